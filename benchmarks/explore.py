@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.explorer.exploring import explore_tokens, load_subjects, prepare, read_text
+from modeling_nlq.training.explorer.exploring import explore_tokens, load_subjects, prepare
 
 
 LAYERS_AND_HEADS = ((1, 2), (5, 6), (30, 10))
@@ -76,7 +76,7 @@ def main() -> None:
     print("| model | tokens | page (MB) | made in (s) | opened in (s) |\n|---|---:|---:|---:|---:|")
     if arguments.model is not None:
         subjects, tokenizer = load_subjects([arguments.model])
-        tokens = tokenizer(read_text(arguments.file).shown, add_special_tokens=False)["input_ids"]
+        tokens = tokenizer(arguments.file.read_text(), add_special_tokens=False)["input_ids"]
         measure(arguments.model, subjects, tokenizer, tokens)
         return
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
 """NLQ: what attention could be, as switches of one Transformers model. Importing it registers the Auto classes."""
 
-from transformers import AutoConfig
+import transformers
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
-from .configuration_nlq import NLQConfig, __version__
+from .configuration_nlq import AUTO_MAP, NLQConfig, __version__
 from .kernels import kernelize
 from .modeling_nlq import (
     NLQForCausalLM,
@@ -13,7 +13,6 @@ from .modeling_nlq import (
     NLQForTokenClassification,
     NLQModel,
     NLQPreTrainedModel,
-    register_models,
 )
 from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
 from .parts_builtin_nlq import ATTENTION_PARTS
@@ -21,8 +20,10 @@ from .parts_user_nlq import load_attention_parts, register_attention_part
 from .projections_nlq import PROJECTIONS
 
 
-AutoConfig.register(NLQConfig.model_type, NLQConfig, exist_ok=True)
-register_models(NLQConfig)
+transformers.AutoConfig.register(NLQConfig.model_type, NLQConfig, exist_ok=True)
+for _auto_class, _path in AUTO_MAP.items():
+    if _auto_class != "AutoConfig":
+        getattr(transformers, _auto_class).register(NLQConfig, globals()[_path.partition(".")[2]], exist_ok=True)
 
 __all__ = [
     "ATTENTION_ACTIVATIONS",

@@ -4,7 +4,6 @@ Scores are `s = attention_scaling * q . k`. The weights are `phi(s) / Z` on the 
 normaliser `Z` is the sum of `phi` (`"sum"`), the number `n` of visible keys (`"length"`), or 1 (`"none"`).
 """
 
-import contextlib
 import difflib
 import functools
 import math
@@ -296,28 +295,24 @@ def register_attention_activation(
         normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
         non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
         formula, source: shown to readers only.
-        exist_ok: replace an activation that was registered under this name. Its normaliser and sign must stay the same.
-            Existing models compute the new function from then on.
+        exist_ok: replace an activation that was registered under this name. Existing models compute the new function from then
+            on.
 
     Raises:
         ValueError: if the name is taken, or the function contradicts the other arguments.
     """
-    if not isinstance(name, str) or not name.isidentifier():
+    if not name.isidentifier():
         raise ValueError(f"name={name!r} must be a Python identifier")
     if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS:
         raise ValueError(f"name={name!r} is an attention activation already; choose another name")
     if name in _REGISTERED and not exist_ok:
         raise ValueError(f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it")
-    if not callable(function):
-        raise ValueError(f"function={function!r} of {name!r} must be a function of a tensor")
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
     if normalization == "sum" and not non_negative:
         raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
 
     row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
-    if name in _REGISTERED and any(_REGISTERED[name][key] != getattr(row, key) for key in ("normalization", "non_negative")):
-        raise ValueError(f"name={name!r} is in use with another normalization or non_negative; choose another name")
     _check_function(row)
     _REGISTERED[name] = {field: getattr(row, field) for field in _FIELDS}
 
@@ -326,55 +321,29 @@ def _check_function(row: AttentionActivation) -> None:
     """Tries a user's function on a sample of scores.
 
     Raises:
-        ValueError: if it is not elementwise, not finite, negative despite `non_negative`, or does not match its derivative.
+        ValueError: if it has parameters, is not elementwise, not finite, negative despite `non_negative`, or does not match
+            its derivative.
     """
     generator = torch.Generator().manual_seed(0)
-    # Unsorted, and away from round numbers, where functions have their kinks
+    # Unsorted, and away from round numbers, where functions have their kinks; but a query of 0 has scores of exactly 0
     scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
-    if _has_parameters(row.function, scores):
-        raise ValueError(
-            f"function of {row.name!r} must have no parameters of its own: nothing would train them; write an AttentionPart, "
-            "which may have some"
-        )
-    try:
-        weights = row.function(given := scores.clone())
-        if weights.shape != scores.shape:
-            raise ValueError(f"it returns {tuple(weights.shape)} for scores {tuple(scores.shape)}")
-        alone = [row.function(score.clone()) for score in scores[0]]
-        if not all(torch.allclose(one, weight, equal_nan=True) for one, weight in zip(alone, weights[0])):
-            raise ValueError("it gives a score another value when it is alone")
-    except Exception as error:
-        asked = "must work element by element and keep the shape of the scores"
-        raise ValueError(f"function of {row.name!r} {asked}, also in float64: {error}") from error
+    scores[10:, 3] = 0.0
+    weights = row.function(given := scores.clone())
+    if weights.requires_grad:
+        raise ValueError(f"function of {row.name!r} must have no parameters, as nothing trains them; write an AttentionPart")
     if not torch.equal(given, scores):
         raise ValueError(f"function of {row.name!r} must return a new tensor, not change the scores")
+    alone = torch.stack([row.function(score.clone()) for score in scores[0]])
+    if weights.shape != scores.shape or not torch.allclose(alone, weights[0], equal_nan=True):
+        raise ValueError(f"function of {row.name!r} must work element by element and keep the shape of the scores")
     _, slope = replace(row, derivative=None).weights_and_gradient(scores, torch.ones_like(scores))
-    for tensor, what in ((weights, "function"), (slope, "the derivative of the function")):
-        if not tensor.isfinite().all():
-            raise ValueError(f"{what} of {row.name!r} is not finite for all scores from -20 to 20")
-    # A query of 0 has scores of exactly 0
-    zero = torch.zeros(1, dtype=torch.float64)
-    if not all(tensor.isfinite().all() for tensor in row.weights_and_gradient(zero, torch.ones_like(zero))):
-        raise ValueError(f"function of {row.name!r}, or its derivative, is not finite for a score of 0")
+    if not (weights.isfinite() & slope.isfinite()).all():
+        raise ValueError(f"function of {row.name!r}, or its derivative, is not finite for all scores from -20 to 20")
     if row.non_negative and weights.min() < 0:
         raise ValueError(f"function of {row.name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
-    if row.derivative is not None:
-        try:
-            _, own_slope = row.weights_and_gradient(scores, torch.ones_like(scores))
-            agrees = torch.allclose(own_slope, slope, rtol=1e-4, atol=1e-6)
-        except Exception as error:
-            raise ValueError(f"derivative of {row.name!r} fails on a tensor of scores: {error}") from error
-        if not agrees:
-            raise ValueError(f"derivative of {row.name!r} is not the derivative of its function")
-
-
-def _has_parameters(function: Callable[[torch.Tensor], torch.Tensor], scores: torch.Tensor) -> bool:
-    """Tells whether a result depends on parameters, which may be in float32 and then refuse the scores' float64."""
-    for dtype in (scores.dtype, torch.float32):
-        with contextlib.suppress(Exception):
-            if function(scores.to(dtype, copy=True)).requires_grad:
-                return True
-    return False
+    _, own_slope = row.weights_and_gradient(scores, torch.ones_like(scores))
+    if not torch.allclose(own_slope[:10], slope[:10], rtol=1e-4, atol=1e-6) or not own_slope.isfinite().all():
+        raise ValueError(f"derivative of {row.name!r} is not the derivative of its function")
 
 
 def get_attention_activation(name: str) -> AttentionActivation:

@@ -33,7 +33,7 @@ from .activations_nlq import AttentionActivation
 from .attention_nlq import chunked_attention_forward, eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
-from .integrations_nlq import CACHE_NAME, choose_cache
+from .integrations_nlq import CACHE_NAME
 from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_visible
 from .ops_nlq import autocast_dtype, record_use
 from .parts_base_nlq import materialized_by
@@ -231,7 +231,7 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     if requested is None:
         # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
         is_plain = all(_is_softmax(layer) and not layer.bias and not layer.materializes for layer in layers)
-        return None if is_plain and not config.output_attentions else AUTOMATIC
+        return None if is_plain else AUTOMATIC
     # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
     if requested not in (*ATTENTION_BACKENDS, *others):
@@ -252,26 +252,17 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     """
     layers = _requests(config)
     for index, layer in enumerate(layers):
-        if not layer.activation.sees_own_key:
-            raise ValueError(
-                f"attention_activation={layer.activation.name!r} (layer {index}) has no continuous batching: the masks of the "
-                "paged cache do not say which key is the query's own; use generate"
-            )
-    if linear := [index for index, layer in enumerate(layers) if layer.activation.kind == "linear"]:
-        raise ValueError(
-            f"attention_activation='linear_attention' (layer {', '.join(map(str, linear))}) has no continuous batching: the "
-            "paged cache stores keys and values, and such a layer keeps a state instead; use generate"
-        )
+        # A state has no place in the paged cache, and its masks do not say which key is the query's own
+        if layer.activation.kind == "linear" or not layer.activation.sees_own_key:
+            name = layer.activation.name
+            raise ValueError(f"attention_activation={name!r} (layer {index}) has no continuous batching; use generate")
     for index, layer in enumerate(config.per_layer_config):
         for part in parts_of(layer):
             if reason := part.refuse_paged(layer):
                 raise ValueError(f"{part.name} (layer {index}) has no continuous batching: {reason}; use generate")
     windows = [layer.sliding_window for layer in config.per_layer_config]
     if len(set(windows)) > 1:
-        raise ValueError(
-            f"sliding_window={windows}: continuous batching of Transformers has one window for all layers; use generate, or "
-            "the same window in each layer"
-        )
+        raise ValueError(f"sliding_window={windows}: continuous batching has one window for all layers; use generate")
     name = config._attn_implementation
     possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].supports_layer, layers))]
     if name == AUTOMATIC:
@@ -323,8 +314,7 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
     if request.activation.kind == "linear":
         if request.weights:
             raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no weights; leave "
-                "output_attentions out, or use another activation there"
+                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no weights"
             )
         return LINEAR_ATTENTION
     name = implementation or "eager"
@@ -410,48 +400,37 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
     """
     config, layer_idx, (sliding_window, sees_own_key) = layer.config, layer.layer_idx, layer.visible_keys
-    mask, is_linear = sequences.mask_of(sliding_window), backend == LINEAR_ATTENTION
+    mask, is_linear = sequences.attention_mask, backend == LINEAR_ATTENTION
     row = ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND)
     if sequences.is_paged:
         if is_linear or not row.is_paged:
-            raise ValueError(
-                f"attn_implementation={config._attn_implementation!r} takes no paged cache; start continuous batching by "
-                "generate_batch or init_continuous_batching, which choose one that does"
-            )
+            raise ValueError(f"attn_implementation={config._attn_implementation!r} takes no paged cache")
         # 0 where a query sees a key, and the dtype's lowest number elsewhere; flash attention takes none
         return None if mask is None else mask == 0
-    _check_export(cache, layer_idx)
+    is_exported = torch.compiler.is_exporting() and cache is not None and layer_idx < len(cache.layers)
+    if is_exported and cache.is_sliding[layer_idx] and cache.get_seq_length(layer_idx):
+        # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
+        raise ValueError(f"sliding_window (layer {layer_idx}): export without cache, or with a DynamicCache() without a config")
     kind = "visibility" if is_linear else row.mask
     sees_all_keys = sees_own_key and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window)
     if kind in ("visibility", "dense") and sees_all_keys:
         return None
     make_visibility = functools.partial(sequences.visibility, cache, layer_idx, sliding_window, sees_own_key)
     is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
-    if is_linear and (is_dense or isinstance(mask, BlockMask)):
-        raise ValueError(
-            "attention_activation='linear_attention' takes no 4-D attention_mask and no BlockMask, because it computes no "
-            "weights to hide; give a padding mask (batch, key), or use another activation"
-        )
+    is_block = isinstance(mask, BlockMask)
+    is_refused = is_dense and (is_linear or kind not in ("visibility", "dense"))
+    if is_refused or (is_block and (kind != "block" or sliding_window)):  # with a block mask, the window would be lost
+        given = "BlockMask" if is_block else "4-D mask"
+        raise ValueError(f"attention_mask: attn_implementation={backend!r} (layer {layer_idx}) takes no {given}")
     if is_dense:
-        if kind not in ("visibility", "dense"):
-            raise ValueError(f"attn_implementation={backend!r} takes no 4-D attention_mask; use 'nlq', 'sdpa' or 'eager'")
         mask = boolean_mask(mask)
         if sliding_window is None and sees_own_key:
             return mask
         key_length, key_offset = sequences.key_range(cache, layer_idx)
         if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
-            tokens = sequences.query_offset + inputs_embeds.shape[1]
-            if isinstance(tokens, int) and mask.shape[-1] < tokens:
-                widths = " or ".join(map(str, dict.fromkeys((tokens, key_length))))
-                raise ValueError(
-                    f"attention_mask={tuple(mask.shape)} must have {widths} keys (sliding_window={sliding_window})"
-                )
             mask = mask[..., key_offset : key_offset + key_length]
         # A static cache that is not full yet is longer
         return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & make_visibility().dense()
-    if isinstance(mask, BlockMask) and (kind != "block" or sliding_window is not None):
-        choice = "use 'flex_attention'" if sliding_window is None else "the window would be lost"
-        raise ValueError(f"attn_implementation={backend!r} (layer {layer_idx}) takes no BlockMask; {choice}")
     if kind == "visibility" or (kind == "dense" and not layer.is_causal and sequences.segments is not None):
         # Transformers packs documents in causal order only
         return make_visibility() if kind == "visibility" else make_visibility().dense()
@@ -461,7 +440,9 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
             f"attn_implementation={config._attn_implementation!r} takes packed documents in a batch of 1, not "
             f"{positions.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
         )
-    _check_cache(backend, cache)
+    if backend == "flex_attention" and getattr(cache, "is_compileable", False):
+        # The block mask would read the length of the cache when the kernel runs, after the cache has grown
+        raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'")
     if sliding_window is not None:
         config = config.per_layer_config[layer_idx]  # from which Transformers reads the window
     # For an encoder they make a mask without order
@@ -473,62 +454,6 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
     if kind == "block":
         return FlexMask(made, None if isinstance(mask, BlockMask) else make_visibility().visible_count)
     return made
-
-
-def create_masks_for_generate(
-    config: NLQConfig,
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Cache | None = None,
-    position_ids: torch.Tensor | None = None,
-    *,
-    layers: Sequence[nn.Module],
-    past_key_values: Cache | None = None,
-    **kwargs,
-) -> Any:
-    """Makes the mask that `generate` passes to the model, in place of Transformers' function of this name.
-
-    `layers` are the attention layers of the model; a pipeline stage does not have all of them. Only where all take the same
-    dense mask, it is made here. Else the model makes the masks from the padding mask. It is as long as a static cache, so its
-    shape stays the same from token to token.
-    """
-    cache, implementation = choose_cache(cache, past_key_values), config._attn_implementation
-    is_linear = [layer.activation.kind == "linear" for layer in layers]
-    if not all(is_linear):
-        _check_cache(implementation, cache)
-    takes_padding = implementation == AUTOMATIC or ATTENTION_BACKENDS.get(implementation, _UNKNOWN_BACKEND).mask == "visibility"
-    has_windows = any(layer.sliding_window is not None for layer in layers)
-    # Parts that read the token context want to know which tokens are padding
-    needs_padding = takes_padding or any(layer.needs_token_context for layer in layers)
-    if not needs_padding and not any(is_linear) and not has_windows:
-        layer_idx = layers[0].layer_idx
-        return create_causal_mask(
-            config, inputs_embeds, attention_mask, **{CACHE_NAME: cache}, position_ids=position_ids, layer_idx=layer_idx
-        )
-    if attention_mask is None:
-        return None
-    indices = {layer.sliding_window: layer.layer_idx for layer in layers}.values()
-    length = max(cache.get_mask_sizes(inputs_embeds.shape[1], index)[0] for index in indices)
-    if length <= attention_mask.shape[-1]:
-        return attention_mask
-    return nn.functional.pad(attention_mask, (0, length - attention_mask.shape[-1]))
-
-
-def _check_export(cache: Cache | None, layer_idx: int) -> None:
-    if not torch.compiler.is_exporting() or cache is None or layer_idx >= len(cache.layers):
-        return
-    if cache.is_sliding[layer_idx] and cache.get_seq_length(layer_idx):
-        # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
-        raise ValueError(
-            f"sliding_window (layer {layer_idx}): an exported program keeps the sample's number of tokens in a window's cache; "
-            "export with use_cache=False, or with a DynamicCache() made without a config, which keeps all tokens"
-        )
-
-
-def _check_cache(backend: str, cache: Cache | None) -> None:
-    if backend == "flex_attention" and getattr(cache, "is_compileable", False):
-        # The block mask would read the length of the cache when the kernel runs, after the cache has grown
-        raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'")
 
 
 def _of_nlq_models_only(*args, **kwargs):

@@ -5,12 +5,9 @@ from transformers.utils.versions import require_version
 
 
 MINIMUM_TRANSFORMERS = "5.21.0"
-# The newest release whose tests pass (docs/versions.md). A newer minor release gets a warning.
-NEWEST_TRANSFORMERS = "5.24.0"
 require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
 import contextlib
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -20,9 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 import transformers
 from huggingface_hub.dataclasses import strict
-from packaging.version import Version
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
-from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
@@ -86,6 +81,18 @@ PER_LAYER_SWITCHES = (
     "linear_attention_decay",
     *ATTENTION_PARTS,
     "attention_parts",
+)
+
+# Pairs of switches of a layer that exclude each other, with the values that do; `None` is any that is set
+EXCLUSIONS = (
+    (("attention_dropout", None), ("attention_activation", "linear_attention")),
+    (("sliding_window", None), ("attention_activation", "linear_attention")),
+    (("parallax", None), ("differential_attention", None)),
+    # Its sums would not move with the keys of a window's cache
+    (("selective_attention", None), ("sliding_window", None)),
+    # A head reads the values of two groups, and a token has no value of its own there
+    (("exclusive_attention", None), ("differential_attention", "v1")),
+    (("attention_gate", "value"), ("differential_attention", "v1")),
 )
 
 # Not the types whose angles depend on the current length: cached keys would become wrong.
@@ -281,28 +288,26 @@ class NLQConfig(PreTrainedConfig):
     mask_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        saved_version = kwargs.pop("nlq_version", None)
-        if saved_version is not None and Version(saved_version) > Version(__version__):
-            logger.warning(f"This configuration was saved by NLQ {saved_version}; the code at hand is {__version__}.")
-        self._check_unknown_keys(kwargs, is_saved=saved_version is not None)
+        self._check_unknown_keys(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
         if (overrides := kwargs.get("per_layer_config")) is not None:
             if not isinstance(overrides, dict) or not all(isinstance(switches, dict) for switches in overrides.values()):
                 raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there")
             _check_per_layer_switches({name for switches in overrides.values() for name in switches})
 
         width, heads = self.hidden_size, self.num_attention_heads
-        if width > 0 and self.num_hidden_layers > 0 and heads > 0:  # else the validation names the field
-            if self.head_dim is None and width % heads:
-                raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim be given")
-            defaults = {"num_key_value_heads": heads, "head_dim": width // heads, "intermediate_size": 4 * width}
-            for name, value in (defaults | {"projection_bottleneck_size": width // 2}).items():
-                if getattr(self, name) is None:
-                    setattr(self, name, value)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be a positive integer")
+        if self.head_dim is None and width % heads:
+            raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim be given")
+        defaults = {"num_key_value_heads": heads, "head_dim": width // heads, "intermediate_size": 4 * width}
+        for name, value in (defaults | {"projection_bottleneck_size": width // 2}).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
         super().__post_init__(**kwargs)
         self._remember_code()
-        # This code, whatever an old file says: saving this configuration copies this code beside it. Others are derived classes
-        derived = {name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)}
-        self.auto_map = {**AUTO_MAP, **derived}
+        # This code, whatever an old file says, but for derived classes
+        self.auto_map = AUTO_MAP | {name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)}
         self.nlq_version = __version__
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
@@ -316,35 +321,11 @@ class NLQConfig(PreTrainedConfig):
             if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:
                 self.attention_parts_code = codes
 
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        # diff with PreTrainedConfig: the code of a saved model's own parts is known, and no other file of a name stands for it
-        config = super().from_dict(config_dict, **kwargs)
-        codes = (config[0] if isinstance(config, tuple) else config).attention_parts_code or {}
-        unknown = codes.keys() - (config_dict.get("attention_parts_code") or {}).keys()
-        if unknown and "nlq_version" in config_dict:
-            raise ValueError(
-                f"attention_parts_code lacks {', '.join(sorted(unknown))}: without its hash, another file of that name could "
-                "stand for the part that the model was saved with; take config.json as it was saved"
-            )
-        return config
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoConfig"):
-        """As in Transformers. From a derived configuration, the Auto classes then build the models of this code."""
-        super().register_for_auto_class(auto_class)
-        if cls.__module__ != __name__:
-            from .modeling_nlq import register_models
-
-            register_models(cls)
-
     def save_pretrained(self, save_directory, *args, **kwargs):
-        # diff with PreTrainedConfig: the files of parts that belong to no file of this code, and this code beside derived ones
+        # diff with PreTrainedConfig: the files of parts that belong to no file of this code
         own = [part for part in self._own_parts().values() if part not in PARTS]
         self.auto_map = classes_in(save_directory, self.auto_map)
         result = super().save_pretrained(save_directory, *args, **kwargs)
-        if type(self) is not NLQConfig:
-            custom_object_save(NLQConfig(), save_directory)
         if own:
             save_parts(save_directory, own)
         return result
@@ -363,20 +344,6 @@ class NLQConfig(PreTrainedConfig):
             if suggestion and not is_saved:
                 raise ValueError(f"NLQConfig has no field {key!r}; {suggestion}")
             logger.warning(f"NLQConfig has no field {key!r}: it is kept, but nothing reads it.")
-
-    def validate_output_attentions(self):
-        """Checks that the backend returns the weights if `output_attentions` is set."""
-        if self._attn_implementation != AUTOMATIC:
-            super().validate_output_attentions()
-
-    def _set_output_attentions(self, value: bool) -> None:
-        if self._attn_implementation == AUTOMATIC:
-            self._output_attentions = value
-        else:
-            PreTrainedConfig.output_attentions.fset(self, value)
-
-    # diff with PreTrainedConfig: besides "eager", the automatic choice returns the weights too
-    output_attentions = property(PreTrainedConfig.output_attentions.fget, _set_output_attentions)
 
     @property
     def activation(self) -> AttentionActivation:
@@ -459,18 +426,6 @@ class NLQConfig(PreTrainedConfig):
         return {f"layers.*.{name}": style for name, style in plan.items()}
 
     @property
-    def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]]:
-        """The inputs and outputs of the modules that pipeline parallelism distributes, for Transformers."""
-        plan = {"embed_tokens": (["input_ids"], ["inputs_embeds"])}
-        if self.has_learned_positions:
-            plan["embed_positions"] = (["position_ids"], ["position_embeddings"])
-        if self.embedding_norm:
-            plan["embed_norm"] = (["hidden_states"], ["hidden_states"])
-        plan["layers"] = (["hidden_states", "attention_mask"], ["hidden_states"])
-        plan["norm"] = (["hidden_states"], ["hidden_states"])
-        return plan
-
-    @property
     def num_query_heads(self) -> int:
         """How many heads of queries a layer computes (of one layer)."""
         return max((part.query_heads(self) for part in parts_of(self)), default=self.num_attention_heads)
@@ -494,8 +449,7 @@ class NLQConfig(PreTrainedConfig):
         if self.is_heterogeneous:  # first: what differs between layers cannot be read below
             overrides = self._heterogeneity_spec.per_layer_overrides.values()
             _check_per_layer_switches({name for switches in overrides for name in switches})
-        _check_numbers(self, _NUMBERS)
-        if self.num_attention_heads % self.num_key_value_heads != 0:
+        if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
                 f"num_key_value_heads={self.num_key_value_heads}"
@@ -509,24 +463,18 @@ class NLQConfig(PreTrainedConfig):
                     f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; angles that depend on "
                     "the current length do not fit a cache"
                 )
-            factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
-            if not isinstance(factor, int | float) or not 0.0 < factor <= 1.0:
-                raise ValueError(f"rope_parameters: partial_rotary_factor={factor!r} must be above 0 and at most 1")
             # `proportional` rotates the rest too, by an angle of 0
-            if (rotated := int(self.head_dim * (1.0 if rope_type == "proportional" else factor))) % 2 or not rotated:
+            factor = 1.0 if rope_type == "proportional" else self.rope_parameters.get("partial_rotary_factor", 1.0)
+            if not 0 < (rotated := int(self.head_dim * factor)) <= self.head_dim or rotated % 2:
                 raise ValueError(
                     f"head_dim={self.head_dim} times partial_rotary_factor={factor}, {rotated} rotated elements, must be even "
                     "and above 0 with position_embedding='rope'"
                 )
 
     def validate_rope(self):
-        """Applies Transformers' check if there are rotary positions, and turns its `KeyError` into a `ValueError`."""
-        if not self.has_rotary_positions:
-            return
-        try:
+        """Applies Transformers' check if there are rotary positions."""
+        if self.has_rotary_positions:
             super().validate_rope()
-        except KeyError as error:
-            raise ValueError(error.args[0]) from None
 
     def validate_functions(self):
         """Checks the names of functions that are the same in all layers."""
@@ -547,37 +495,6 @@ def _check_per_layer_switches(names: set[str]) -> None:
         raise ValueError(
             f"per_layer_config: {', '.join(foreign)} cannot be set for a layer; only {', '.join(PER_LAYER_SWITCHES)} can"
         )
-
-
-def _is_positive(value: int | None) -> bool:
-    return value is not None and value > 0
-
-
-# Which numbers a field takes: the test, its words, and the fields; of the model, and of each layer
-_NUMBERS = (
-    (_is_positive, "a positive integer", ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")),
-    (_is_positive, "a positive integer", ("max_position_embeddings", "num_key_value_heads", "head_dim", "intermediate_size")),
-    (
-        lambda value: 0.0 <= value < 1.0,
-        "at least 0 and below 1",
-        ("embedding_dropout", "residual_dropout", "attention_dropout"),
-    ),
-    (lambda value: 0.0 < value <= 1.0, "above 0 and at most 1", ("layer_norm_eps", "initializer_range")),
-    (lambda cap: cap is None or 0.0 < cap < math.inf, "a finite number above 0, or None", ("final_logit_softcapping",)),
-)
-_LAYER_NUMBERS = (
-    (_is_positive, "a positive integer", ("projection_bottleneck_size",)),
-    # Transformers' cache does not take 1
-    (lambda window: window is None or window >= 2, "at least 2 tokens, or None", ("sliding_window",)),
-    (lambda value: value is None or math.isfinite(value), "finite", ("attention_scaling", "attention_output_scaling")),
-)
-
-
-def _check_numbers(config: NLQConfig, table: tuple) -> None:
-    for is_allowed, requirement, names in table:
-        for name in names:
-            if not is_allowed(value := getattr(config, name)):
-                raise ValueError(f"{name}={value!r} must be {requirement}")
 
 
 def _check_function(config: NLQConfig, name: str, is_optional: bool) -> None:
@@ -601,7 +518,8 @@ def _check_layer(layer: NLQConfig) -> None:
                 f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={layer.hidden_size}, "
                 f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
             )
-    _check_numbers(layer, _LAYER_NUMBERS)
+    if layer.sliding_window is not None and layer.sliding_window < 2:  # Transformers' cache does not take 1
+        raise ValueError(f"sliding_window={layer.sliding_window} must be at least 2 tokens, or None")
     _check_function(layer, "projection_activation", is_optional=False)
     _check_function(layer, "attention_output_activation", is_optional=True)
 
@@ -611,26 +529,20 @@ def _check_layer(layer: NLQConfig) -> None:
         raise ValueError(
             f"attention_normalization={normalization!r}: {activation.name} has the normaliser {activation.normalization!r} only"
         )
-    if layer.linear_attention_decay is not None and activation.kind != "linear":
-        raise ValueError(
-            f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', not "
-            f"{activation.name!r}; other activations have no decay"
-        )
-    if activation.kind == "linear" and layer.attention_dropout > 0.0:
-        raise ValueError(
-            f"attention_dropout={layer.attention_dropout!r}: attention_activation='linear_attention' has no weights to "
-            "drop; use residual_dropout"
-        )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
             f"attention_normalization='sum' needs weights that are never negative, but attention_activation="
             f"{activation.name!r} can be; use 'length' or 'none'"
         )
-    if layer.sliding_window is not None and activation.kind == "linear":
+    if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
-            f"sliding_window={layer.sliding_window!r}: attention_activation='linear_attention' keeps a sum over all "
-            "tokens, and cannot forget some; set sliding_window to None there, or use linear_attention_decay"
+            f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', not "
+            f"{activation.name!r}"
         )
+    for pair in EXCLUSIONS:
+        values = {name: getattr(layer, name) for name, _ in pair}
+        if all(values[name] == value if value is not None else values[name] for name, value in pair):
+            raise ValueError(" excludes ".join(f"{name}={value!r}" for name, value in values.items()))
     parts = parts_of(layer)
     needs_order = {"attention_activation": not activation.sees_own_key, "linear_attention_decay": layer.linear_attention_decay}
     needs_order |= {part.name: part.causal_only for part in parts}
@@ -646,22 +558,9 @@ def _check_layer(layer: NLQConfig) -> None:
         # Linear attention has no scores and no weights, and its state is its own
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not")
-    alone = {
-        "change the weights of queries": [part.name for part in parts if part.has_hook("change_weights")],
-        "keep tokens of convolutions": [part.name for part in parts if part.conv_states(layer)],
-    }
-    for what, names in alone.items():
-        if len(names) > 1:
-            raise ValueError(f"{' and '.join(names)} both {what}; use one of them")
-
-
-def warn_of_untested_transformers() -> None:
-    """Warns once if the installed Transformers is newer than those that this code was tested with."""
-    if Version(transformers.__version__).release[:2] > Version(NEWEST_TRANSFORMERS).release[:2]:
-        logger.warning_once(
-            f"NLQ {__version__} was tested with Transformers {MINIMUM_TRANSFORMERS} to {NEWEST_TRANSFORMERS}, and "
-            f"{transformers.__version__} is installed. Compare generation with use_cache=False once, or see docs/versions.md."
-        )
+    for what in (lambda part: part.has_hook("change_weights"), lambda part: part.conv_states(layer)):
+        if len(names := [part.name for part in parts if what(part)]) > 1:
+            raise ValueError(f"{' and '.join(names)} exclude each other: they change the same weights, or use the same cache")
 
 
 NLQConfig.register_for_auto_class()
@@ -673,5 +572,3 @@ NLQConfig.register_for_auto_class()
 # makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
 if type(transformers) is not ModuleType:
     type(transformers).NLQForCausalLM = AutoModelForCausalLM
-
-__all__ = ["NLQConfig"]

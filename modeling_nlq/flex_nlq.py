@@ -108,13 +108,11 @@ def flex_attention_with_log_forward(
 
 def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
     """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients, and the log-sum-exp of the compiled kernel."""
-    refused = None
     if inputs[0].device.type != "cpu":
         return
-    if module.attention_sink is not None:
-        refused = f"attention_sink={module.attention_sink!r}"
-    elif module.normalization != "sum":
-        refused = f"attention_activation={module.activation.name!r} normalised by {module.normalization!r}"
+    refused = None
+    if module.attention_sink is not None or module.normalization != "sum":
+        refused = "a sink, or another normaliser than 'sum',"
     elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         refused = "gradients"
     if refused is not None:

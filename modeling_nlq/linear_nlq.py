@@ -7,8 +7,8 @@
 over the keys that query `i` sees. `t` counts the tokens that are not padding. `R` are rotary positions, in the numerator only
 (Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later
 tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers: `parallel_form`, quadratic in
-the length, is the readable reference; `chunked_form`, linear, is for training and prompts; `recurrent_form` goes token by
-token. In an encoder, where every query sees its whole document, `bidirectional_form` needs the two sums over the document.
+the length, is the readable reference; `chunked_form`, linear, is for training and prompts; `recurrent_step` takes one token.
+In an encoder, where every query sees its whole document, `bidirectional_form` needs the two sums over the document.
 
 Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
 """
@@ -24,7 +24,6 @@ from transformers.utils.generic import maybe_autocast
 from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
-from .ops_nlq import Operation
 from .projections_nlq import rotate
 
 
@@ -187,21 +186,8 @@ def _chunked_sums(
     return numerator.flatten(3, 4)[..., :length, :], denominator.flatten(3, 4)[..., :length], state
 
 
-# Its kernels tell from the query `(batch, heads, query, head_dim)` and the documents' first tokens whether they compute a call
-LINEAR_ATTENTION = Operation("linear_attention", chunked_form)
-
-
-def recurrent_form(inputs: LinearInputs, state: LinearState | None = None) -> tuple[torch.Tensor, LinearState]:
-    """Returns `(b, g, r, n, d)` and the state after the last token, by `S_i = decay S_(i-1) + k_i v_i^T` for each token."""
-    outputs = []
-    for index in range(inputs.query.shape[-2]):
-        output, state = _step(inputs, index, state)
-        outputs.append(output)
-    return torch.stack(outputs, dim=-2), state
-
-
-def _step(inputs: LinearInputs, index: int, state: LinearState | None) -> tuple[torch.Tensor, LinearState]:
-    """Returns the output of one token, `(b, g, r, d)`, and the state after it, from the state before it."""
+def recurrent_step(inputs: LinearInputs, index: int, state: LinearState | None) -> tuple[torch.Tensor, LinearState]:
+    """Returns the output of one token, `(b, g, r, d)`, and the state after it: `S_i = decay S_(i-1) + k_i v_i^T`."""
     key, rotated_key, value = (states[:, :, index] for states in (inputs.key, inputs.rotated_key, inputs.value))
     if state is None:
         state = LinearState(key.new_zeros(*key.shape, key.shape[-1]), torch.zeros_like(key))
@@ -292,7 +278,7 @@ def linear_attention(
         log_decay: `(key_value_heads,)`, of any type and device, or `None`.
         position_embeddings: cosines and sines of rotary positions, or `None`.
         state: the state of the tokens before these.
-        form: `"chunked"`, which uses `recurrent_form` for a single token, or `"parallel"`, which neither takes nor returns a
+        form: `"chunked"`, which uses `recurrent_step` for a single token, or `"parallel"`, which neither takes nor returns a
             state.
         is_causal: whether no token sees a later one. Otherwise there is neither a state nor a decay.
 
@@ -304,7 +290,7 @@ def linear_attention(
     if visibility is None and length == 1 and form != "parallel" and is_causal:
         with maybe_autocast(query.device.type, enabled=False):
             inputs = _make_inputs(query, key, value, None, None, query_scaling, None, log_decay, position_embeddings)
-            output, state = _step(inputs, 0, state)
+            output, state = recurrent_step(inputs, 0, state)
         return output.flatten(1, 2).unsqueeze(1).to(dtype), state
     if visibility is None:
         visibility = make_visibility(length, length, 0, query.device, is_causal=is_causal)
@@ -321,12 +307,9 @@ def linear_attention(
             end = None if end is None else end.expand(batch, -1)
             output = parallel_form(inputs, is_causal) if form == "parallel" else bidirectional_form(inputs, end)
         return output.flatten(1, 2).transpose(1, 2).to(dtype), None
+    # A loop over segments or chunks would fix the length of an exported program
     is_exporting = torch.compiler.is_exporting()
-    kernel = LINEAR_ATTENTION.choose(query, start)
-    is_own = kernel.name == "pytorch"
-    attend = chunked_form if is_own else kernel.function
-    # Kernels take all tokens at once, and a loop over segments or chunks would fix the length of an exported program
-    size = SEGMENT_SIZE if form != "parallel" and is_own and not is_exporting else None
+    size = None if form == "parallel" or is_exporting else SEGMENT_SIZE
 
     def split(states: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
         # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
@@ -347,11 +330,12 @@ def linear_attention(
             if form == "parallel":
                 output = parallel_form(inputs)
             elif length == 1:
-                output, state = recurrent_form(inputs, state)
+                output, state = recurrent_step(inputs, 0, state)
+                output = output.unsqueeze(-2)
             elif is_exporting:
                 output, state = chunked_form(inputs, state, chunk_size=None)
             else:
-                output, state = attend(inputs, state)
+                output, state = chunked_form(inputs, state)
             outputs.append(output.flatten(1, 2).transpose(1, 2).to(dtype))
     return torch.cat(outputs, dim=1), None if form == "parallel" else state
 

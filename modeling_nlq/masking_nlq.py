@@ -246,8 +246,8 @@ class Sequences(NamedTuple):
 
     Attributes:
         position_ids: `(batch or 1, query)`, the position of each token in its text.
-        attention_mask: the caller's mask, also by type of layer, or `None` if it hides nothing. In continuous batching
-            Transformers' own, or for flash attention `None`.
+        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching Transformers' own, or for flash
+            attention `None`.
         query_offset: number of tokens before the first query; a tensor if a static cache counts them.
         padding_mask: `(batch, tokens)`, false for padding, or `None`.
         segments: `(batch, query)`, the number of each token's packed document, or `None`.
@@ -258,7 +258,7 @@ class Sequences(NamedTuple):
     """
 
     position_ids: torch.Tensor
-    attention_mask: torch.Tensor | BlockMask | dict | None = None
+    attention_mask: torch.Tensor | BlockMask | None = None
     query_offset: int | torch.Tensor = 0
     padding_mask: torch.Tensor | None = None
     segments: torch.Tensor | None = None
@@ -308,22 +308,13 @@ class Sequences(NamedTuple):
             is_valid = visibility.key_is_valid[:, query_index]
         if self.segments is not None:
             position = query_index - _document_starts(self.segments, query_index)
-        caller_mask = self.mask_of(sliding_window)
+        caller_mask = self.attention_mask
         has_own_mask = caller_mask is not None and not (isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2)
         if has_own_mask and isinstance(mask, torch.Tensor):
             count = mask[..., : visibility.key_length].sum(dim=-1)
         else:
             count = (visibility if sees_own_key else visibility.excluding_self()).visible_count[:, None]
         return TokenContext(count, query_index, is_valid, position, has_own_mask)
-
-    def mask_of(self, sliding_window: int | None) -> torch.Tensor | BlockMask | None:
-        """Returns the caller's mask for layers with this window."""
-        if not isinstance(self.attention_mask, dict):
-            return self.attention_mask
-        kind = "full_attention" if sliding_window is None else "sliding_attention"
-        if kind not in self.attention_mask:
-            raise ValueError(f"attention_mask holds masks for {', '.join(self.attention_mask)}, and none for {kind!r}")
-        return self.attention_mask[kind]
 
     def sees_all_keys(self, cache: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
         """Tells whether every query sees all keys of a layer; the arguments are those of `visibility`."""
@@ -344,33 +335,28 @@ class Sequences(NamedTuple):
 
 def read_sequences(
     inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | BlockMask | dict | None = None,
+    attention_mask: torch.Tensor | BlockMask | None = None,
     position_ids: torch.Tensor | None = None,
     cache: Cache | PagedAttentionCache | None = None,
     use_cache: bool | None = None,
     layer_idx: int = 0,
     is_causal: bool = True,
     cu_seq_lens_q: torch.Tensor | None = None,
-    cu_seq_lens_k: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
     **kwargs,
 ) -> Sequences:
     """Finds padding, packed documents and positions in the arguments of one call of the model.
 
     Args:
         inputs_embeds: `(batch, query, hidden)`.
-        attention_mask: `(batch, key)`, 0 for padding; or `(batch, 1 or heads, query, key)`; or a block mask; or these by type
-            of layer, as `generate` passes them.
+        attention_mask: `(batch, key)`, 0 for padding; or `(batch, 1 or heads, query, key)`; or a block mask.
         position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there is a mask
             or a cache.
         cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other arguments are
             Transformers' own.
         use_cache: whether the caller asked for a cache.
-        layer_idx: a layer that is in the cache. A pipeline stage does not have all of them.
+        layer_idx: the layer that is called, if it is called alone.
         is_causal: whether no token sees a later one.
-        cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens.
-        cu_seq_lens_k: must equal `cu_seq_lens_q`.
-        seq_idx: allowed beside `position_ids` only; it is not read.
+        cu_seq_lens_q: allowed beside `position_ids` only; it is not read.
 
     Raises:
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
@@ -378,22 +364,15 @@ def read_sequences(
     if isinstance(cache, PagedAttentionCache):
         return Sequences(position_ids, attention_mask, is_paged=True)
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
-    if isinstance(attention_mask, dict):
-        attention_mask = _without_types(attention_mask)
-    position_ids = _check_positions(position_ids, batch, query_length)
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch, query_length)
     query_offset = 0 if cache is None else cache.get_seq_length(layer_idx)
     padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)
 
-    if cu_seq_lens_q is not None:
-        if cache is not None:
-            raise ValueError("cu_seq_lens_q: packed documents cannot be cached; leave past_key_values out")
-        if batch != 1 or attention_mask is not None:
-            raise ValueError("cu_seq_lens_q: packed documents come in a batch of 1 and without an attention_mask")
-        position_ids = _positions_from_boundaries(cu_seq_lens_q, cu_seq_lens_k, query_length, position_ids)
-    elif cu_seq_lens_k is not None or (seq_idx is not None and position_ids is None):
-        raise ValueError("packed documents need position_ids or cu_seq_lens_q; cu_seq_lens_k or seq_idx is not enough")
+    if cu_seq_lens_q is not None and position_ids is None:
+        raise ValueError("cu_seq_lens_q: packed documents are found by their position_ids; give these too")
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
     if attention_mask is None and cache is None:
@@ -412,35 +391,12 @@ def read_sequences(
     return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, last_position, is_causal=is_causal)
 
 
-def _without_types(masks: dict[str, torch.Tensor | BlockMask | None]) -> torch.Tensor | dict | None:
-    """Returns masks by type of layer as they are, or the padding mask if they hold one, or `None` if they hide nothing."""
-    given = [mask for mask in masks.values() if mask is not None]
-    padding = [mask for mask in given if isinstance(mask, torch.Tensor) and mask.ndim == 2]
-    return padding[0] if padding else masks if given else None
-
-
-def _check_positions(position_ids: torch.Tensor | None, batch: int, query_length: int) -> torch.Tensor | None:
-    """Returns the positions as `(batch, query)`."""
-    if position_ids is None:
-        return None
-    if position_ids.ndim != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != query_length:
-        allowed = " or ".join(str((rows, query_length)) for rows in dict.fromkeys((batch, 1)))
-        raise ValueError(f"position_ids={tuple(position_ids.shape)} must be (batch or 1, query)={allowed}")
-    return position_ids.expand(batch, -1)
-
-
 def _check_mask(
     attention_mask: torch.Tensor | BlockMask | None, batch: int, query_length: int, query_offset: int | torch.Tensor
 ) -> torch.Tensor | None:
     """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
-    if isinstance(attention_mask, dict):
-        for mask in attention_mask.values():
-            _check_mask(mask, batch, query_length, query_offset)
-        return None
     if attention_mask is None or isinstance(attention_mask, BlockMask):
         return None
-    if not isinstance(attention_mask, torch.Tensor):
-        raise ValueError(f"attention_mask must be a tensor, not {type(attention_mask).__name__}")
     shape = tuple(attention_mask.shape)
     if attention_mask.ndim not in (2, 4):
         raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
@@ -450,28 +406,6 @@ def _check_mask(
     if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen):
         raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
     return attention_mask
-
-
-def _positions_from_boundaries(
-    boundaries: torch.Tensor, of_keys: torch.Tensor | None, query_length: int, position_ids: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns the positions `(1, query)`, which restart at each boundary, as padding-free collators mean `cu_seq_lens_q`."""
-    if not isinstance(boundaries, torch.Tensor) or boundaries.ndim != 1 or boundaries.is_floating_point():
-        raise ValueError(f"cu_seq_lens_q={boundaries!r} must be a tensor (documents + 1,) of integers")
-    if of_keys is not None and not is_tracing(boundaries) and not torch.equal(of_keys, boundaries):
-        raise ValueError("cu_seq_lens_k must equal cu_seq_lens_q: a document's queries see its own keys")
-    index = torch.arange(query_length, device=boundaries.device)
-    document = torch.bucketize(index, boundaries, right=True) - 1
-    positions = (index - boundaries[document])[None]
-    if is_tracing(boundaries):
-        return positions if position_ids is None else position_ids
-    if boundaries[0] != 0 or boundaries[-1] != query_length or (boundaries.diff() < 0).any():
-        raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} must rise from 0 to the number of tokens, {query_length}")
-    if position_ids is None:
-        return positions
-    if ((position_ids.diff() == 1) != (document.diff() == 0)).any():
-        raise ValueError(f"cu_seq_lens_q={boundaries.tolist()} does not agree with position_ids, which restart elsewhere")
-    return position_ids
 
 
 def _find_packed_documents(position_ids: torch.Tensor | None, use_cache: bool | None) -> torch.Tensor | None:

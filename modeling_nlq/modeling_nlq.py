@@ -1,18 +1,15 @@
 """NLQ models: GPT-style decoders, and encoders, whose query projection, attention activation and block are configured."""
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -40,26 +37,21 @@ from .backends_nlq import (
     AttentionRequest,
     choose_implementation,
     choose_paged_implementation,
-    create_masks_for_generate,
     make_layer_masks,
     own_masks,
     supports_flash_attention,
 )
-from .configuration_nlq import AUTO_MAP, AUTOMATIC, NLQConfig, is_derived, warn_of_untested_transformers
+from .configuration_nlq import AUTOMATIC, NLQConfig
 from .integrations_nlq import (
     CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
-    accept_old_names,
-    check_arguments,
-    choose_cache,
-    own_layers,
     register_default_targets,
 )
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import LayerMasks, Sequences, read_sequences
-from .parts_base_nlq import AttentionCall, ScoreBias, check_state_cache, from_columns, own_heads, to_columns
+from .parts_base_nlq import AttentionCall, ScoreBias, from_columns, own_heads, to_columns
 from .projections_nlq import NLQAttentionProjections
 
 
@@ -205,7 +197,6 @@ class NLQAttention(NLQAttentionLayer):
             call.states = {part.name: part("token_state", call).to(dtype) for part in owners}
         if cache is not None:
             if owners:
-                check_state_cache(cache, self)
                 columns = to_columns(list(call.states.values()), key_states.dtype)
                 key_states = torch.cat([key_states, columns], dim=-1)
             # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
@@ -325,10 +316,6 @@ class NLQLinearAttention(NLQAttentionLayer):
             init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
 
-# The two kinds of attention, by the `kind` of the activation
-ATTENTIONS = {"linear": NLQLinearAttention}
-
-
 class NLQDecoderLayer(GradientCheckpointingLayer):
     """Attention, then MLP, each with a residual connection.
 
@@ -346,7 +333,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.parallel_residual = config.parallel_residual
         # diff with Llama: the activation decides the class
-        self.self_attn = ATTENTIONS.get(config.per_layer_config[layer_idx].activation.kind, NLQAttention)(config, layer_idx)
+        is_linear = config.per_layer_config[layer_idx].activation.kind == "linear"
+        self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
         self.is_post_norm = config.norm_position == "post"
@@ -426,11 +414,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
         # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration class. That
         # of a downloaded folder is not the class imported above.
-        if type(config).__name__ == NLQConfig.__name__:
-            AutoModel.register(type(config), NLQModel, exist_ok=True)
-        else:
-            register_models(type(config))
-        warn_of_untested_transformers()
+        AutoModel._model_mapping.register(type(config), NLQModel, exist_ok=True)  # a derived one may have another name
         config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
         super().__init__(config, *inputs, **kwargs)
 
@@ -438,36 +422,6 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         super().__init_subclass__(**kwargs)
         if cls.__module__.startswith("torch."):  # FSDP2 derives a class, but what is saved is the class that it shards
             cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Does nothing for the classes of this file: every saved `NLQConfig` brings the code and all Auto classes."""
-        if cls.__module__ != __name__:
-            super().register_for_auto_class(auto_class)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *inputs, config=None, **kwargs):
-        # diff with Llama: an Auto class prefers this class, where it is registered, to the folder's, which may derive from it
-        auto_class = next((key for key, path in AUTO_MAP.items() if path == f"modeling_nlq.{cls.__name__}"), None)
-        if auto_class is not None and isinstance(config, NLQConfig) and kwargs.get("trust_remote_code"):
-            paths, place = [config.auto_map[key] for key in ("AutoConfig", auto_class)], pretrained_model_name_or_path
-            own = [get_class_from_dynamic_module(path, place, **kwargs) if is_derived(path) else None for path in paths]
-            if own[0] is not None and type(config).__name__ != own[0].__name__:
-                own[0].register_for_auto_class()
-                config = own[0].from_dict(config.to_dict(), attn_implementation=config._attn_implementation)
-            if own[1] is not None:
-                own[1].register_for_auto_class(auto_class)
-                return own[1].from_pretrained(place, *inputs, config=config, **kwargs)
-        return super().from_pretrained(pretrained_model_name_or_path, *inputs, config=config, **kwargs)
-
-    def save_pretrained(self, *args, **kwargs):
-        # diff with Llama: Transformers would write the layers of one stage, and no error
-        if hasattr(self, "_pp_stage"):
-            raise ValueError("save_pretrained: a pipeline stage holds some of the layers only; load without pp_size to save")
-        # Of a folder that was loaded, derived classes may be named. One that is registered writes itself
-        names = {f"modeling_nlq.{cls.__name__}" for cls in type(self).__mro__}
-        self.config.auto_map |= {key: path for key, path in AUTO_MAP.items() if path in names}
-        return super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
@@ -513,7 +467,6 @@ class NLQModel(NLQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @accept_old_names
     @capture_outputs
     def forward(
         self,
@@ -537,15 +490,13 @@ class NLQModel(NLQPreTrainedModel):
                 batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`, and not in training mode.
-            cu_seq_lens_q: `(documents + 1,)`, where packed documents begin, and the number of tokens; instead of `position_ids`
-                or beside them.
 
         Raises:
-            ValueError: for no input or two, for packed documents together with a cache, for positions of another shape or
-                beyond the learned ones, for a cache under gradient checkpointing or in an encoder, for another `is_causal` than
-                that of the configuration, and for tensors under names that are not known (`integrations_nlq.py`).
+            ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned ones,
+                for a cache under gradient checkpointing or in an encoder, and for another `is_causal` than that of the
+                configuration.
         """
-        cache = choose_cache(cache, past_key_values)
+        cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
         is_causal = self.config.is_causal
         # Continuous batching says so too where it gives a mask, which is causal
@@ -553,15 +504,14 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
         if not is_causal and (use_cache or cache is not None):
             raise ValueError("is_causal=False: an encoder has no cache; leave use_cache and past_key_values out")
-        if not is_paged:
-            check_arguments(kwargs)
-        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self._check_use_cache(use_cache, cache)
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
-        layers = own_layers(itertools.islice(self.layers, self.config.num_hidden_layers))
-        first_layer_idx = layers[0].self_attn.layer_idx
-        options = {"layer_idx": first_layer_idx, "is_causal": is_causal}
-        sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options, **kwargs)
+        layers = list(self.layers)[: self.config.num_hidden_layers]
+        options = {"is_causal": is_causal, **kwargs}
+        sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options)
         # diff with Llama: not while training. Whoever computes a layer again in backward would update the cache again
         wants_cache = self.config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
@@ -591,28 +541,13 @@ class NLQModel(NLQPreTrainedModel):
             hidden_states, first_values = output if layer.self_attn.returns_values else (output, first_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
-    def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Returns the token embeddings `(batch, query, hidden)`."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
-        name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-        if inputs.shape[1] == 0:
-            raise ValueError(f"{name}={tuple(inputs.shape)} contains no tokens")
-        return self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
         """Returns `use_cache`, or `False` under gradient checkpointing, where backward would update the cache again."""
-        if not (
-            self.training and torch.is_grad_enabled() and any(layer.gradient_checkpointing for layer in own_layers(self.layers))
-        ):
+        is_checkpointed = any(layer.gradient_checkpointing for layer in self.layers)
+        if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
         if cache is not None:
-            raise ValueError(
-                "past_key_values: a cache cannot be used with gradient checkpointing in training, which computes each layer "
-                "twice; turn checkpointing off, or call eval()"
-            )
-        if use_cache:
-            logger.warning_once("use_cache=True has no effect with gradient checkpointing in training")
+            raise ValueError("past_key_values: no cache with gradient checkpointing in training; turn it off, or call eval()")
         return False
 
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
@@ -639,7 +574,6 @@ class NLQLanguageModel(NLQPreTrainedModel):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
     of_decoders: bool
 
@@ -708,7 +642,6 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         # prints it too
         return NLQForCausalLM.__name__
 
-    @accept_old_names
     @can_return_tuple
     def forward(
         self,
@@ -732,15 +665,8 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         Returns:
             The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
         """
-        outputs: BaseModelOutputWithPast = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=choose_cache(cache, past_key_values),
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        cache = past_key_values if cache is None else cache
+        outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
         logits = self.compute_logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
@@ -756,10 +682,15 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
     def _choose_paged_implementation(self) -> str:
         return choose_paged_implementation(self.config)
 
-    def create_masks_for_generate(self, *args, **kwargs):
-        # diff with Llama: NLQ's own backends take a padding mask instead of a dense one
-        layers = [layer.self_attn for layer in own_layers(self.model.layers)]
-        return create_masks_for_generate(*args, layers=layers, **kwargs)
+    def create_masks_for_generate(
+        self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs
+    ) -> torch.Tensor | None:
+        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays the same
+        if attention_mask is None:
+            return None
+        cache, layers = past_key_values if cache is None else cache, range(config.num_hidden_layers)
+        length = max(cache.get_mask_sizes(inputs_embeds.shape[1], layer_idx)[0] for layer_idx in layers)
+        return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
 
 
 # The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,
@@ -769,7 +700,6 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
 class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrainedModel):
     accepts_loss_kwargs = False
 
-    @accept_old_names
     @can_return_tuple
     def forward(
         self,
@@ -779,13 +709,11 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        past_key_values: Cache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
         """
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in `NLQModel`.
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, kwargs: as in `NLQModel`.
             labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
 
         Returns:
@@ -796,15 +724,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         Raises:
             ValueError: for the last tokens of several rows with neither.
         """
-        outputs: BaseModelOutputWithPast = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=choose_cache(cache, past_key_values),
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
         # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have no ids
@@ -842,15 +762,6 @@ class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
     accepts_loss_kwargs = False
 
 
-def register_models(config_class: type[NLQConfig]) -> None:
-    """Makes the Auto classes build these models from a derived configuration, except where others are registered for it."""
-    for name, path in AUTO_MAP.items():
-        mapping = getattr(getattr(transformers, name), "_model_mapping", None)
-        if mapping is not None and config_class not in mapping:
-            # `register` itself would ask for a configuration of the same name
-            mapping.register(config_class, globals()[path.partition(".")[2]])
-
-
 # Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines warn
 # about models that are not in them.
 for _names, _class in (
@@ -863,13 +774,3 @@ for _names, _class in (
     _names.setdefault(NLQConfig.model_type, _class.__name__)
 
 register_default_targets(NLQConfig.model_type)
-
-__all__ = [
-    "NLQForCausalLM",
-    "NLQForMaskedLM",
-    "NLQForQuestionAnswering",
-    "NLQForSequenceClassification",
-    "NLQForTokenClassification",
-    "NLQModel",
-    "NLQPreTrainedModel",
-]

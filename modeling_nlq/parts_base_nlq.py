@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, cache_utils
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
@@ -25,12 +25,6 @@ if torch.distributed.is_available():
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-# Releases before 5.24 do not have the first
-_QUANTIZED_LAYERS = tuple(
-    getattr(cache_utils, name) for name in ("BaseQuantizedLayer", "QuantizedLayer") if hasattr(cache_utils, name)
-)
-
 
 # Under tensor parallelism, linear layers are split by the plan of the configuration, and each process computes some of the
 # heads. Tensors that stay whole are cut where the heads begin: the identity term and `f`, whose norms need whole rows, and
@@ -362,10 +356,3 @@ def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[
         *others, last = columns.chunk(len(units), dim=-1)
         columns = sum(column.detach().float() * unit for unit, column in zip(units, others)) + last.float()
     return dict(zip((part.name for part in parts), columns.split([part.state_size for part in parts], dim=-1)))
-
-
-def check_state_cache(cache: Cache, layer: SplitByHeads) -> None:
-    """Raises `ValueError` if a cache would round the states that parts of a layer keep beside its keys."""
-    if layer.layer_idx < len(cache.layers) and isinstance(cache.layers[layer.layer_idx], _QUANTIZED_LAYERS):
-        names = ", ".join(part.name for part in layer.parts_with("token_state"))
-        raise ValueError(f"{names} (layer {layer.layer_idx}): a quantized cache would round what it keeps; use another cache")

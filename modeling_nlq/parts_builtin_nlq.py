@@ -3,7 +3,6 @@
 Shapes are those of `parts_base_nlq.py`.
 """
 
-import functools
 import math
 
 import torch
@@ -291,14 +290,6 @@ class Parallax(AttentionPart):
         self.proj = nn.Linear(config.hidden_size, size, bias=config.has_bias("query_key_value"))
 
     @classmethod
-    def check(cls, config) -> None:
-        if config.differential_attention is not None:
-            raise ValueError(
-                f"parallax=True changes the weights of one map, and differential_attention={config.differential_attention!r} "
-                "has two; use one of them"
-            )
-
-    @classmethod
     def product_cost(cls, config) -> float:
         return 1.5  # another product with the keys
 
@@ -372,14 +363,6 @@ class SelectiveAttention(AttentionPart):
     start = "it has no parameters"
 
     @classmethod
-    def check(cls, config) -> None:
-        if config.sliding_window is not None:
-            raise ValueError(
-                f"selective_attention=True: the cache of sliding_window={config.sliding_window!r} does not keep its sums yet; "
-                "use one of them"
-            )
-
-    @classmethod
     def refuse_split(cls, config) -> str | None:
         return "all heads read the scores of the first one"
 
@@ -411,21 +394,6 @@ class SelectiveAttention(AttentionPart):
             state = torch.stack([sums[:, -1], covered, is_first], dim=-1)[:, None]
             call.store_state(self.name, state.expand_as(call.states[self.name]))
         return scores - sums[:, None, :-1]
-
-
-@functools.cache
-def _try_float64(device: torch.device) -> bool:
-    """Tells whether a device can sum in float64, by trying: Apple's GPUs cannot, nor can some of Intel's."""
-    try:
-        torch.ones(1, dtype=torch.float64, device=device).cumsum(dim=0)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-@torch.compiler.assume_constant_result
-def _has_float64(device: torch.device) -> bool:
-    return _try_float64(device)  # a call of its own: Dynamo warns of a cached function and traces what is inside of it
 
 
 class ForgetGate(AttentionPart):
@@ -478,7 +446,7 @@ class ForgetGate(AttentionPart):
 
     def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
         # In float64, because only differences of these sums count
-        dtype = torch.float64 if _has_float64(state.device) else torch.float32
+        dtype = torch.float32 if state.device.type == "mps" else torch.float64
         total = state.transpose(2, 3).flatten(1, 2).cumsum(dim=-1, dtype=dtype)
         return ScoreBias(total[..., call.token_context.query_index], total)
 
@@ -603,14 +571,6 @@ class DifferentialAttention(AttentionPart):
         return first - factor.to(states.dtype) * second
 
 
-def _check_own_value(name: str, config: PreTrainedConfig) -> None:
-    if config.differential_attention == "v1":
-        raise ValueError(
-            f"{name}={getattr(config, name)!r}: with differential_attention='v1' a head reads the values of two groups, and a "
-            "token has no value of its own there; use 'v2'"
-        )
-
-
 class ExclusiveAttention(AttentionPart):
     """`y_i - a_h (y_i . v_i) v_i / |v_i|^2`, with `a = 1` if `"fixed"` and `a_h = tanh(alpha_h)` if `"learned"`."""
 
@@ -625,10 +585,6 @@ class ExclusiveAttention(AttentionPart):
         self.alpha, self.start = None, "the outputs would lose a direction; use 'learned', which starts at 0"
         if config.exclusive_attention == "learned":
             self.alpha, self.start = nn.Parameter(torch.zeros(config.num_attention_heads)), "zero"
-
-    @classmethod
-    def check(cls, config) -> None:
-        _check_own_value(cls.name, config)
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
         return {} if self.alpha is None else {"own_value_taken_out": torch.tanh(self.alpha)}
@@ -708,11 +664,6 @@ class AttentionGate(AttentionPart):
     name = "attention_gate"
     formula = "y_i * sigmoid(x_i W_g), or y_i * sigmoid(v_i W_g)"
     source = "Qiu et al. 2025, arXiv 2505.06708; of values: arXiv 2510.09017"
-
-    @classmethod
-    def check(cls, config) -> None:
-        if config.attention_gate == "value":
-            _check_own_value(cls.name, config)
 
     @classmethod
     def layer_modules(cls, config) -> dict[str, nn.Module]:

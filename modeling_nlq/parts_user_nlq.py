@@ -19,10 +19,7 @@ _MODULES = {
     **dict.fromkeys(("AttentionCall", "AttentionPart", "ScoreBias", "TokenContext"), "parts_base_nlq"),
     "register_attention_activation": "activations_nlq",
 }
-# The name of the first module when the first hashes of code were saved
-_OLD_MODULE = "parts_base_nlq"
-_OWN = {*_MODULES.values(), _OLD_MODULE}
-_ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in _OWN))
+_ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())))
 
 # By name and hash of the code. The latest of a name is what a new configuration means by it
 _registered: dict[tuple[str, str], type[AttentionPart]] = {}
@@ -31,15 +28,6 @@ _latest: dict[str, str] = {}
 _files: dict[str, tuple[str, str]] = {}
 # The modules that register activations
 _registering: set[str] = set()
-# Files from before these names would be passed over in silence
-_RENAMED_HOOKS = {
-    "change_projections": "change_qkv",
-    "change_attended": "change_cached_qkv",
-    "reweigh": "change_weights",
-    "can_go_back": "supports_crop",
-    "needs_places": "needs_token_context",
-    "kind_of": "shard_dim",
-}
 
 
 def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
@@ -55,17 +43,14 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         The class itself.
 
     Raises:
-        ValueError: if it is no such class, its name is no identifier, it overrides `forward`, or it has a hook of an old name.
+        ValueError: if it is no such class, its name is no identifier, or it overrides `forward`.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
-    if not isinstance(part.name, str) or not part.name.isidentifier() or len(part.name) > 200:
-        raise ValueError(f"{part.__name__}.name={str(part.name)[:200]!r} must be a Python identifier of at most 200 characters")
+    if not part.name.isidentifier():
+        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier")
     if part.forward is not AttentionPart.forward:
         raise ValueError(f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name")
-    for old, new in _RENAMED_HOOKS.items():
-        if hasattr(part, old):
-            raise ValueError(f"{part.__name__}.{old}: this is {new} now, with the same arguments")
     code = code_of(part)
     _registered[part.name, code] = part
     _latest[part.name] = code
@@ -90,13 +75,13 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
             no activation.
     """
     path = Path(source)
-    if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq") or len(path.stem) > 200:
+    if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq"):
         raise ValueError(f"{source}: a file of parts must have a name such as my_idea.py, and not end in _nlq")
     if text is None:
         try:
             text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise ValueError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        except OSError as error:
+            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
     text = published_text(text, str(source))
     name = f"{__package__}.{path.stem}_{_hash(text)}"
     if (module := sys.modules.get(name)) is None:
@@ -164,7 +149,6 @@ def published_text(text: str, source: str) -> str:
 
 
 def _hash(text: str) -> str:
-    text = text.replace("from .parts_base_nlq import", f"from .{_OLD_MODULE} import")
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -193,15 +177,9 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
         return own[name]
     if part := _registered.get((name, _latest.get(name) if code is None else code)):
         return part
-    if name in own or name in _latest:
-        found = code_of(own[name]) if name in own else _latest[name]
-        raise ValueError(
-            f"attention_parts: the model was made with another {name!r} (code {code}) than the one here (code {found}); load "
-            "the file that lies beside the model by load_attention_parts"
-        )
     raise ValueError(
-        f"attention_parts: {name!r} is unknown here; if you trust its file, which lies beside the model, load it by "
-        "load_attention_parts('FILE.py') or --parts FILE.py"
+        f"attention_parts: {name!r} (code {code}) is unknown here; if you trust its file, which lies beside the model, load it "
+        "by load_attention_parts('FILE.py') or --parts FILE.py"
     )
 
 

@@ -165,7 +165,6 @@ class NLQAttentionProjections(SplitByHeads):
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
         self.materializes = materialized_by(parts.values())
         self.needs_token_context = any(part.needs_token_context for part in parts.values())
-        self.readers_of_first_values = [part.name for part in parts.values() if part.needs_first_values]
         self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them
         self.returns_values = layer_idx == 0 and config.needs_first_values
@@ -181,30 +180,14 @@ class NLQAttentionProjections(SplitByHeads):
         return [self.parts[name] for name in names] if names else ()
 
     def make_call(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
-        """Makes the record of a call; the arguments are its first fields.
-
-        Raises:
-            ValueError: if a part needs the values of the first layer, and there are none.
-        """
+        """Makes the record of a call; the arguments are its first fields."""
         call = AttentionCall(self, hidden_states, *args)
-        if self.readers_of_first_values and call.first_values is None:
-            names = ", ".join(self.readers_of_first_values)
-            raise ValueError(
-                f"{names} (layer {self.layer_idx}) needs first_values, the values of the model's first layer; a program that "
-                "calls the layers one by one must pass them on, or call the model instead"
-            )
         for part in self.parts_with("change_input"):
             call.hidden_states = part("change_input", call, call.hidden_states)
         return call
 
     def own_positions(self, position_embeddings: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
-        """Returns cosines and sines of rotary positions, or `None` for a layer that has no such positions.
-
-        Raises:
-            ValueError: if they are missing.
-        """
-        if self.has_rotary_positions and position_embeddings is None:
-            raise ValueError(f"position_embeddings: layer {self.layer_idx} has rotary positions and needs cosines and sines")
+        """Returns cosines and sines of rotary positions, or `None` for a layer that has no such positions."""
         return position_embeddings if self.has_rotary_positions else None
 
     def project(

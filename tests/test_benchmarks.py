@@ -53,10 +53,6 @@ def test_attention_on_a_gpu(capsys):
     assert "| sigmoid, flex_attention |" in capsys.readouterr().out
 
 
-def test_quartiles_are_of_the_rounds_ratios():
-    assert measure.quartiles([2.0, 8.0, 6.0], [1.0, 2.0, 2.0]) == [2.5, 3.0, 3.5]
-
-
 def test_reasons_of_failures(capsys):
     def fail():
         raise ValueError("too wide\nand more")
@@ -89,19 +85,6 @@ def test_training_step(monkeypatch, capsys):
 
     assert training_step.main([*words[:-1], "float32"]) == 0
     assert "MFU" not in capsys.readouterr().out
-
-
-def test_training_step_goes_on_after_a_failure_on_a_gpu(monkeypatch):
-    def fail(tokens):
-        raise RuntimeError("no kernel")
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(training_step, "seconds", lambda function, device: function() or 1.0)
-    tokens, calls = torch.zeros(1), []
-    rows, failures = training_step.time_steps({"good": calls.append, "bad": fail}, tokens, 3, "cuda")
-    assert rows == {"good": [1.0] * 3} and failures == {"bad": "RuntimeError: no kernel"} and len(calls) == 5
-    with pytest.raises(RuntimeError, match="no kernel"):
-        training_step.time_steps({"bad": fail}, tokens, 3, "cpu")
 
 
 @pytest.mark.slow

@@ -43,10 +43,6 @@ def test_cover(strength, allowed):
     assert all(mark.name == "slow" for parameter in parameters for mark in parameter.marks)
 
 
-def test_values_that_cannot_be_hashed():
-    assert len(grid({"one": [{"a": 1}, {"b": 2}], "two": {"x": [1], "y": [2]}}, strength=1)) == 4
-
-
 def test_same_each_time_and_ids():
     assert grid(AXES) == grid(AXES)
     assert grid(AXES)[0].id == "a-one-True-x-0.5"

@@ -1,5 +1,5 @@
-from nlq import start
+from nlq import main
 
 
 if __name__ == "__main__":
-    raise SystemExit(start())
+    raise SystemExit(main())

@@ -112,10 +112,6 @@ def train_on_ray(
     arguments = resolved.training_arguments
     cpus = None if cpus_per_worker is None else cpus_per_worker * workers
     resources = ray_jobs.Resources(cpus, gpus_per_worker * workers, workers, max_retries)
-    if arguments.resume_from_checkpoint is not None:
-        raise ValueError(
-            "resume_from_checkpoint: the engine 'ray' goes on from the run's own checkpoints; use the engine 'local'"
-        )
     check_recipe(resolved)
     ray_jobs.share_batch(resolved.given, workers)
     parent, _, name = origin(folder).rpartition("/")

@@ -7,7 +7,6 @@ from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.utils import HfHubHTTPError
 from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
@@ -28,7 +27,6 @@ _METRICS = {
     "token_accuracy": "token accuracy",
 }
 _MEASURES = {f"{split}_{key}": f"{name} {text}" for split, name in _SPLITS.items() for key, text in _METRICS.items()}
-_MEASURES["unigram_perplexity"] = "perplexity of the unigram baseline"
 _PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
@@ -82,6 +80,7 @@ def render(
     base_model = metrics.get("base_model") or conversion.get("base_model")
     auto_class = _auto_class(config)
     is_nlq = config.model_type == "nlq"
+    is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
     name = location.split("/")[-1]
     common = {"task_type": "text-generation", "task_name": "Text Generation", "dataset_type": dataset, "dataset_name": dataset}
     results = [
@@ -96,7 +95,7 @@ def render(
         pipeline_tag=_PIPELINES[auto_class],
         tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
         base_model=base_model,
-        datasets=None if not given or _is_local(dataset) else [dataset],
+        datasets=None if not given or is_local else [dataset],
         eval_results=results or None,
     )
     card = ModelCard.from_template(
@@ -108,7 +107,6 @@ def render(
         is_derived=any(map(is_derived, (getattr(config, "auto_map", None) or {}).values())),
         is_adapter=is_adapter,
         base=converted_base(given, metrics),
-        source=_chain(conversion)[0].get("source"),
         commands=_conversion_commands(conversion) if is_adapter else [],
         model_type=config.model_type,
         auto_class=auto_class,
@@ -142,10 +140,7 @@ def base_model_of(model: str | Path) -> str | None:
     card = Path(model) / CARD_FILE
     if not card.is_file():
         return None
-    try:
-        base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
-    except (OSError, ValueError, yaml.YAMLError, HfHubHTTPError):
-        return None  # the card is a text of the user's own
+    base_model = ModelCard.load(card, ignore_metadata_errors=True).data.get("base_model")
     return base_model if isinstance(base_model, str) else None
 
 
@@ -160,31 +155,16 @@ def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None
     return metrics.get("base_model") if metrics.get("base_model") == given.get("model") else None
 
 
-def _chain(conversion: dict[str, Any]) -> list[dict[str, Any]]:
-    """The records of a conversion and of those before it, the first one first."""
-    records = [conversion]
-    while records[0].get("before"):
-        records.insert(0, records[0]["before"])
-    return records
-
-
-def _conversion_commands(conversion: dict[str, Any]) -> list[str]:
-    """The commands that make the model of a conversion in the folder `base`, from the model that was trained last."""
-    records = _chain(conversion)
-    targets = [*(record["source"] for record in records[1:]), "base"]
-    commands = []
-    for record, target in zip(records, targets):
-        words = ["nlq", "convert", record["source"], target]
-        for name, value in record["switches"].items():
-            is_upcycling = (name, value) == ("query_projection", "upcycled")
-            setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-            words += ["--upcycle"] if is_upcycling else ["--set", setting]
-        commands.append(shlex.join([*words, *(["--allow-lossy"] if record["lost"] else [])]))
-    return commands
-
-
-def _is_local(dataset: str) -> bool:
-    return dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
+def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:
+    """The commands that make the model of a conversion in the folder `target`, from the model that was trained last."""
+    words = ["nlq", "convert", conversion["source"], target]
+    for name, value in conversion["switches"].items():
+        is_upcycling = (name, value) == ("query_projection", "upcycled")
+        setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+        words += ["--upcycle"] if is_upcycling else ["--set", setting]
+    words += ["--allow-lossy"] if conversion["lost"] else []
+    before = conversion.get("before")
+    return [*(_conversion_commands(before, conversion["source"]) if before else []), shlex.join(words)]
 
 
 def _auto_class(config: PreTrainedConfig) -> str:

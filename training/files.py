@@ -1,12 +1,9 @@
 """Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at all."""
 
-import ast
-import errno
 import hashlib
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in
 
@@ -22,10 +20,10 @@ from ..configuration import suggestion
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
-# builder of `datasets` that reads them; and the built-in corpora with the key of `sysconfig.get_paths()` for the folder of
+# builder of `datasets` that reads them; and the built-in corpus with the key of `sysconfig.get_paths()` for the folder of
 # their Python files
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-site-packages": "purelib"}
+BUILT_IN_CORPORA = {"python-stdlib": "stdlib"}
 CARD_FILE = "README.md"
 CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"
@@ -37,8 +35,7 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
-# While a process writes into a folder: its lock, and who it is
-LOCK_FILE, HOLDER_FILE = ".lock", ".lock.json"
+LOCK_FILE = ".lock"  # of the process that writes into a folder
 # The folders of a run's checkpoints begin so; its log and its progress lie beside its folder, and end so
 CHECKPOINT, LOG, PROGRESS = "checkpoint-", ".log", ".progress.json"
 
@@ -67,9 +64,6 @@ RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 _FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _FREE_FIELDS |= {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 UNFINISHED = ".unfinished"  # files and folders that end so are not written to the end
-# What a YAML file may hold: bytes, values (those of an alias count each time), and mappings and lists inside of each other
-YAML_LIMITS = {"bytes": 2**20, "values": 20_000, "levels": 50}
-_LITTLE_SPACE = 2**26  # bytes; with fewer left, a failure is blamed on the disk
 
 
 def data_format(path: str | Path) -> str | None:
@@ -86,12 +80,8 @@ def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
         last: the file that moves after all others, so that its presence shows that they are complete.
     """
     place = folder if folder.is_dir() else folder.parent
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=UNFINISHED, dir=place)
-    except OSError as error:  # it names a folder that nobody asked for
-        raise OSError(error.errno, f"{folder} cannot be written: {error.strerror}") from error
-    with temporary as name:
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=UNFINISHED, dir=place) as name:
         unfinished = Path(name)
         yield unfinished
         for path in sorted(files_below(unfinished), key=lambda path: Path(path).name == last):
@@ -113,59 +103,18 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
     try:
-        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, HOLDER_FILE) for content in path.iterdir())
+        return any(content.suffix != UNFINISHED and content.name != LOCK_FILE for content in path.iterdir())
     except FileNotFoundError:
         return False
     except NotADirectoryError:
         return True
 
 
-def has_little_space(folder: Path) -> bool:
-    """Tells whether a full disk is a likely reason for a failure in a folder."""
-    return shutil.disk_usage(folder).free < _LITTLE_SPACE
-
-
-@contextmanager
-def full_disk_named(folder: Path) -> Iterator[None]:
-    """Replaces the various messages of the libraries for a full disk by one."""
-    try:
-        yield
-    except Exception as error:  # `tokenizers` raises no other type
-        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
-        is_cut_short = "inline_container" in str(error) and has_little_space(folder)  # an archive of PyTorch
-        if is_full or is_cut_short:
-            raise OSError(
-                f"the disk of {folder} is full; make room, and the same command goes on from the last complete checkpoint"
-            ) from error
-        raise
-
-
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number, and refuses a key that is given twice and what exceeds `YAML_LIMITS`.
+    """Reads `2e-5` as a number, and refuses a key that is given twice.
 
-    YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently. Nine lines
-    of aliases stand for a billion values, which take no memory before a message shows them.
+    YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently.
     """
-
-    def __init__(self, stream):
-        super().__init__(stream)
-        self._values, self._level = 0, 0
-        self._sizes: dict[int, int] = {}  # by node, how many values it stands for
-
-    def compose_node(self, parent, index):
-        is_alias, before, mark = self.check_event(yaml.AliasEvent), self._values, self.peek_event().start_mark
-        self._level += 1
-        if self._level > YAML_LIMITS["levels"]:
-            raise yaml.composer.ComposerError(None, None, f"more than {YAML_LIMITS['levels']} levels", mark)
-        node = super().compose_node(parent, index)
-        self._level -= 1
-        if is_alias and id(node) not in self._sizes:
-            raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it stands for", mark)
-        self._values += self._sizes[id(node)] if is_alias else 1
-        self._sizes.setdefault(id(node), self._values - before)
-        if self._values > YAML_LIMITS["values"]:
-            raise yaml.composer.ComposerError(None, None, f"more than {YAML_LIMITS['values']:,} values", mark)
-        return node
 
     def construct_mapping(self, node, deep=False):
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE)
@@ -186,17 +135,8 @@ for _kind in (YamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads YAML, from a file or a command line; all YAML is read here.
-
-    Raises:
-        yaml.YAMLError: if it is no YAML, or exceeds `YAML_LIMITS`.
-    """
-    if len(text.encode()) > YAML_LIMITS["bytes"]:
-        raise yaml.YAMLError(f"more than {YAML_LIMITS['bytes']:,} bytes of YAML")
-    try:
-        return yaml.load(text, Loader=YamlLoader)
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:  # of PyYAML's own, as for `2001-99-99`
-        raise yaml.YAMLError(f"no YAML: {error}") from error
+    """Reads YAML, from a file or a command line; raises `yaml.YAMLError` or `ValueError` if it is none."""
+    return yaml.load(text, Loader=YamlLoader)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -206,9 +146,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ValueError: if the file cannot be read or holds anything else.
     """
     try:
-        with path.open("rb") as file:
-            content = parse_yaml(file.read(YAML_LIMITS["bytes"] + 1).decode())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold fields and values, not {type(content).__name__}")
@@ -234,7 +173,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it must hold fields and values, not {type(content).__name__}")
@@ -290,43 +229,24 @@ def inside(folder: Path, path: Path) -> Path:
 
 
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    """The files of a folder by patterns.
-
-    Raises:
-        ValueError: if one of them, or a folder that is named before the last `/`, is a link that leads out of the folder.
-    """
-    for pattern in patterns:
-        inside(folder, (folder / pattern).parent)
-    return {inside(folder, path) for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    """The files of a folder by patterns."""
+    return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a saved model: weights, settings, code, tokenizer and records. The card is not one of them.
-
-    Raises:
-        ValueError: if one of them is a link that leads out of the folder.
-    """
+    """The files of a saved model: weights, settings, code, tokenizer and records. The card is not one of them."""
     code = {path for path in code_files(folder) if path.is_file()}
     return sorted(code | files_in(folder, (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)))
 
 
 def code_files(folder: Path) -> set[Path]:
-    """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing.
-
-    Transformers finds the same by a regular expression, which takes a line of a docstring for an import, and `..` for a file.
-
-    Raises:
-        ValueError: if one of them is a link that leads out of the folder.
-    """
-    settings = inside(folder, folder / "config.json")
+    """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing."""
+    settings = folder / "config.json"
     auto_map = classes_in(folder, read_json(settings).get("auto_map") or {}) if settings.is_file() else {}
     waiting, found = {module.partition(".")[0] for module in (*AUTO_MAP.values(), *auto_map.values())}, set()
     while waiting:
-        found.add(path := inside(folder, folder / f"{waiting.pop()}.py"))
-        try:
-            nodes = list(ast.walk(ast.parse(path.read_bytes())))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            continue  # it is missing, or no Python and imports nothing
-        imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module]
-        waiting |= {node.module for node in imports if folder / f"{node.module}.py" not in found}
+        found.add(path := folder / f"{waiting.pop()}.py")
+        if path.is_file():
+            imported = filter(str.isidentifier, get_relative_imports(path))  # a text may hold others
+            waiting |= {*imported} - {path.stem for path in found}
     return found

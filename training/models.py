@@ -25,16 +25,9 @@ from transformers.utils.hub import extract_commit_hash
 from modeling_nlq import NLQConfig, load_attention_parts
 
 from ..configuration import find, suggestion
-from .files import CONVERSION_FILE, RECIPE_FILE, WEIGHTS, differences, read_json, read_yaml
+from .files import CONVERSION_FILE, WEIGHTS, differences, read_json, read_yaml
 from .parameters import listed
-from .text import check_number, first_line, one_line
-
-
-# What the files of a model may ask for: more would be built or searched for minutes, without a word
-MOST_LAYERS = 1000
-MOST_BEAMS = 64
-MOST_CONFIG_BYTES = 2**22
-_LAYERS = ("layers", "n_layer")  # ends of the names of their numbers, such as num_hidden_layers or decoder_layers
+from .text import first_line, one_line
 
 
 def is_saved_model(name: str) -> bool:
@@ -49,24 +42,18 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
         ValueError: if there is no such configuration or no such field, or a value is not allowed.
     """
     path = name if is_saved_model(name) else str(find("models", name))
-    if Path(path).suffix in (".yaml", ".yml"):
-        raise ValueError(f"model {name!r} is a YAML file, as recipes are; give the model that it names, or a config.json")
     try:
-        values = read_config(path)
+        values, _ = PreTrainedConfig.get_config_dict(path)
     except OSError as error:
-        is_elsewhere = is_saved_model(name) and not Path(name).is_dir()
-        where = " is not a local folder and cannot be loaded from the Hub" if is_elsewhere else ""
+        where = "" if Path(path).exists() else " is not a local folder and cannot be loaded from the Hub"
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
-    if "model_type" not in values:
-        raise ValueError(f"{path}: is no model configuration, it has no 'model_type'")
-    if values["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(f"{path}: model_type={values['model_type']!r} is no type of model that Transformers knows")
-    check_layers({**values, **(switches or {})}, f"model {name!r}")
+    if values.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(f"{path}: model_type={values.get('model_type')!r} is no type of model that Transformers knows")
     config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
     for key in switches or {}:
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
-            kind = "" if isinstance(config, NLQConfig) else f" in Transformers' own {config.model_type}, which is no NLQ model"
-            raise ValueError(f"model {name!r}: there is no field {key!r} to set{kind}; {suggestion(key, _switches(config))}")
+            known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
+            raise ValueError(f"model {name!r} of type {config.model_type!r} has no field {key!r}; {suggestion(key, known)}")
     return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
 
 
@@ -114,11 +101,6 @@ def limits_length(config: PreTrainedConfig) -> bool:
     return config.has_learned_positions if isinstance(config, NLQConfig) else not getattr(config, "rope_parameters", None)
 
 
-def _switches(config: PreTrainedConfig) -> set[str]:
-    """The fields of a configuration that users set: without those of every Transformers model, and those written on saving."""
-    return config.to_dict().keys() - PreTrainedConfig().to_dict().keys() - {"auto_map", "nlq_version"}
-
-
 def read_record(name: str, file: str) -> dict[str, Any] | None:
     """The content of a JSON or YAML file beside a saved model, a folder or a Hub name; `None` if there is none."""
     try:
@@ -130,54 +112,24 @@ def read_record(name: str, file: str) -> dict[str, Any] | None:
     return read_yaml(Path(path)) if path.endswith(".yaml") else read_json(Path(path))
 
 
-def read_conversion(name: str, is_untrained: bool = False) -> dict[str, Any] | None:
-    """The record of the conversion that made a saved model, or that its training began with; `None` if there is none.
-
-    With `is_untrained` it is `None` also if the model was trained since.
-    """
-    if is_untrained and read_record(name, RECIPE_FILE) is not None:
-        return None
-    return read_record(name, CONVERSION_FILE)
-
-
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
     """The names of the parameters that a conversion added to a trained model.
 
     Args:
         model: a folder or a Hub name of the converted model, or of one that was trained from there by `trainable: new`.
-        conversion: the record of its conversion (see `read_conversion`).
+        conversion: the record of its conversion (see `read_record`).
 
     Raises:
         ValueError: unless the model has a record of its conversion, which added parameters and enlarged none.
     """
     if conversion is None:
         raise ValueError(
-            f"trainable='new' trains what a conversion added, and beside model {model!r} there is no {CONVERSION_FILE}; make a "
-            "model by `nlq convert`, or train all"
+            f"trainable='new' trains what `nlq convert` added, and beside model {model!r} there is no {CONVERSION_FILE}"
         )
-    if enlarged := conversion["enlarged"]:
-        raise ValueError(
-            f"trainable='new' cannot train a part of a parameter, and the conversion of model {model!r} enlarged "
-            f"{listed(enlarged)}; convert its source again without these switches, or use trainable: all"
-        )
-    if not conversion["added"]:
-        raise ValueError(f"trainable='new' leaves nothing to train: the conversion of model {model!r} added no parameters")
+    if conversion["enlarged"] or not conversion["added"]:
+        did = f"enlarged {listed(conversion['enlarged'])}" if conversion["enlarged"] else "added no parameters"
+        raise ValueError(f"trainable='new' trains whole new parameters, and the conversion of model {model!r} {did}")
     return conversion["added"]
-
-
-def read_config(name: str) -> dict[str, Any]:
-    """Reads the fields of a configuration, as `load_config` names it, and checks their size before anything is made of them.
-
-    Raises:
-        OSError: if there is none.
-        ValueError: for a file of more than `MOST_CONFIG_BYTES`, or more than `MOST_LAYERS` layers.
-    """
-    file = Path(name, CONFIG_NAME) if Path(name).is_dir() else Path(name)
-    if file.is_file() and file.stat().st_size > MOST_CONFIG_BYTES:
-        raise ValueError(f"{file} has {file.stat().st_size:,} bytes, and at most {MOST_CONFIG_BYTES:,} are read")
-    values, _ = PreTrainedConfig.get_config_dict(name)
-    check_layers(values, f"model {name!r}")
-    return values
 
 
 def load_parts(files: Iterable[str], models: Iterable[str] = ()) -> None:
@@ -197,19 +149,6 @@ def load_parts(files: Iterable[str], models: Iterable[str] = ()) -> None:
             load_parts(cached_file(name, f"{module}.py") for module in get_relative_imports(path) if module.isidentifier())
 
 
-def check_layers(values: dict[str, Any], source: str) -> None:
-    """Raises `ValueError` if a configuration, as a mapping, or one inside of it names more than `MOST_LAYERS` layers."""
-    layers = [value for name, value in values.items() if str(name).endswith(_LAYERS) and isinstance(value, int | float)]
-    overrides = values.get("per_layer_config")
-    if isinstance(overrides, dict):
-        layers.append(len(overrides))
-    if max(layers, default=0) > MOST_LAYERS:
-        raise ValueError(f"{source}: its configuration names {max(layers):,} layers, and at most {MOST_LAYERS:,} are built")
-    for inner in values.values():
-        if isinstance(inner, dict):  # such as the text_config of a model that also sees
-            check_layers(inner, source)
-
-
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads a saved tokenizer; raises `ValueError` where it would run code that is not trusted."""
     with source_named(name, "the tokenizer of "):
@@ -218,28 +157,21 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of the libraries that read its files.
-
-    It replaces Transformers' message for code that it was told not to run (left to itself, it would ask on the terminal), and
-    PyTorch's for a pickle that would run some, which advises to run it.
-    """
+    """Names a model or tokenizer in the errors of the libraries that read its files."""
     try:
         yield
-    except UnpicklingError:
-        raise ValueError(
-            f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code; they were not read"
-        ) from None
+    except UnpicklingError:  # PyTorch's message advises to run what it holds
+        raise ValueError(f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code") from None
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{name!r} brings code of its own, which was not run; read it, and if you trust it, `nlq generate`, `evaluate` "
-                "and `explore` run it with --trust-remote-code"
+                f"{name!r} brings code of its own; if you trust it, `nlq generate`, `evaluate` and `explore` run it with "
+                "--trust-remote-code"
             ) from None
         # `tokenizers` raises no type of its own
         if name in str(error) or not (isinstance(error, ValueError | KeyError | SafetensorError) or type(error) is Exception):
             raise
-        reason = "no " * isinstance(error, KeyError) + one_line(error)
-        raise ValueError(f"{what}{name!r} cannot be read: {reason}") from error
+        raise ValueError(f"{what}{name!r} cannot be read: {one_line(error)}") from error
 
 
 def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -253,16 +185,9 @@ def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedMo
         ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is not
             trusted.
     """
-    if (Path(name) / "adapter_config.json").is_file():
-        raise ValueError(f"model {name!r} is an adapter; name the model that it was merged into")
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
-    if not Path(name).is_dir() and "/" not in name:
-        raise ValueError(f"model {name!r} is neither a folder nor a Hub name (owner/name)")
-    if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-        raise ValueError(f"model {name!r} holds no config.json: it is no saved model, or its training did not finish")
     try:
-        read_config(name)
         with source_named(name):
             model, found = AutoModelForCausalLM.from_pretrained(
                 name, output_loading_info=True, trust_remote_code=trust_remote_code
@@ -276,6 +201,4 @@ def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedMo
         ) from error
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"model {name!r} is no language model: its weights lack {listed(missing)}")
-    for field in ("num_beams", "num_return_sequences"):
-        check_number(f"model {name!r}: {field}", getattr(model.generation_config, field, None), 1, MOST_BEAMS)
     return model, tokenizer

@@ -13,7 +13,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from modeling_nlq import NLQConfig
 from modeling_nlq.cache_nlq import LAYER_TYPE
 from modeling_nlq.parts_base_nlq import AttentionPart
-from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, parts_of
+from modeling_nlq.parts_builtin_nlq import parts_of
 
 from .text import check_number
 
@@ -46,8 +46,7 @@ def measure(
     A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the `2 * context`
     products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022, appendix B: no discount
     for causality), as does, of linear attention, each of the `head_dim` products of a head that reads its state, and of one of
-    keys that writes it. Norms, activations and the softmax are not counted. Of a mixture of experts, those count that a token
-    passes through.
+    keys that writes it. Norms, activations and the softmax are not counted. Of a mixture of experts, all count.
 
     Args:
         config: configuration of the model.
@@ -56,7 +55,7 @@ def measure(
         prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend, or its FLOPs are not known.
+        ValueError, ImportError: if the model cannot be made with this backend.
     """
     check_number("context", context, 1)
     with torch.device("meta"):
@@ -80,17 +79,6 @@ def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
     return list(dict.fromkeys(part for layer in layers for part in parts_of(layer)))
 
 
-def part_size(config: NLQConfig, part: type[AttentionPart]) -> int:
-    """Counts the parameters that a part adds to a model."""
-    without, default = config.to_dict(), NLQConfig()
-    for values in (without, *(without.get("per_layer_config") or {}).values()):
-        if part.name in ATTENTION_PARTS:
-            values.update({part.name: getattr(default, part.name)} if part.name in values else {})
-        elif values.get("attention_parts"):
-            values["attention_parts"] = [name for name in values["attention_parts"] if name != part.name]
-    return measure(config).total - measure(NLQConfig(**without)).total
-
-
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
     """Freezes every parameter of a model but those of the given names; raises `ValueError` if it has none of a name."""
     parameters = dict(model.named_parameters())
@@ -101,14 +89,8 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
-    """Measures a model with any head; it may be on the meta device.
-
-    Raises:
-        ValueError: if the model has no attention heads, so that its FLOPs are not known.
-    """
+    """Measures a model with any head; it may be on the meta device."""
     config, head = model.config, model.get_output_embeddings()
-    if not hasattr(config, "num_attention_heads"):
-        raise ValueError(f"the FLOPs of a model of type {config.model_type!r} are not known: it has no num_attention_heads")
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
         embeddings.add(id(head.weight))
@@ -125,20 +107,16 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     matrix_operations = 0 if head is None else _operations(head.weight)
     for name, parameter in body.items():
         if parameter.ndim >= 2:
-            is_of_experts = parameter.ndim == 3 and ".experts." in name
-            share = config.num_experts_per_tok / len(parameter) if is_of_experts else 1
-            share = next((count for layer, count in calls.items() if layer in name), share)
+            share = next((count for layer, count in calls.items() if layer in name), 1)
             matrix_operations += round(share * _operations(parameter))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     context = context or config.max_position_embeddings
-    # Products with keys and with values, whose heads differ in multi-head latent attention
     heads, key_value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
-    width = heads * sum(getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     products = [
         # The heads of queries read the state of linear attention, and those of keys write it
         head_dim * head_dim * (heads + key_value_heads)
         if kind == LAYER_TYPE
-        else min(context, sizes.get("sliding_window", context)) * width
+        else min(context, sizes.get("sliding_window", context)) * 2 * heads * head_dim
         for kind, sizes in zip(*get_layer_types_and_kwargs(config))
     ]
     # A layer's parts may compute more heads, or wider values
@@ -167,20 +145,15 @@ def matching_intermediate_size(
         context: as in `measure`, for FLOPs.
 
     Raises:
-        ValueError: if even a width of 1 exceeds it, or the model has no such width.
+        ValueError: if even a width of 1 exceeds it.
     """
-    if not isinstance(getattr(config, "intermediate_size", None), int):
-        raise ValueError(f"a model of type {config.model_type!r} has no intermediate_size to match by")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
-    name, what = {
-        "parameters": ("non_embedding", "non-embedding parameters"),
-        "flops": ("flops_per_token", "FLOPs per token"),
-    }[match]
+    name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]
     wanted, own, own_wider = (getattr(size, name) for size in (budget, measure(config, context), measure(wider, context)))
     width = config.intermediate_size + round((wanted - own) / (own_wider - own))
     if width < 1:
-        raise ValueError(f"no MLP width brings the model down to {wanted:,} {what}")
+        raise ValueError(f"no MLP width brings the model down to {wanted:,} {name}")
     return width
 
 
@@ -205,11 +178,8 @@ def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequ
 
 def check_names(expected: Set[str], given: Set[str]) -> None:
     """Raises `ValueError` that names the parameters that are missing and those that nothing needs."""
-    problems = []
-    for what, names in (("missing", expected - given), ("not known", given - expected)):
-        if names:
-            problems.append(f"{what}: {listed(sorted(names))}")
-    if problems:
+    found = {"missing": expected - given, "not known": given - expected}
+    if problems := [f"{what}: {listed(sorted(names))}" for what, names in found.items() if names]:
         raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
 
 

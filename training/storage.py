@@ -9,17 +9,13 @@ import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 import fsspec
 
-from .files import HOLDER_FILE, LOCK_FILE, METRICS_FILE, STATE_FILE, files_below, inside
+from .files import LOCK_FILE, METRICS_FILE, STATE_FILE, files_below
 from .text import one_line
 
 
-# Protocols of file systems, where a file needs its folder first
-_WITH_FOLDERS = ("local://", "smb://")
 # Files whose presence shows that those beside them are complete
 _LAST = ("tokenizer.json", STATE_FILE, METRICS_FILE)
 # Names below a folder of results that a command reads only when it needs them
@@ -27,15 +23,13 @@ _LARGE = re.compile(r"(^|/)(checkpoint-\d+|\.data)/|\.(safetensors|bin|log)$")
 
 
 def is_address(name: str | Path) -> bool:
-    """Tells whether a name is an address, such as `s3://bucket/results`, and no path. `file:///...` is a path."""
-    return "://" in str(name) and not str(name).startswith("file://")
+    """Tells whether a name is an address, such as `s3://bucket/results`, and no path."""
+    return "://" in str(name)
 
 
 def normalized(name: str | Path) -> str:
-    """A path as `pathlib` writes it, also that of a `file:///...`; an address as it is."""
-    if is_address(name):
-        return str(name)
-    return str(Path(url2pathname(urlsplit(str(name)).path) if str(name).startswith("file://") else name))
+    """A path as `pathlib` writes it; an address as it is."""
+    return str(name) if is_address(name) else str(Path(name))
 
 
 class WorkingCopy:
@@ -51,7 +45,7 @@ class WorkingCopy:
 
     def __init__(self, location: str, folder: Path):
         self.location, self.folder = location.rstrip("/"), folder
-        options = {} if is_address(location) and not location.startswith(_WITH_FOLDERS) else {"auto_mkdir": True}
+        options = {} if is_address(location) and not location.startswith("local://") else {"auto_mkdir": True}
         try:
             # Other machines write there too, and what was listed a moment ago may have changed
             self.system, path = fsspec.core.url_to_fs(self.location, use_listings_cache=False, **options)
@@ -64,13 +58,9 @@ class WorkingCopy:
         return [path.removeprefix(f"{self.path}/") for path in self.system.find(f"{self.path}/{name}".rstrip("/"))]
 
     def pull(self, name: str = "", has_large: bool = True) -> None:
-        """Fetches a file, or the files below a folder; without `has_large` only those that are small.
-
-        Raises:
-            ValueError: for a name that leads out of the folder.
-        """
+        """Fetches a file, or the files below a folder; without `has_large` only those that are small."""
         names = [file for file in self.files(name) if has_large or not _LARGE.search(file)]
-        targets = [inside(self.folder, self.folder / file) for file in names]
+        targets = [self.folder / file for file in names]
         for target in targets:
             target.parent.mkdir(parents=True, exist_ok=True)
         self.system.get([f"{self.path}/{file}" for file in names], [str(target) for target in targets])
@@ -83,7 +73,7 @@ class WorkingCopy:
         """
         path = self.folder / name
         names = [name] if path.is_file() else [f"{name}/{file}".lstrip("/") for file in files_below(path)]
-        names = [file for file in names if Path(file).name not in (LOCK_FILE, HOLDER_FILE)]
+        names = [file for file in names if Path(file).name != LOCK_FILE]
         for file in sorted(names, key=lambda file: Path(file).name in _LAST):
             changed = (self.folder / file).stat().st_mtime_ns
             if self._known.get(file) != changed:
@@ -115,8 +105,7 @@ def open_folder(name: str | Path) -> Path:
     if not is_address(name):
         return Path(normalized(name))
     _temporary.append(tempfile.TemporaryDirectory(prefix="nlq-"))
-    parent = Path(_temporary[-1].name)
-    folder = inside(parent, parent / str(name).strip("/").replace("://", "/"))  # messages that name it show the address
+    folder = Path(_temporary[-1].name, str(name).strip("/").replace("://", "/"))  # messages that name it show the address
     folder.mkdir(parents=True)
     _copies.append(WorkingCopy(str(name), folder))
     return fetch(folder, has_large=False)

@@ -4,7 +4,7 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 
 LONGEST_NAME = 200  # of a folder; its lock, its log and what is being written beside it have longer ones
@@ -20,44 +20,15 @@ def check_name(source: str, name: Any) -> None:
     if not isinstance(name, str):
         raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes, as YAML reads off as False")
     if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII) or len(name) > LONGEST_NAME:
-        shown = name if len(name) <= LONGEST_NAME else f"{name[:20]}..."
         raise ValueError(
-            f"{source} {shown!r}: a name must be made of at most {LONGEST_NAME} letters, digits, spaces and _ + = . , - (it "
-            "names a folder)"
+            f"{source} {name!r}: a name must be made of at most {LONGEST_NAME} letters, digits, spaces and _ + = . , -"
         )
-
-
-def printable(text: str) -> str:
-    """A text with its control characters as escapes, so that a name in it, which may be a stranger's, steers no terminal."""
-    # Also C1, which some terminals obey, and what turns the direction of writing
-    steering = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
-    return re.sub(steering, lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-class PrintableOutput:
-    """Standard output of a terminal, to which each text goes as `printable` makes it.
-
-    Args:
-        stream: the stream, which keeps all else.
-    """
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        return self._stream.write(printable(text))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def without_html(markdown: str) -> str:
     """Markdown in which no `<` begins HTML, as that of a name could, which may be a stranger's; blocks of code stay."""
     pattern = re.compile(r"^```\w+\n.*?^ {0,3}```|<(?=[A-Za-z/!?])", re.DOTALL | re.MULTILINE)
     return pattern.sub(lambda found: "&lt;" if found[0] == "<" else found[0], markdown)
-
-
-_LONGEST_MESSAGE = 2000  # characters
 
 
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
@@ -68,13 +39,8 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
         right: whether all columns but the first are aligned at the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for row in rows:
-        cells = (
-            cell.rjust(width) if right and index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths))
-        )
-        lines.append("  ".join(cells) if right else "  ".join(cells).rstrip())
-    return lines
+    sides = ["<", *(">" if right else "<" for _ in widths[1:])]
+    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip() for row in rows]
 
 
 def duration(seconds: float) -> str:
@@ -102,21 +68,15 @@ def check_number(name: str, value: float | None, least: float = -math.inf, most:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong.
-
-    The middle of a long message is left out: it quotes a value, which a file may make as long as it likes.
-    """
+    """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong."""
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
         error = error.__cause__
-    text = str(error)
-    if len(text) > _LONGEST_MESSAGE:
-        text = f"{text[: _LONGEST_MESSAGE // 2]} [...] {text[-_LONGEST_MESSAGE // 2 :]}"
-    return printable(" ".join(text.split())) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
     """The first line of the message of an error."""
-    return printable((str(error).strip() or type(error).__name__).splitlines()[0])
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def root_cause(error: BaseException) -> BaseException:

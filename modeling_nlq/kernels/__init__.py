@@ -6,10 +6,8 @@ the tables of backends and operations when it is imported. That builds nothing: 
 
 from ..attention_nlq import one_query_attention
 from ..backends_nlq import add_backend
-from ..linear_nlq import LINEAR_ATTENTION
 from ..loss_nlq import loss_and_gradient
 from ..ops_nlq import Kernel
-from . import optional
 from .cpu import cpu_ops as cpu
 from .cpu.cpu_ops import kernelize
 
@@ -17,8 +15,6 @@ from .cpu.cpu_ops import kernelize
 __all__ = ["kernelize"]
 
 
-add_backend("nlq_sparse", optional.SPARSE, is_preferred=True)
 add_backend("nlq_cpp", cpu.BACKEND, is_preferred=True)
 one_query_attention.add(Kernel("cpp", cpu.one_query, cpu.computes_one_query))
 loss_and_gradient.add(Kernel("cpp", cpu.loss, cpu.computes_loss))
-LINEAR_ATTENTION.add(optional.LINEAR_ATTENTION)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load as load_weights
 from safetensors.torch import load_file
 from support.client_cases import numbered_texts, small_model
@@ -13,9 +12,7 @@ from support.hub_server import HubServer
 from support.publishing_cases import TOKEN, Worker, card_of, outputs
 from transformers import GPT2Config
 
-from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training import convert, train
-from modeling_nlq.training.sharing.adapter import whole_modules, write_adapter
 
 
 # Follows the card: the commands, then the Python, with what it computes at the end
@@ -139,27 +136,3 @@ def test_base_on_the_hub(tuned, tune, server, nlq, tmp_path):
     assert card.data.base_model == "anna/base" and "nlq convert" not in card.text
     nlq.python(FOLLOW, "anna/f-of-base", tmp_path / "logits.pt")
     assert torch.equal(torch.load(tmp_path / "logits.pt"), outputs(tmp_path / "run"))
-
-
-def test_whole_model_and_adapter_replace_each_other(tuned, server, nlq):
-    nlq.publish(tuned[1], "anna/either")
-    whole = server.files("anna/either").keys()
-    nlq.publish(tuned[1], "anna/either", "--adapter")
-    assert server.files("anna/either").keys() == server.files("anna/f").keys()
-    nlq.publish(tuned[1], "anna/either")
-    assert server.files("anna/either").keys() == whole >= {"model.safetensors", "conversion.json", "config.json"}
-
-
-def test_one_layer(source, tune, tmp_path):
-    """A layer that was upcycled and trained before is part of the base, and the adapter leaves it alone."""
-    convert(source, tmp_path / "first", switches={"per_layer_config": {0: {"query_projection": "upcycled"}}})
-    convert(tune(tmp_path / "first"), tmp_path / "both", upcycle=True)
-    run = tune(tmp_path / "both")
-    model = NLQForCausalLM.from_pretrained(run)
-    modules = whole_modules(model, json.loads((run / "conversion.json").read_text())["added"])
-    assert modules == ["model.layers.1.self_attn.q_bottleneck"]
-    write_adapter(run, tmp_path / "adapter", modules, str(tmp_path / "both"))
-    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
-    with torch.no_grad():
-        assert torch.equal(loaded(torch.arange(12).reshape(2, 6) % 50).logits, outputs(run))
-    assert not torch.equal(outputs(run), outputs(tmp_path / "both"))

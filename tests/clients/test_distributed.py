@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism of a downloaded model, in processes that cannot import this package."""
+"""Tensor parallelism of a downloaded model, in processes that cannot import this package."""
 
 import pytest
 from support.client_cases import CASES, greedy, run_script
@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 model = AutoModelForCausalLM.from_pretrained(
-    sys.argv[1], distributed_config=DistributedConfig(**{sys.argv[2]: 2}), trust_remote_code=True
+    sys.argv[1], distributed_config=DistributedConfig(tp_size=2), trust_remote_code=True
 )
-prompt = torch.tensor([[int(token) for token in sys.argv[3].split()]])
+prompt = torch.tensor([[int(token) for token in sys.argv[2].split()]])
 tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
 if dist.get_rank() == 0:
     print(*tokens[0, prompt.shape[1] :].tolist())
@@ -22,13 +22,12 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("size", ["tp_size", "pp_size"])
 @pytest.mark.parametrize("activation, query", CASES)
-def test_generate_by_remote_code(activation, query, size, trained, tmp_path):
+def test_generate_by_remote_code(activation, query, trained, tmp_path):
     folder = trained(activation, query)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("one two three", return_tensors="pt").input_ids[0]
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     words = " ".join(map(str, prompt.tolist()))
-    done = run_script("import sys\n" + SCRIPT, folder, size, words, package=False, launcher=launcher, script_folder=tmp_path)
+    done = run_script("import sys\n" + SCRIPT, folder, words, package=False, launcher=launcher, script_folder=tmp_path)
     assert done.stdout.split() == [str(token) for token in greedy(model, prompt, 6)]

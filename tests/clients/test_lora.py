@@ -12,7 +12,7 @@ from support.client_cases import numbered_texts, small_model
 from support.runs import interrupt, logged_losses
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from modeling_nlq.training import convert, train
+from modeling_nlq.training import train
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.parameters import measure
@@ -59,7 +59,7 @@ def logits(model):
         return model.eval()(torch.arange(12).reshape(2, 6)).logits
 
 
-def test_what_is_trained_and_saved(tuned, llama, capsys):
+def test_what_is_trained_and_saved(tuned, llama):
     folder, metrics = tuned
     size = 2 * RANK * ((32 + 32) + (48 + 32))
     assert metrics["trained_parameters"] == size
@@ -87,41 +87,14 @@ def test_what_is_trained_and_saved(tuned, llama, capsys):
     card = ModelCard.load(folder / "README.md").text
     assert f"A LoRA of {size:,} parameters was trained" in card
     assert f"{sum(value.numel() for value in before.values()):,} parameters" in card
-    held_out = ["--dataset", str(llama.with_name("text.jsonl")), "--validation_fraction", "0.2", "--block_size", "32"]
-    assert main(["evaluate", str(folder), *held_out]) == 0
-    assert f"loss {metrics['eval_loss']:.4f}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("changes", [{}, {"load_best_model_at_end": True}], ids=["last", "best"])
-def test_interrupted_run_ends_alike(changes, recipe, tuned, tmp_path):
-    interrupt(recipe, output_dir=tmp_path / "run", **changes)
-    metrics = train(recipe, output_dir=tmp_path / "run", **changes)
+def test_interrupted_run_ends_alike(recipe, tuned, tmp_path):
+    interrupt(recipe, output_dir=tmp_path / "run")
+    metrics = train(recipe, output_dir=tmp_path / "run")
     assert logged_losses(tmp_path / "run") == logged_losses(tuned[0]) and metrics["token_stream"] == tuned[1]["token_stream"]
     weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "run", tuned[0]))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_changes_nothing(use_reentrant, recipe, tuned, tmp_path):
-    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    train(recipe, output_dir=tmp_path / "run", save_strategy="no", **changes)
-    assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned[0]), abs=1e-5)
-
-
-def test_of_an_upcycled_model(llama, recipe, tmp_path):
-    """The layers have NLQ's names; a whole module can be trained beside them."""
-    convert(llama, tmp_path / "upcycled", upcycle=True)
-    lora = {"r": 1, "target_modules": "all-linear", "modules_to_save": ["output_norm"]}
-    changes = {"model": str(tmp_path / "upcycled"), "lora": lora, "record_stability": True, "save_strategy": "no"}
-    metrics = train(recipe, output_dir=tmp_path / "run", **changes)
-    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "upcycled", tmp_path / "run"))
-    matrices = {name for name, value in before.items() if value.ndim == 2 and "embed" not in name and "lm_head" not in name}
-    gains = {name for name in before if "output_norm" in name}
-    assert {name for name in before if not torch.equal(before[name], after[name])} == matrices | gains
-    expected = sum(sum(before[name].shape) for name in matrices) + sum(before[name].numel() for name in gains)
-    assert metrics["trained_parameters"] == expected
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
-    torch.testing.assert_close(logits(model), logits(type(model).from_pretrained(tmp_path / "run")))
 
 
 def test_comparison(llama, recipe, tmp_path):
@@ -145,10 +118,9 @@ def test_comparison(llama, recipe, tmp_path):
 @pytest.mark.parametrize(
     "lora, words",
     [
-        ("{rank: 8}", ["lora: unknown field 'rank'", "rank_pattern"]),
+        ("{rank: 8}", ["lora={'rank': 8}", "unexpected keyword"]),
         ("{r: 0}", ["lora={'r': 0}", "positive"]),
         ("{target_modules: [fc7]}", ["lora={'target_modules': ['fc7']}", "does not fit"]),
-        ("8", ["lora=8", "LoraConfig"]),
     ],
 )
 def test_bad_input(lora, words, recipe, tmp_path, capsys):

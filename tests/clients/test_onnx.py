@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.client_cases import greedy, run_script, trained_model
 from support.model_cases import LINEAR_KINDS, PROJECTIONS, ROW_KINDS, SOFTMAX_KINDS
-from support.onnx_programs import decode_greedily, export, left_padded, open_session, run
+from support.onnx_programs import decode_greedily, export, left_padded
 from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM
@@ -80,48 +80,6 @@ def test_every_activation(number, make_model, tmp_path):
     error, _ = decode_greedily(model, *programs, [prompts[0], prompts[1][5:], prompts[2][14:]], steps=4)
     print(f"{', '.join(GROUPS[number])}; {positions}: {error:.1e}")
     assert error < LIMIT
-
-
-def padded(rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(1, 300, (rows, length))
-    mask = (torch.arange(length) >= torch.arange(rows)[:, None] + 1).long()
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def packed(*documents: int) -> dict[str, torch.Tensor]:
-    positions = torch.cat([torch.arange(length) for length in documents]).expand(2, -1).contiguous()
-    return {"input_ids": torch.randint(1, 300, positions.shape), "position_ids": positions}
-
-
-@pytest.mark.parametrize(
-    "sample, others",
-    [
-        pytest.param(padded(2, 5), [padded(3, 9), padded(1, 40)], id="padded"),
-        pytest.param(packed(3, 4), [packed(2, 5, 3), packed(12)], id="packed", marks=pytest.mark.slow),
-    ],
-)
-def test_pytorch_exporter(sample, others, mixed):
-    """`torch.onnx.export` without Transformers' patches of PyTorch."""
-    model = NLQForCausalLM.from_pretrained(mixed)
-    model.config.use_cache = False
-    batch, length = torch.export.Dim("batch"), torch.export.Dim("length", max=model.config.max_position_embeddings)
-    program = torch.onnx.export(
-        model,
-        (),
-        kwargs=sample,
-        dynamic_shapes={name: {0: batch, 1: length} for name in sample},
-        input_names=list(sample),
-        output_names=["logits"],
-        dynamo=True,
-    )
-    session = open_session(program.model_proto.SerializeToString())
-    for inputs in others:
-        logits = torch.from_numpy(run(session, {name: value.numpy() for name, value in inputs.items()})["logits"])
-        assert logits.isfinite().all()  # padded tokens included
-        with torch.no_grad():
-            expected = model(**inputs).logits
-        kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        assert (logits - expected)[kept].abs().max() < LIMIT
 
 
 REMOTE = """

@@ -3,30 +3,26 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from support.client_cases import CASES, IDS, fit, greedy, load, logits, run_script
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig, quantize_
+from support.client_cases import CASES, IDS, fit, greedy, load, logits
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import TorchAoConfig
 
 
-SCHEMES = {"weights": Int8WeightOnlyConfig, "weights_and_activations": Int8DynamicActivationInt8WeightConfig}
-
-
-def quantized(folder, scheme="weights"):
-    return load(folder, quantization_config=TorchAoConfig(SCHEMES[scheme]()))
+def quantized(folder):
+    return load(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()))
 
 
 def linear_layers(model) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("activation, query", CASES)
-def test_torchao(activation, query, scheme, trained, tmp_path):
+def test_torchao(activation, query, trained, tmp_path):
     """Every linear layer is quantized, those of `f` too, and nothing else changes."""
     folder = trained(activation, query)
     by_hand = load(folder)
-    quantize_(by_hand, SCHEMES[scheme](), filter_fn=lambda module, name: name in linear_layers(by_hand))
-    model = quantized(folder, scheme)
+    quantize_(by_hand, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name in linear_layers(by_hand))
+    model = quantized(folder)
     assert all(type(model.get_submodule(name).weight).__name__ == "Int8Tensor" for name in linear_layers(model))
     torch.testing.assert_close(logits(model), logits(by_hand), atol=0, rtol=0)
     assert 0 < (logits(model) - logits(load(folder))).abs().max() < 0.5
@@ -45,27 +41,3 @@ def test_lora_on_int8(activation, query, trained, tmp_path):
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(quantized(folder), tmp_path)
     torch.testing.assert_close(logits(again), logits(model), atol=0, rtol=0)
-
-
-REMOTE = """
-import sys
-import torch
-from torchao.quantization import Int8WeightOnlyConfig
-from transformers import AutoModelForCausalLM, TorchAoConfig
-
-folder, root = sys.argv[1:]
-config = TorchAoConfig(Int8WeightOnlyConfig())
-model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, trust_remote_code=True)
-with torch.no_grad():
-    torch.save(model(torch.load(f"{root}/ids.pt")).logits, f"{root}/logits.pt")
-model.save_pretrained(f"{root}/saved")
-"""
-
-
-def test_remote_code(trained, tmp_path):
-    folder = trained("sigmoid", "nonlinear")
-    torch.save(IDS, tmp_path / "ids.pt")
-    run_script(REMOTE, folder, tmp_path, package=False)
-    # The package's kernels may have computed attention
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), logits(quantized(folder)), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(logits(load(tmp_path / "saved")), logits(quantized(folder)), atol=0, rtol=0)

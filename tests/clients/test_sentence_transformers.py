@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
-from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
-from support.client_cases import CASES, run_script
+from support.client_cases import CASES
 from transformers import AutoModel, AutoTokenizer
 
 
@@ -37,31 +35,3 @@ def test_encode(activation, query, trained, tmp_path):
     np.testing.assert_array_equal(SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), encoder.encode(TEXTS))
     plain = SentenceTransformer(str(folder), device="cpu")
     np.testing.assert_allclose(plain.encode(TEXTS), expected(folder, "last"), atol=1e-5)
-
-
-def test_training(trained, tmp_path):
-    encoder = SentenceTransformer(str(trained("sigmoid", "nonlinear")), device="cpu")
-    data = Dataset.from_dict({"anchor": TEXTS * 4, "positive": ["two three four", "five six seven", "nine ten"] * 4})
-    arguments = SentenceTransformerTrainingArguments(
-        tmp_path, max_steps=4, learning_rate=1e-3, logging_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
-    )
-    trainer = SentenceTransformerTrainer(encoder, arguments, data, loss=MultipleNegativesRankingLoss(encoder))
-    trainer.train()
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    assert losses[-1] < losses[0]
-
-
-REMOTE = """
-import sys
-import numpy as np
-from sentence_transformers import SentenceTransformer
-
-encoder = SentenceTransformer(sys.argv[1], device="cpu", trust_remote_code=True)
-np.save(sys.argv[2], encoder.encode(sys.argv[3:]))
-"""
-
-
-def test_remote_code(trained, tmp_path):
-    folder = trained("sigmoid", "nonlinear")
-    run_script(REMOTE, folder, tmp_path / "embeddings.npy", *TEXTS, package=False)
-    np.testing.assert_allclose(np.load(tmp_path / "embeddings.npy"), expected(folder, "last"), atol=1e-5)

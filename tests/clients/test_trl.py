@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from support.client_cases import CASES, run_script
+from support.client_cases import CASES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -75,35 +75,3 @@ def test_dpo(activation, query, adapter, trained, tmp_path):
     )
     first, *_, last = losses(trainer)
     assert last < first == pytest.approx(math.log(2), abs=1e-3)  # at first the model is its own reference
-
-
-REMOTE = """
-import sys
-from datasets import Dataset
-from peft import LoraConfig
-from trl import SFTConfig, SFTTrainer
-
-settings = SFTConfig(
-    sys.argv[2],
-    model_init_kwargs={"trust_remote_code": True},
-    trust_remote_code=True,
-    max_steps=1,
-    report_to="none",
-    save_strategy="no",
-    use_cpu=True,
-    disable_tqdm=True,
-)
-data = Dataset.from_dict({"text": sys.argv[3:]})
-lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
-trainer = SFTTrainer(sys.argv[1], settings, train_dataset=data, peft_config=lora)
-print("loss", trainer.train().training_loss)
-trainer.save_model(sys.argv[2])
-"""
-
-
-def test_remote_code(trained, tmp_path):
-    folder = trained("sigmoid", "nonlinear")
-    done = run_script(REMOTE, folder, tmp_path, *TEXTS, package=False)
-    loss = float(done.stdout.split("loss ")[-1].split()[0])
-    assert loss == pytest.approx(mean_loss(folder), rel=1e-3)
-    assert (tmp_path / "adapter_model.safetensors").is_file()

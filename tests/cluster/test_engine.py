@@ -89,30 +89,12 @@ class TestSameNumbers:
         expected = run_comparison(comparison, tmp_path / "local", LocalEngine(1))
         assert without_times(results) == without_times(expected)
 
-    def test_stopping_early(self, comparison_file, start_cluster, tmp_path):
-        """The same models leave at the same looks, and one that is lost with its results decides the same again."""
-        training = {"max_steps": 10, "logging_steps": 5, "report_to": "none", "save_strategy": "no", "eval_strategy": "no"}
-        models = {
-            "base": None,
-            "planted": {"switches": {"final_logit_softcapping": 0.1}},
-            "gate": {"switches": {"attention_gate": "headwise"}},
-        }
-        comparison = load_comparison(comparison_file(models=models, training=training, seeds=[0, 1, 2, 3, 4], stop="early"))
-        expected = run_comparison(comparison, tmp_path / "local", LocalEngine(1))
-        start_cluster(1, 1)
-        results = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
-        assert without_times(results) == without_times(expected)
-        assert len(results["models"]["planted"]["runs"]) == 3
-        shutil.rmtree(tmp_path / "ray" / "runs" / "gate" / "rate-0.01-seed-1")
-        again = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
-        assert without_times(again) == without_times(expected)
-
     def test_no_cluster_is_running(self, made_locally, tmp_path):
         """Then one is started, and stopped at the end."""
         file, expected, local = made_locally
         shutil.copytree(local, tmp_path / "results")
         shutil.rmtree(tmp_path / "results" / "runs" / "squared" / "rate-0.01-seed-0")
-        results = compare(file, f"file://{tmp_path}/results", engine="ray", cpus_per_run=1)
+        results = compare(file, tmp_path / "results", engine="ray", cpus_per_run=1)
         assert without_times(results) == without_times(expected)
 
 

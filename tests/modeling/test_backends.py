@@ -6,7 +6,6 @@ from support.attention_cases import NON_NEGATIVE
 
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, AttentionRequest, find_backend
-from modeling_nlq.kernels import optional
 from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS as IN_CPP
 
 
@@ -21,8 +20,8 @@ class TestChoice:
         "zero": {"eager", "sdpa", "flex_attention"},
         **{name: {"eager", "nlq_tiled", "flex_attention"} for name in NON_NEGATIVE},
         **{name: {"eager", "nlq_tiled"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
-        "sparsemax": {"eager", "nlq_sparse"},
-        "entmax15": {"eager", "nlq_sparse"},
+        "sparsemax": {"eager"},
+        "entmax15": {"eager"},
         "softpick": {"eager"},
         "stick_breaking": {"eager"},
     }
@@ -31,14 +30,8 @@ class TestChoice:
     for names in CAN.values():
         names.add("nlq_rows")
     # The others: nlq_tiled
-    AUTOMATIC = {
-        "softmax": "sdpa",
-        "zero": "sdpa",
-        "sparsemax": "nlq_sparse" if optional.HAS_ADASPLASH else "nlq_rows",
-        "entmax15": "nlq_sparse" if optional.HAS_ADASPLASH else "nlq_rows",
-        "softpick": "nlq_rows",
-        "stick_breaking": "nlq_rows",
-    }
+    AUTOMATIC = {"softmax": "sdpa", "zero": "sdpa"}
+    AUTOMATIC |= dict.fromkeys(("sparsemax", "entmax15", "softpick", "stick_breaking"), "nlq_rows")
 
     @staticmethod
     def asked(name, **options):
@@ -72,7 +65,7 @@ class TestChoice:
     @pytest.mark.parametrize("name", CAN)
     def test_automatic_on_the_cpu(self, cpp_passes, name):
         """C++ code comes first, but for a single query, dropout and other types."""
-        automatic = self.AUTOMATIC.get(name, "nlq_tiled").replace("nlq_sparse", "nlq_rows")
+        automatic = self.AUTOMATIC.get(name, "nlq_tiled")
         call = {"device": torch.device("cpu"), "dtype": torch.float32, "queries": 9, "head_dim": 8}
         assert find_backend("nlq", [0], self.asked(name, **call)) == ("nlq_cpp" if "nlq_cpp" in self.CAN[name] else automatic)
         for other in ({"queries": 1}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "head_dim": 7}):

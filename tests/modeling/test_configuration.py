@@ -19,7 +19,7 @@ from support.model_cases import (
     parametrize_switches,
 )
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, MambaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
@@ -73,7 +73,6 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
     model, context = NLQForCausalLM(config), config.max_position_embeddings
     # `eager` returns the weights too, which no training needs
     monkeypatch.setattr(DifferentialAttention, "change_returned_weights", lambda part, call, weights: weights)
-    monkeypatch.setattr(linear_nlq.LINEAR_ATTENTION, "kernels", linear_nlq.LINEAR_ATTENTION.kernels[-1:])
 
     def count(chunk_size=None):
         monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(chunked_form, chunk_size=chunk_size))
@@ -168,21 +167,13 @@ LINEAR = {"attention_activation": "linear_attention"}
 BAD = [
     ({"query_projection": "cubic"}, ["query_projection='cubic'", "nonlinear", "upcycled"]),
     ({"attention_activation": "softmx"}, ["attention_activation='softmx'", "unknown", "softmax", "silu"]),
-    ({**LINEAR, "attention_normalization": "length"}, ["attention_normalization='length'", "linear", "'sum'"]),
-    (
-        {"attention_activation": "sparsemax", "attention_normalization": "length"},
-        ["attention_normalization='length'", "sparsemax", "'sum'"],
-    ),
     ({"linear_attention_decay": "fixed"}, ["linear_attention_decay='fixed'", "'linear_attention'", "'softmax'"]),
     (
         {**LINEAR, "linear_attention_decay": "fixed", "per_layer_config": {2: {"attention_activation": "relu"}}},
         ["layer 2", "linear_attention_decay='fixed'", "'linear_attention'", "'relu'"],
     ),
     ({**LINEAR, "linear_attention_decay": "fast"}, ["linear_attention_decay", "fast", "fixed", "learned"]),
-    (
-        {"attention_dropout": 0.1, "per_layer_config": {1: LINEAR}},
-        ["layer 1", "attention_dropout=0.1", "'linear_attention'", "residual_dropout"],
-    ),
+    ({"attention_dropout": 0.1, "per_layer_config": {1: LINEAR}}, ["layer 1", "attention_dropout=0.1 excludes", "'linear_"]),
     ({**LINEAR, "attention_sink": "zero"}, ["attention_sink='zero'", "'softmax'", "'linear_attention'"]),
     ({"hidden_act": "prelu"}, ["hidden_act='prelu'", "gelu"]),
     ({"hidden_act": None}, ["hidden_act"]),
@@ -203,8 +194,6 @@ BAD = [
         {"attention_activation": "tanh", "attention_normalization": "sum"},
         ["attention_normalization='sum'", "'tanh'", "'length'"],
     ),
-    ({"residual_dropout": 1.0}, ["residual_dropout=1.0"]),
-    ({"layer_norm_eps": 0.0}, ["layer_norm_eps=0.0"]),
     (
         {"position_embedding": "rope", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
         ["rope_type='dynamic'", "yarn"],
@@ -215,13 +204,11 @@ BAD = [
     ),
     (
         {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
-        ["partial_rotary_factor=1.5", "at most 1"],
+        ["partial_rotary_factor=1.5", "12 rotated"],
     ),
     ({"per_layer_config": {1: {"position_embedding": "none"}}}, ["position_embedding='learned'", "all layers or of none"]),
     ({"sliding_window": 1}, ["sliding_window=1", "at least 2", "None"]),
-    ({"sliding_window": 4, "per_layer_config": {1: LINEAR}}, ["layer 1", "sliding_window=4", "linear_attention_decay"]),
-    ({"norm_type": "batchnorm"}, ["norm_type", "batchnorm", "rmsnorm"]),
-    ({"mlp_type": "glu"}, ["mlp_type", "glu", "gated"]),
+    ({"sliding_window": 4, "per_layer_config": {1: LINEAR}}, ["layer 1", "sliding_window=4 excludes"]),
     ({"per_layer_config": {1: {"norm_type": "rmsnorm"}}}, ["per_layer_config", "norm_type"]),
     ({"position_embedding": "rope", "head_dim": 7, "query_projection": "linear"}, ["head_dim=7"]),
     (
@@ -236,14 +223,9 @@ BAD = [
     ({"is_causal": False}, ["is_causal=False"]),
     ({"num_attention_head": 4}, ["'num_attention_head'", "'num_attention_heads'"]),
     ({"per_layer_config": {0: {"hidden_size": 64}}}, ["per_layer_config", "hidden_size"]),
-    (
-        {"position_embedding": "rope", "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0}},
-        ["rope_parameters", "factor"],
-    ),
     ({"per_layer_config": {1: {"qk_nrom": "l2"}}}, ["per_layer_config", "qk_nrom", "qk_norm"]),
     ({"per_layer_config": [{"qk_norm": "l2"}]}, ["per_layer_config", "layer numbers"]),
     ({"per_layer_config": {1: {"attention_activation": "lol"}}}, ["layer 1", "'lol'"]),
-    ({"per_layer_config": {1: {"linear_attention_decay": "fixed"}}}, ["layer 1", "linear_attention_decay"]),
     ({"per_layer_config": {1: {"skip": ["mlp"]}}}, ["per_layer_config", "skip"]),
 ]
 
@@ -271,7 +253,7 @@ def test_unknown_keys_warn(caplog, monkeypatch):
     caplog.clear()
     # What a newer version saved must load: a field like one of ours is a warning there
     NLQConfig(**TINY, nlq_version="99.0", query_projections="linear")
-    assert "99.0" in caplog.text and "'query_projections'" in caplog.text
+    assert "'query_projections'" in caplog.text
 
 
 def test_functions_own_no_parameters():
@@ -288,30 +270,6 @@ def test_flops_equal_those_pytorch_counts(name):
     with FlopCounterMode(display=False) as counter:
         model(tokens, use_cache=False).logits.sum().backward()
     assert counter.get_total_flops() == pytest.approx(measure(config).flops_per_token * context, rel=1e-3)
-
-
-STOCK = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-
-
-@pytest.mark.parametrize("active", [1, 2])
-def test_flops_of_experts(active):
-    """By hand for each layer: attention, the router, and the experts of one token."""
-    sizes = {**STOCK, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": active}
-    attention, router, expert = 32 * (32 + 2 * 16 + 32), 8 * 32, 3 * 32 * 64
-    expected = 6 * (2 * (attention + router + active * expert) + 32 * 32 + 2 * 2 * 64 * 32)
-    assert measure(MixtralConfig(**sizes), 64).flops_per_token == expected
-
-
-def test_flops_of_latent_attention():
-    """A further token of context costs each head a product with a key and one with a value, which have other widths."""
-    sizes = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
-    config = DeepseekV3Config(**STOCK, **sizes, first_k_dense_replace=2)
-    assert measure(config, 65).flops_per_token - measure(config, 64).flops_per_token == 6 * 2 * 4 * (12 + 6)
-
-
-def test_flops_without_attention_heads_are_not_known():
-    with pytest.raises(ValueError, match="the FLOPs of a model of type 'mamba' are not known: it has no num_attention_heads"):
-        measure(MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1), 64)
 
 
 def test_flops_of_linear_attention_do_not_grow_with_the_context():

@@ -2,15 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
 from support.grids import slow_except
-from support.other_user import run_as_nobody
 from support.remote_code import tiny_config
-from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from modeling_nlq import NLQForCausalLM, kernelize
@@ -98,21 +95,7 @@ class TestOneQuery:
 @needs_compiler
 @pytest.mark.usefixtures("no_grad")
 class TestOperators:
-    """PyTorch's checks, and use by its transformations."""
-
-    def test_opcheck(self):
-        module = layer("sigmoid", "none")
-        query, key, value = one_query(2, 4, 2, 9, 8)
-        visible = torch.rand(2, 4, 1, 9) > 0.3
-        options = (module.activation.name, "none", True, False, 0.3)
-        inputs = {
-            "one_query": (query, key, value, visible, visible.sum(-1), *options),
-            "loss": (torch.randn(5, 7), torch.randint(7, (5,)), torch.rand(5)),
-            "linear": (torch.randn(2, 3, 8), torch.randn(6, 8), torch.randn(6)),
-        }
-        for name, values in inputs.items():
-            assert cpu_ops.is_built(name)
-            torch.library.opcheck(getattr(cpu_ops.operators, name).default, values)
+    """Use by PyTorch's transformations, and labels that are none."""
 
     def test_vmap(self):
         logits, targets, weights = torch.randn(3, 5, 7), torch.randint(7, (3, 5)), torch.rand(3, 5)
@@ -125,14 +108,6 @@ class TestOperators:
         for label in (-1, 7):
             with pytest.raises(IndexError, match=f"target {label} is out of bounds"):
                 loss_and_gradient(torch.randn(2, 7), torch.tensor([0, label]), None)
-
-
-class Doubled(TorchFunctionMode):
-    """Doubles the product of every linear layer, whoever computes it."""
-
-    def __torch_function__(self, function, types, inputs=(), options=None):
-        result = function(*inputs, **(options or {}))
-        return 2 * result if function is torch.nn.functional.linear or "linear" in str(function) else result
 
 
 @needs_compiler
@@ -166,29 +141,6 @@ class TestKernelize:
         linear, states = kernelize(torch.nn.Linear(5, 3)), torch.randn(2, 5, requires_grad=True)
         linear(states).sum().backward()
         assert torch.equal(states.grad, linear.weight.detach().sum(0).expand(2, 5))
-
-    def test_modes_and_replaced_functions(self, no_grad):
-        linear, states = kernelize(torch.nn.Linear(5, 3)), torch.randn(2, 5)
-        expected = linear(states)
-        with Doubled():
-            assert torch.equal(linear(states), 2 * expected)
-        linear.register_forward_hook(lambda module, inputs, output: 3 * output)
-        assert torch.equal(linear(states), 3 * expected)
-
-    def test_forward_mode(self, no_grad):
-        linear, states = torch.nn.Linear(5, 3), torch.randn(2, 5)
-        expected = torch.func.jvp(linear, (states,), (states,))
-        torch.testing.assert_close(torch.func.jvp(kernelize(linear), (states,), (states,)), expected)
-
-    def test_other_weights(self, no_grad):
-        for case in ("bias of another size", "sparse"):
-            linear, states = torch.nn.Linear(6, 4, bias=case != "sparse"), torch.randn(2, 6)
-            if case != "sparse":
-                linear.bias = torch.nn.Parameter(torch.ones(1))
-            expected = linear(states)
-            if case == "sparse":
-                linear.weight = torch.nn.Parameter(linear.weight.to_sparse_csr())
-            torch.testing.assert_close(kernelize(linear)(states), expected)
 
 
 class Answers(Dataset):
@@ -250,45 +202,7 @@ class TestBuild:
         assert build.load("seven", "nlq_test")
         assert list(folder.iterdir()) == [library]
 
-    @needs_compiler
-    @pytest.mark.parametrize("case", ["file", "link", "folder"])
-    def test_what_another_user_put_there_is_not_loaded(self, case, folder, open_folder, tmp_path, monkeypatch):
-        """A library is code: that of a stranger in a folder that all can write, or below one of his own, does not run."""
-        compiler = tmp_path / "compiler"  # a real one takes seconds
-        compiler.write_text("#!/bin/sh\nwhile [ $1 != -o ]; do shift; done; printf '\\177ELF' > $2\n")
-        compiler.chmod(0o755)
-        monkeypatch.setenv("CXX", str(compiler))
-        loaded = []
-        monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(Path(path)))
-        monkeypatch.setattr(build.Path, "home", lambda: tmp_path)
-        build.load("seven", "nlq_test")
-        name = loaded.pop().name
-        shared = open_folder / "libraries"
-        if case != "folder":
-            shared.mkdir()
-            shared.chmod(0o777)
-        command = f"ln -s /dev/null {shared / name}" if case == "link" else f"echo planted > {shared / name}"
-        run_as_nobody(f"mkdir -p {shared}; {command}")
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(shared))
-        build.load.cache_clear()
-        assert build.load("seven", "nlq_test")
-        assert loaded == [tmp_path / ".cache" / "modeling-nlq" / name] and loaded[0].read_bytes()[:4] == b"\x7fELF"
-        if case == "folder":  # nowhere is safe
-            build.load.cache_clear()
-            loaded[0].parent.chmod(0o777)
-            assert not build.load("seven", "nlq_test") and len(loaded) == 1
-
-    def test_no_home(self, monkeypatch):
-        def no_home():
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-        monkeypatch.setattr(build.Path, "home", no_home)
-        assert not build.load("seven", "nlq_test")
-
-    @pytest.mark.parametrize(
-        "compiler, name", [("no-such-compiler", "seven"), ("false '", "seven"), ("false", "seven"), ("c++", "nonsense")]
-    )
+    @pytest.mark.parametrize("compiler, name", [("no-such-compiler", "seven"), ("false", "seven"), ("c++", "nonsense")])
     def test_cannot_be_built(self, monkeypatch, folder, compiler, name):
         """One warning says what to do, and nothing half-built stays."""
         messages = []
@@ -296,7 +210,7 @@ class TestBuild:
         monkeypatch.setenv("CXX", compiler)
         assert [build.load(name, namespace) for namespace in ("one", "two")] == [False, False]
         (message,) = [message for message in messages if "could not be compiled" in message]
-        assert "Install a C++ compiler" in message and "NLQ_CPP=0" in message
+        assert "g++ 11" in message and "NLQ_CPP=0" in message
         assert not folder.exists() or list(folder.iterdir()) == []
 
     @needs_compiler

@@ -24,7 +24,6 @@ from support.attention_cases import (
 )
 from support.grids import parametrize_grid
 from support.remote_code import tiny_config
-from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.activations_nlq import get_attention_activation
@@ -143,19 +142,6 @@ class TestSoftmax:
         model.eval().generate(tokens, max_new_tokens=3, do_sample=False)
         assert cpp_passes == ["attention"] * 2
 
-    @pytest.mark.parametrize("name", ["softmax", "softplus"])
-    def test_states_of_another_type(self, cpp_passes, name):
-        """The automatic choice sees the embeddings only; asked for by name, the backend refuses."""
-        module, states = layer(name), [torch.randn(1, 1, 3, 4, dtype=torch.float64) for _ in range(3)]
-        torch.testing.assert_close(attend_in_cpp(module, *states), attend("eager", module, *states))
-        assert not cpp_passes
-
-    def test_dropout_takes_sdpa(self, cpp_passes):
-        model = NLQForCausalLM._from_config(tiny_config(attention_dropout=0.1), attn_implementation="nlq").train()
-        tokens = torch.randint(tiny_config().vocab_size, (1, 6))
-        model(tokens, labels=tokens).loss.backward()
-        assert not cpp_passes
-
 
 def values_and_slopes(activation, scores, dtype=torch.float32):
     """`phi` and `phi'` by attention of one query and one key of width 2 for each score."""
@@ -222,14 +208,6 @@ def test_mean_gradient_cancels(cpp_passes, activation):
         assert (gradient.float().abs() <= 2**-14 * largest[..., None] * states_of_other.float().abs()).all()
 
 
-def test_true_is_any_byte_but_0(cpp_passes):
-    query, key, value = (torch.randn(1, 1, 9, 4) for _ in range(3))
-    visible = torch.rand(1, 1, 9, 9) > 0.4
-    expected = attend_in_cpp(layer("relu"), query, key, value, mask=visible)
-    visible = (255 * visible.to(torch.uint8)).view(torch.bool)
-    assert torch.equal(attend_in_cpp(layer("relu"), query, key, value, mask=visible), expected)
-
-
 @pytest.mark.parametrize("without", ["_multiplies", None])
 def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, without):
     if without is None:
@@ -274,20 +252,3 @@ class TestTransforms:
         for index in range(3):
             expected = torch.func.grad(loss, argnums=(0, 1, 2))(*(tensor[index] for tensor in states))
             torch.testing.assert_close([gradient[index] for gradient in gradients], list(expected))
-
-    @pytest.mark.slow
-    @pytest.mark.usefixtures("fresh_compiler")
-    def test_compiled(self, cpp_allowed):
-        layout = LAYOUTS["padded_window_after_cache"]
-        states = layout.states(torch.float32, 8)
-        output = torch.compile(attend_in_cpp, fullgraph=True)(layer("sigmoid"), *states, mask=layout.mask())
-        gradients = torch.autograd.grad(output, states, random_factors(output))
-        check([output, *gradients], expected_of(layout, "sigmoid", "none", states), 1e-5)
-
-    def test_flops_are_counted(self, cpp_allowed):
-        if not cpp_allowed:
-            pytest.skip("needs a C++ compiler")
-        states = [torch.randn(1, 2, 64, 8).requires_grad_() for _ in range(3)]
-        with FlopCounterMode(display=False) as mode:
-            attend_in_cpp(layer("softmax"), *states).sum().backward()
-        assert mode.get_total_flops() == 3.5 * 4 * 2 * 64 * 64 * 8  # two products, and five in backward

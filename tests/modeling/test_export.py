@@ -120,25 +120,6 @@ def test_packed_documents(make_model):
         check(program, model, packed(*lengths))
 
 
-@pytest.mark.parametrize("implementation", slow_except(["nlq_tiled", "flex_attention"], ["nlq_tiled"]))
-def test_implementations(implementation, make_model):
-    """A backend with operators or kernels of its own exports as the formula."""
-    model = make_model(implementation=implementation, use_cache=False, attention_activation="squared")
-    program = export(model, batch_of(2, 5, padding=2))
-    assert operators(program) == {"aten"}
-    model.set_attn_implementation("eager")  # the others need a GPU, or no mask
-    check(program, model, batch_of(3, 11, padding=4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "squared", "linear_fixed"])
-def test_strict(kind, make_model):
-    model = make_model(implementation="nlq", use_cache=False, **KINDS[kind])
-    program = export(model, batch_of(2, 5, padding=2), strict=True)
-    assert operators(program) == {"aten"}
-    check(program, model, batch_of(3, 11, padding=4))
-
-
 DECODING = {
     "softmax": {0: KINDS["softmax"], 1: KINDS["softmax_sink_learned"]},
     "elementwise": {0: KINDS["sigmoid"], 1: KINDS["squared"]},
@@ -185,8 +166,7 @@ def test_cached_tokens(layers, padding, make_model):
 
 def test_cache_of_a_window(make_model):
     """Its layers count by a plain number, which a program would keep."""
-    model = make_model(use_cache=True, sliding_window=4)
-    text = batch_of(2, 7)
+    model, text = make_model(use_cache=True, sliding_window=4), batch_of(2, 7)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(text["input_ids"][:, :5], past_key_values=cache)

@@ -53,15 +53,6 @@ def test_second_derivative():
         (gradient.sum() + logits.sum()).backward()
 
 
-def test_forward_mode():
-    logits, labels, tangent = torch.randn(2, 5, 7), torch.randint(7, (2, 5)), torch.randn(2, 5, 7)
-    results = [
-        torch.func.jvp(lambda logits, loss=loss: loss(logits, labels, 7), (logits,), (tangent,))
-        for loss in (causal_lm_loss, ForCausalLMLoss)
-    ]
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize("factor", [1.0, 0.25])
 @pytest.mark.parametrize("cpp", ["0", "1"], ids=["slices", "cpp"])
 def test_logits_overwritten_before_backward(make_model, cpp, factor, monkeypatch):
@@ -83,32 +74,6 @@ def test_logits_overwritten_before_backward(make_model, cpp, factor, monkeypatch
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     for gradient in gradients[1:]:
         assert torch.equal(gradient, gradients[0])
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 8), (1, 9)])
-def test_labels_of_another_shape(shape):
-    labels = torch.zeros(shape, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"must be \(batch, length\)=\(2, 9\)"):
-        causal_lm_loss(torch.randn(2, 9, 7), None, 7, shift_labels=labels)
-
-
-def test_gradients_of_each_sample():
-    logits, labels = torch.randn(3, 5, 7), torch.randint(7, (3, 5))
-    labels[1, 2:] = -100
-    ours, theirs = (
-        torch.func.grad(lambda logits, labels, loss=loss: loss(logits[None], labels[None], 7))
-        for loss in (causal_lm_loss, ForCausalLMLoss)
-    )
-    expected = torch.stack([theirs(*row) for row in zip(logits, labels)])
-    torch.testing.assert_close(torch.func.vmap(ours)(logits, labels), expected)
-    torch.testing.assert_close(ours(logits[0], labels[0]), expected[0])
-
-
-def test_no_tokens():
-    logits, labels = torch.randn(0, 5, 7, requires_grad=True), torch.zeros(0, 5, dtype=torch.long)
-    assert causal_lm_loss(logits, labels, 7).isnan() and ForCausalLMLoss(logits, labels, 7).isnan()
-    causal_lm_loss(logits, labels, 7, num_items_in_batch=3).backward()
-    assert logits.grad.shape == logits.shape
 
 
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
@@ -160,12 +125,3 @@ def test_scaled_loss_in_float16():
     for value in (logits, exact):
         (2.0**16 * causal_lm_loss(value, labels, 600)).backward()
     torch.testing.assert_close(logits.grad.float(), exact.grad, rtol=1e-2, atol=1e-2)
-
-
-def test_labels_of_other_integers():
-    logits = torch.randn(1, 4, 9, requires_grad=True)
-    labels = torch.tensor([[1, 2, 3, 8]])
-    gradients = [
-        torch.autograd.grad(causal_lm_loss(logits, labels.to(dtype), 9), logits) for dtype in (torch.int32, torch.int64)
-    ]
-    assert torch.equal(*(gradient for (gradient,) in gradients))

@@ -1,15 +1,12 @@
 """Behaviour that users of Transformers expect of a model: errors, training, caches, heads."""
 
-import shutil
-
 import pytest
 import torch
 from packaging.version import Version
 from support.grids import slow_except
 from support.model_cases import PART_SWITCHES, RICH
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments, modeling_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import DataCollatorWithFlattening, StaticCache, Trainer, TrainingArguments
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQForSequenceClassification
 from modeling_nlq.masking_nlq import make_visibility
@@ -55,47 +52,6 @@ class TestSilentSoftmax:
         with pytest.raises(ValueError, match=r"attention_activation='tanh' \(layer 1\)"):
             make(per_layer_config={1: {"attention_activation": "tanh"}}, attn_implementation="sdpa")
 
-    @pytest.mark.parametrize("asked", ["flash_attention_2", "owner/kernel"])
-    @pytest.mark.parametrize("at_run_time", [False, True], ids=["made-with", "set-at-run-time"])
-    def test_kernel(self, asked, at_run_time, tokens, monkeypatch):
-        """A kernel's name bypasses the model's early check. Flash attention, which Transformers replaces by one, does not."""
-
-        def kernel(module, query, key, value, attention_mask, scaling, **kwargs):
-            sdpa = torch.nn.functional.scaled_dot_product_attention
-            return sdpa(query, key, value, is_causal=True, scale=scaling).transpose(1, 2), None
-
-        def load(name, **kwargs):
-            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, kernel)
-
-        monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
-        monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", load)
-        name = modeling_utils.FLASH_ATTN_KERNEL_FALLBACK.get(asked, asked)
-
-        def make_with_kernel(**switches):
-            model = make(**switches, **({} if at_run_time else {"attn_implementation": asked}))
-            if at_run_time:
-                model.set_attn_implementation(asked)
-            assert model.config._attn_implementation == name
-            return model
-
-        layers = "0, 1" if asked == "flash_attention_2" else "0"
-        refusal = rf"'{asked}' cannot compute attention_activation='relu' \(layer {layers}\).*nlq_tiled"
-        with pytest.raises(ValueError, match=refusal):
-            make_with_kernel(activation="relu")(tokens)
-        with pytest.raises(ValueError, match=rf"'{asked}' cannot compute .*attention_sink='learned'"):
-            make_with_kernel(attention_sink="learned")(tokens)
-        softmax = make_with_kernel()
-        expected = softmax(tokens).logits
-        softmax.set_attn_implementation("eager")
-        assert torch.allclose(softmax(tokens).logits, expected, atol=1e-5)
-
-    @pytest.mark.parametrize("activation", ["relu", "softmax"])
-    def test_paged_attention_without_a_paged_cache_is_eager(self, activation, tokens):
-        model = make(activation, attn_implementation="paged|eager")
-        logits = model(tokens).logits
-        model.set_attn_implementation("eager")
-        assert torch.equal(model(tokens).logits, logits)
-
     @pytest.mark.parametrize("activation", ["softmax", "relu"])
     def test_unknown_backends_say_so(self, activation):
         with pytest.raises(ValueError, match='"tiled"` is not supported; use one of nlq, eager, sdpa'):
@@ -128,13 +84,6 @@ def test_compiles_to_one_graph(activation, tokens):
     assert all(parameter.grad is not None for name, parameter in model.named_parameters())
 
 
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="needs a C++ compiler (torch.compile)")
-@pytest.mark.slow
-def test_compiles_with_inductor(tokens):
-    model = make("sigmoid", **RICH["sigmoid"])
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(tokens).logits, model(tokens).logits)
-
-
 def test_outputs(tokens):
     model = make("sigmoid")
     outputs = model(tokens, output_attentions=True, output_hidden_states=True)
@@ -164,7 +113,7 @@ def test_gradient_checkpointing_refuses_a_cache(tokens):
     cache = model(tokens, use_cache=True).past_key_values
     model.gradient_checkpointing_enable()
     model.train()
-    with pytest.raises(ValueError, match="a cache cannot be used with gradient checkpointing"):
+    with pytest.raises(ValueError, match="no cache with gradient checkpointing"):
         model(tokens, past_key_values=cache)
     assert model(tokens, use_cache=True).past_key_values is None
     with torch.no_grad():
@@ -174,16 +123,6 @@ def test_gradient_checkpointing_refuses_a_cache(tokens):
     assert model.eval()(tokens, past_key_values=cache).past_key_values.get_seq_length() == 22
 
 
-@pytest.mark.parametrize("position_embedding", ["learned", "rope", "none"])
-def test_positions_of_another_shape(position_embedding, tokens):
-    model = make("sigmoid", position_embedding=position_embedding)
-    for shape in ((2, 12), (3, 11), (11,), (2, 11, 1)):
-        with pytest.raises(ValueError, match=r"position_ids=.* must be \(batch or 1, query\)=\(2, 11\) or \(1, 11\)"):
-            model(tokens, position_ids=torch.zeros(shape, dtype=torch.long))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2]])
-    assert torch.equal(model(tokens, position_ids=positions).logits, model(tokens, position_ids=positions.repeat(2, 1)).logits)
-
-
 @pytest.mark.parametrize("activation", RICH)
 def test_empty_batch(activation, tokens):
     model = make(activation, **RICH[activation])
@@ -191,23 +130,6 @@ def test_empty_batch(activation, tokens):
     assert outputs.logits.shape == (0, 11, 50) and outputs.loss.isnan()  # the mean of nothing, as PyTorch has it
     model(tokens[:0], labels=tokens[:0], num_items_in_batch=7).loss.backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())  # none is None, which other processes wait for
-    with pytest.raises(ValueError, match=r"input_ids=\(2, 0\) contains no tokens"):
-        model(tokens[:, :0])
-
-
-@pytest.mark.parametrize("activation", ["softmax", "squared", "linear_attention"])
-def test_gradients_of_each_sample(activation, tokens):
-    model = make(activation, attn_implementation="eager")
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def loss(parameters, row):
-        inputs = {"labels": row[None], "use_cache": False}
-        return torch.func.functional_call(model, parameters, (row[None],), inputs).loss
-
-    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, tokens)
-    for index, row in enumerate(tokens):
-        for name, gradient in torch.func.grad(loss)(parameters, row).items():
-            assert torch.allclose(together[name][index], gradient, atol=1e-6), name
 
 
 @pytest.mark.parametrize("implementation", ["eager", "nlq_tiled", "flex_attention"])
@@ -246,12 +168,11 @@ def test_label_smoothing_of_a_stock_trainer(model_class, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("activation", RICH)
-@pytest.mark.parametrize("return_position_ids", [True, False], ids=["positions", "no-positions"])
-def test_padding_free_batches(activation, return_position_ids):
+def test_padding_free_batches(activation):
     """A batch of `DataCollatorWithFlattening` equals its documents one by one."""
     model = make(activation, **RICH[activation])
     documents = [torch.randint(50, (length,)) for length in (5, 1, 9)]
-    collator = DataCollatorWithFlattening(return_position_ids=return_position_ids, return_flash_attn_kwargs=True)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     batch = collator([{"input_ids": document} for document in documents])
     outputs = model(**batch)
     assert outputs.past_key_values is None
@@ -259,29 +180,9 @@ def test_padding_free_batches(activation, return_position_ids):
     assert torch.allclose(outputs.logits[0], separate, atol=1e-5)
 
 
-BOUNDARIES = torch.tensor([0, 5, 11])
-BAD_PACKING = [
-    ({"input_ids": torch.ones(2, 11).long()}, "cu_seq_lens_q: packed documents come in a batch of 1"),
-    ({"cu_seq_lens_q": torch.tensor([0, 5])}, "must rise from 0 to the number of tokens, 11"),
-    ({"cu_seq_lens_q": torch.tensor([1, 11])}, "must rise from 0 to the number of tokens, 11"),
-    ({"cu_seq_lens_q": torch.tensor([0, 7, 5, 11])}, "must rise from 0 to the number of tokens, 11"),
-    ({"cu_seq_lens_q": [0, 5, 11]}, r"must be a tensor \(documents \+ 1,\) of integers"),
-    ({"cu_seq_lens_q": BOUNDARIES[None]}, r"must be a tensor \(documents \+ 1,\) of integers"),
-    ({"cu_seq_lens_q": BOUNDARIES.float()}, r"must be a tensor \(documents \+ 1,\) of integers"),
-    ({"position_ids": torch.arange(11)[None]}, "does not agree with position_ids"),
-    ({"use_cache": True}, "use_cache"),
-    ({"past_key_values": DynamicCache()}, "cu_seq_lens_q: packed documents cannot be cached"),
-    # What the collator can say besides is not enough, or must agree
-    ({"cu_seq_lens_k": BOUNDARIES, "cu_seq_lens_q": None}, "packed documents need position_ids or cu_seq_lens_q"),
-    ({"seq_idx": torch.zeros(1, 11).long(), "cu_seq_lens_q": None}, "packed documents need position_ids or cu_seq_lens_q"),
-    ({"cu_seq_lens_k": torch.tensor([0, 4, 11])}, "cu_seq_lens_k must equal cu_seq_lens_q"),
-]
-
-
-@pytest.mark.parametrize("inputs, message", BAD_PACKING)
-def test_document_boundaries_are_checked(inputs, message):
-    with pytest.raises(ValueError, match=message):
-        make("relu")(**{"input_ids": torch.ones(1, 11).long(), "cu_seq_lens_q": BOUNDARIES, **inputs})
+def test_document_boundaries_need_positions():
+    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents are found by their position_ids"):
+        make("relu")(torch.ones(1, 11).long(), cu_seq_lens_q=torch.tensor([0, 5, 11]))
 
 
 PADDED = torch.tensor([[0, 0, *[1] * 9], [1] * 11])
@@ -289,14 +190,7 @@ BLOCK_MASK = create_block_mask(lambda b, h, i, j: i >= j, None, None, 11, 11, de
 BAD_MASKS = [
     (torch.zeros(11), r"must be \(batch, key\) or"),
     (torch.zeros(2, 11, 11), r"must be \(batch, key\) or"),
-    (PADDED.tolist(), "must be a tensor, not list"),
-    # Those of generation, by type of layer, are checked alike
-    ({"full_attention": torch.zeros(11)}, r"attention_mask=\(.*must be \(batch, key\)"),
-    ({"full_attention": PADDED[:, :9]}, r"attention_mask=\(.*must be \(batch, key\)"),
-    (
-        create_block_mask(lambda b, h, i, j: i >= j, None, None, 11, 11, device="cpu"),
-        "takes no BlockMask; use 'flex_attention'",
-    ),
+    (BLOCK_MASK, "takes no BlockMask"),
     (PADDED[:, :9], r"must be \(batch, key\)=\(2, 11\)"),
     (PADDED[:1], r"must be \(batch, key\)=\(2, 11\)"),
 ]
@@ -329,16 +223,6 @@ def test_positions_beyond_the_learned_ones():
     mask[0, :8] = 0
     model(torch.zeros(1, 40, dtype=torch.long), attention_mask=mask)
     make(position_embedding="rope")(torch.zeros(1, 40, dtype=torch.long))
-
-
-def test_resized_embeddings_stay_tied(tokens):
-    model = make(pad_token_id=0, eos_token_id=0)
-    assert model.get_input_embeddings().weight[0].abs().sum() > 0  # the padding token keeps its own
-    model.resize_token_embeddings(60)
-    assert model.config.vocab_size == 60 and model(tokens, labels=tokens).logits.shape[-1] == 60
-    assert model.lm_head.weight is model.get_input_embeddings().weight
-    untied = make(tie_word_embeddings=False)
-    assert untied.lm_head.weight is not untied.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("activation", RICH)
@@ -429,21 +313,6 @@ def test_unit_heads_in_half_precision():
     assert torch.equal(norm(torch.zeros(1, 2, 4, 8, dtype=torch.float16)), torch.zeros(1, 2, 4, 8, dtype=torch.float16))
 
 
-@pytest.mark.parametrize("activation", ["softmax", "relu"])
-def test_weights_by_configuration(activation, tokens, tmp_path):
-    model = make(activation, output_attentions=True)
-    assert model.config._attn_implementation == "nlq"
-    assert [tuple(weights.shape) for weights in model(tokens).attentions] == [(2, 4, 11, 11)] * 2
-    model.save_pretrained(tmp_path)
-    assert len(NLQForCausalLM.from_pretrained(tmp_path)(tokens).attentions) == 2
-    model.config.output_attentions = False
-    assert model(tokens).attentions is None
-    model.config.output_attentions = True
-    assert len(model(tokens).attentions) == 2
-    with pytest.raises(ValueError, match="output_attentions"):
-        make("relu", attn_implementation="nlq_tiled").config.output_attentions = True
-
-
 SOFTMAX, LINEAR, SIGMOID = ({"attention_activation": name} for name in ("softmax", "linear_attention", "sigmoid"))
 # Layers that differ from the first in what they get beside their input
 HYBRIDS = {
@@ -487,28 +356,6 @@ class TestLayersOneByOne:
         found, expected = self.replay(model, tokens, mask, kept)
         rows = slice(None) if mask is None else mask.bool()
         assert torch.equal(found[rows], expected[rows])
-
-    def test_what_is_missing_is_named(self, make_model):
-        for switches, message in (
-            ({"value_residual": "fixed"}, r"value_residual \(layer 1\) needs first_values"),
-            ({"position_embedding": "rope"}, "position_embeddings: layer 0 has rotary positions"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                self.replay(make_model(**switches), torch.randint(13, (2, 9)), None, ())
-
-
-@pytest.mark.parametrize("name", ["canon", "canon_of_linear_attention", "forget_gate_learned", "value_residual_learned"])
-def test_a_deleted_layer(name, make_model):
-    """The usual pruning: the layers after it get new numbers, by which they find their cache."""
-    model = make_model(**PART_SWITCHES[name] | {"num_hidden_layers": 3})
-    del model.model.layers[1]
-    model.config.num_hidden_layers = 2
-    for index, layer in enumerate(model.model.layers):
-        layer.self_attn.layer_idx = index
-    prompt = torch.randint(1, 13, (1, 5))  # without padding
-    tokens = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    with torch.no_grad():
-        assert torch.equal(model(tokens[:, :-1]).logits[:, 4:].argmax(dim=-1), tokens[:, 5:])
 
 
 @pytest.mark.parametrize("name", PART_SWITCHES)

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism on several processes: everything equals one process."""
+"""Tensor parallelism on several processes: everything equals one process."""
 
 import json
 import math
@@ -46,9 +46,7 @@ CASES = {
 QUICK = ("softmax", "sigmoid", "linear_attention", "modern")
 SIZES = {
     "tp2": {"tp_size": 2},
-    "pp2": {"pp_size": 2},
     "tp4": {"tp_size": 4},
-    "pp4": {"pp_size": 4},
     "fsdp2": {"fsdp_size": 2},
     "tp2_fsdp2": {"tp_size": 2, "fsdp_size": 2},
 }
@@ -58,10 +56,9 @@ def check(cases, make_model, folder):
     """Compares models on several processes with the same models on one; the cases are switches and sizes."""
     described = {}
     for name, (switches, sizes) in cases.items():
-        layers = max(3, sizes.get("pp_size", 1))  # an uneven split for two stages
         if switches.get("num_key_value_heads", 4) % sizes.get("tp_size", 1):
             switches = {**switches, "num_key_value_heads": 4}
-        model = make_model(implementation=None, **{"num_hidden_layers": layers, **switches})
+        model = make_model(implementation=None, **switches)
         model.save_pretrained(folder / name)
         described[name] = {"folder": str(folder / name), "sizes": sizes}
     (folder / "cases.json").write_text(json.dumps(described))
@@ -89,15 +86,13 @@ def test_every_split(sizes, make_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["tp2", "pp2"])
-def test_every_switch(sizes, make_model, tmp_path):
+def test_every_switch(make_model, tmp_path):
+    refused = ("differential_v1", "selective")
+    parts = {name: switches for name, switches in PART_SWITCHES.items() if not name.startswith(refused)}
+    parts = {name: switches for name, switches in parts.items() if switches.get("num_key_value_heads") != 1}
     linear = {"attention_activation": "linear_attention"}
-    refused = {"pp2": ("value_residual", "all_parts", "more_parts", "parts_of_linear"), "tp2": ("differential_v1", "selective")}
-    parts = {name: switches for name, switches in PART_SWITCHES.items() if not name.startswith(refused[sizes])}
-    if sizes == "tp2":
-        parts = {name: switches for name, switches in parts.items() if switches.get("num_key_value_heads") != 1}
     cases = SWITCHES | parts | {f"linear_{name}": linear | switches for name, switches in LINEAR_SWITCHES.items()}
-    check({name: (switches, SIZES[sizes]) for name, switches in cases.items()}, make_model, tmp_path)
+    check({name: (switches, SIZES["tp2"]) for name, switches in cases.items()}, make_model, tmp_path)
 
 
 def test_plan_names_existing_modules(make_model):
@@ -110,26 +105,16 @@ def test_plan_names_existing_modules(make_model):
         planned = {name.removeprefix("model.layers.*.") for name in model.tp_plan}
         linear = {name.partition(".")[2] for name in linear} - {"self_attn.value_gate_proj"}  # one matrix for all heads
         assert linear <= planned, "a linear layer that every process holds"
-        assert set(model.pp_plan) - {"lm_head"} == {f"model.{name}" for name, _ in model.model.named_children()} - {
-            "model.rotary_emb",
-            "model.dropout",
-        }
 
 
 def test_impossible_sizes():
     config = NLQConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=24, num_hidden_layers=2)
-    check_distribution(config, DistributedConfig(tp_size=2), can_be_staged=False)
-    check_distribution(config, DistributedConfig(pp_size=2), can_be_staged=True)
-    for sizes, can_be_staged, message in (
-        (
-            {"tp_size": 2, "pp_size": 2},
-            True,
-            "tp_size=2 with pp_size=2 is not supported by Transformers; set one",
-        ),
-        ({"tp_size": 3}, True, "tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"),
-        ({"tp_size": 2, "tp_plan": {"lm_head": "colwise"}}, True, "tp_plan: NLQ models are split by their own plan only"),
-        ({"pp_size": 4}, True, "pp_size=4 must be at most num_hidden_layers=2$"),
-        ({"pp_size": 2}, False, "pp_size=2: pipeline stages exist for NLQForCausalLM only"),
+    check_distribution(config, DistributedConfig(tp_size=2))
+    pairs = NLQConfig(query_projection="linear", differential_attention="v1")
+    for model, sizes, message in (
+        (config, {"tp_size": 3}, "tp_size=3 must divide num_attention_heads=6 and num_key_value_heads=2$"),
+        (config, {"pp_size": 2}, "pp_size=2: NLQ models have no pipeline stages; use tp_size$"),
+        (pairs, {"tp_size": 2}, r"tp_size=2: differential_attention \(layer 0\) cannot be split: .*use 'v2'$"),
     ):
         with pytest.raises(ValueError, match=f"^{message}"):
-            check_distribution(config, DistributedConfig(**sizes), can_be_staged=can_be_staged)
+            check_distribution(model, DistributedConfig(**sizes))

@@ -16,12 +16,6 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 
 # Every activation that a client has to treat in its own way, each with another query
 CASES = (("softmax", "upcycled"), ("sigmoid", "nonlinear"), ("squared", "linear"), ("linear_attention", "nonlinear"))
-# All of them: for `slow` tests, and for what is cheap
-ALL_CASES = tuple(
-    (activation, query)
-    for activation in ("softmax", "sigmoid", "squared", "linear_attention")
-    for query in ("linear", "nonlinear", "upcycled")
-)
 SIZES = {
     "vocab_size": 300,
     "hidden_size": 32,

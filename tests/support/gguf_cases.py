@@ -72,7 +72,7 @@ def write_gguf(
         types: of tensors with another one.
         architecture: another name of the architecture.
         fields, tensors: more of them.
-        without: tensors to leave out, or the epsilon of norms.
+        without: tensors to leave out.
         pre_tokenizer: how text is cut, as llama.cpp names it.
     """
     config, kind = model.config, architecture or model.config.model_type
@@ -88,8 +88,7 @@ def write_gguf(
     writer.add_key_length(head_size)
     writer.add_rope_dimension_count(head_size)
     writer.add_vocab_size(config.vocab_size)
-    if "attention.layer_norm_rms_epsilon" not in without:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     kinds = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
     for name, value in (fields or {}).items():  # in place of what was written
         writer.kv_data[0].pop(name, None)

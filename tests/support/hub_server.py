@@ -5,7 +5,7 @@
         assert "config.json" in server.files("anna/model")
 
 The client reads `HF_ENDPOINT` when it is imported, so it runs in a process of its own. As on the real Hub, large files live on
-another host than the API (here another port), behind links that need no token: the client must not send its token there.
+another host than the API (here another name), behind links that need no token: the client must not send its token there.
 """
 
 import base64
@@ -95,20 +95,7 @@ class Request:
         return json.loads(self.body)
 
 
-@dataclass
-class Reply:
-    status: int
-    body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Fault:
-    method: str
-    pattern: str
-    times: int | None
-    error: HubError | None = None
-    after: int = 0  # bytes of the body, before the connection breaks
+Reply = tuple[int, bytes, dict[str, str]]  # status, body, headers
 
 
 # Method, path, who may ask, and the `HubServer` method that answers
@@ -138,24 +125,21 @@ class HubServer:
         self.errors: list[BaseException] = []  # faults of this server; `close` raises the first
         self._repos: dict[str, Repo] = {}
         self._tickets: dict[str, tuple[Repo, str] | Blob] = {}  # links to upload and to download large files
-        self._faults: list[Fault] = []
+        self._faults: list[dict] = []
         self._lock = threading.RLock()
-        self._servers = [ThreadingHTTPServer(("127.0.0.1", 0), _Handler) for _ in range(2)]
-        for server in self._servers:
-            server.hub, server.daemon_threads, server.block_on_close = self, True, False
-            server.handle_error = lambda *_: None  # clients may go away
-            threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server.hub, self._server.daemon_threads, self._server.block_on_close = self, True, False
+        self._server.handle_error = lambda *_: None  # clients may go away
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         # A client reads the metadata of large files before a redirect to a host of another name
-        names = ("127.0.0.1", "localhost")
-        self.endpoint, self.storage = (f"http://{name}:{each.server_port}" for name, each in zip(names, self._servers))
+        self.endpoint, self.storage = (f"http://{name}:{self._server.server_port}" for name in ("127.0.0.1", "localhost"))
 
     def __enter__(self) -> "HubServer":
         return self
 
     def __exit__(self, *_) -> None:
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
+        self._server.shutdown()
+        self._server.server_close()
         if self.errors:
             raise RuntimeError("The Hub server itself failed") from self.errors[0]
 
@@ -180,21 +164,22 @@ class HubServer:
 
         Where the client repeats a request, it makes up to 6 attempts, 1 second apart with `headers={"Retry-After": "0"}`.
         """
-        self._faults.append(Fault(method, pattern, times, HubError(status, message, headers=headers)))
+        error = HubError(status, message, headers=headers)
+        self._faults.append({"method": method, "pattern": pattern, "times": times, "error": error})
 
     def drop(self, method: str, pattern: str, after: int = 0, times: int | None = 1) -> None:
         """Like `fail`, but reads only `after` bytes of the body and then resets the connection."""
-        self._faults.append(Fault(method, pattern, times, after=after))
+        self._faults.append({"method": method, "pattern": pattern, "times": times, "after": after})
 
     def heal(self) -> None:
         """Ends all faults."""
         self._faults.clear()
 
-    def next_fault(self, method: str, path: str) -> Fault | None:
+    def next_fault(self, method: str, path: str) -> dict | None:
         with self._lock:
             for fault in self._faults:
-                if fault.times != 0 and fault.method == method and re.search(fault.pattern, path):
-                    fault.times = fault.times and fault.times - 1
+                if fault["times"] != 0 and fault["method"] == method and re.search(fault["pattern"], path):
+                    fault["times"] = fault["times"] and fault["times"] - 1
                     return fault
         return None
 
@@ -212,7 +197,7 @@ class HubServer:
                         key = "spaces/" * (arguments.pop("kind", "") == "spaces") + arguments["repo"]
                         arguments["repo"] = self._permitted_repo(key, request.user, access)
                     result = endpoint(self, request, **arguments)
-                    return result if isinstance(result, Reply) else Reply(200, json.dumps(result).encode())
+                    return result if isinstance(result, tuple) else (200, json.dumps(result).encode(), {})
         self.unknown.append((request.method, request.path))
         raise HubError(404, f"Sorry, we can't find {request.path}")
 
@@ -243,7 +228,7 @@ class HubServer:
         if not known:
             self._repos[key] = Repo(key, asked.get("visibility") == "private" or bool(asked.get("private")))
             self._repos[key].commit("main", {".gitattributes": Blob(" ".join(LFS_PATTERNS).encode())})
-        return Reply(409 if known else 200, json.dumps(url).encode())
+        return 409 if known else 200, json.dumps(url).encode(), {}
 
     @route("GET", "/api/{kind}/{repo}(/revision/{rev})?")
     def _repo_info(self, request: Request, repo: Repo, rev: str) -> dict:
@@ -255,14 +240,10 @@ class HubServer:
     @route("GET", "/api/{kind}/{repo}/tree/{rev}(/{path})?")
     def _tree(self, request: Request, repo: Repo, rev: str, path: str) -> list[dict]:
         inside = {name: blob for name, blob in repo.revision(rev).files.items() if name.startswith(path and path + "/")}
-        if path and not inside:
-            raise HubError(404, f"{path} does not exist on {rev}", "EntryNotFound")
         return [blob.described(name) for name, blob in inside.items()]
 
     @route("POST", "/api/{kind}/{repo}/branch/{rev}", access="write")
     def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
-        if rev in repo.branches:
-            raise HubError(409, f"Reference already exists: refs/heads/{rev}")
         repo.branches[rev] = [*repo.branches["main"]]
         return {}
 
@@ -274,7 +255,7 @@ class HubServer:
         except ValueError as error:
             errors = [str(error)]
         report = {"errors": [{"message": text} for text in errors], "warnings": []}
-        return Reply(400 if errors else 200, json.dumps(report).encode())
+        return 400 if errors else 200, json.dumps(report).encode(), {}
 
     @route("POST", "/api/{kind}/{repo}/preupload/{rev}", access="write")
     def _preupload(self, request: Request, repo: Repo, rev: str) -> dict:
@@ -298,10 +279,8 @@ class HubServer:
     @route("PUT", "/upload/{ticket}", access="anyone")
     def _upload(self, request: Request, ticket: str) -> Reply:
         repo, oid = self._tickets[ticket]
-        if hashlib.sha256(request.body).hexdigest() != oid:
-            raise HubError(400, "The content does not match the SHA-256 it was announced with")
         repo.uploaded[oid] = request.body
-        return Reply(200)
+        return 200, b"", {}
 
     @route("POST", "/api/{kind}/{repo}/commit/{rev}", access="write")
     def _commit(self, request: Request, repo: Repo, rev: str) -> dict:
@@ -330,15 +309,15 @@ class HubServer:
         blob = commit.files[path]
         headers["ETag"] = f'"{blob.oid}"'
         if not blob.is_lfs:
-            return Reply(200, blob.data, headers)
+            return 200, blob.data, headers
         self._tickets[ticket := secrets.token_hex(16)] = blob
         headers |= {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(len(blob.data))}
-        return Reply(302, headers={**headers, "Location": f"{self.storage}/content/{ticket}/{quote(path)}"})
+        return 302, b"", {**headers, "Location": f"{self.storage}/content/{ticket}/{quote(path)}"}
 
     @route("GET", "/content/{ticket}/{path}", access="anyone")
     def _content(self, request: Request, ticket: str, path: str) -> Reply:
         blob = self._tickets[ticket]
-        return Reply(200, blob.data, {"ETag": f'"{blob.oid}"'})
+        return 200, blob.data, {"ETag": f'"{blob.oid}"'}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -355,8 +334,8 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         hub.requests.append((self.command, path, "authorization" in headers))
         fault, size = hub.next_fault(self.command, path), int(headers.get("content-length", 0))
-        if fault and not fault.error:
-            self.rfile.read(min(size, fault.after))
+        if fault and "after" in fault:
+            self.rfile.read(min(size, fault["after"]))
             # Without lingering, closing sends a reset, not the farewell that the server would send after this method
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
@@ -365,18 +344,18 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(size)
         try:
             if fault:
-                raise fault.error
-            reply = hub.answer(Request(self.command, path, headers, body))
+                raise fault["error"]
+            status, content, added = hub.answer(Request(self.command, path, headers, body))
         except HubError as error:
-            reply = Reply(error.status, json.dumps({"error": str(error)}).encode(), error.headers)
+            status, content, added = error.status, json.dumps({"error": str(error)}).encode(), error.headers
         except Exception as error:
             hub.errors.append(error)
-            reply = Reply(500, str(error).encode())
-        self.send_response(reply.status)
-        for name, value in {"Content-Type": "application/json", **reply.headers, "Content-Length": len(reply.body)}.items():
+            status, content, added = 500, str(error).encode(), {}
+        self.send_response(status)
+        for name, value in {"Content-Type": "application/json", **added, "Content-Length": len(content)}.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(reply.body)
+            self.wfile.write(content)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request

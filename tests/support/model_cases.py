@@ -4,8 +4,6 @@ import pytest
 import torch
 from support.reference import NON_NEGATIVE, PHI
 
-from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
-
 
 VOCABULARY = 13  # of the models that `make_model` makes
 PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
@@ -22,7 +20,6 @@ ACTIVATION_AND_NORMALIZATION = [
     for name, normalizations in NORMALIZATIONS.items()
     for normalization in normalizations
 ]
-ELEMENTWISE_AND_NORMALIZATION = [case.values for case in ACTIVATION_AND_NORMALIZATION if case.values[0] not in ROW_BY_ROW]
 # Design A has a ReLU after each Add/Norm, design B has one before each sub-layer.
 BLOCKS = {
     "pre": {},
@@ -261,9 +258,3 @@ def parametrize_switches(cases):
 
 def random_tokens(batch_size, length, vocab_size=VOCABULARY):
     return torch.randint(vocab_size, (batch_size, length))
-
-
-ALL_ACTIVATION_AND_NORMALIZATION = [
-    *ACTIVATION_AND_NORMALIZATION,
-    *(pytest.param(name, None, id=f"{name}-None") for name in LIBRARY_ACTIVATIONS if name not in NORMALIZATIONS),
-]

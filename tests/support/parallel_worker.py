@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,24 +33,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def calls_to_refuse(model, ids: torch.Tensor) -> list[Callable]:
-    """What a pipeline cannot do."""
-    return [
-        lambda: model(ids, labels=ids),
-        lambda: model(ids, output_hidden_states=True),
-        lambda: model.save_pretrained("nowhere"),
-        lambda: model.generate_batch([[1, 2, 3]]),
-    ]
-
-
-def is_refused(call: Callable) -> bool:
-    try:
-        call()
-    except ValueError as error:
-        return "\n" not in str(error)
-    return False
-
-
 def compare(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     """Returns the differences of logits, tokens, losses, gradients and saved weights from those of the whole model."""
     expected = NLQForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -73,33 +54,22 @@ def compare(folder: str, sizes: dict[str, int]) -> dict[str, float]:
             options["disable_compile"] = True
             tokens = found.generate(**inputs, **options)
             differences[f"tokens_{cache}"] = float((tokens != expected.generate(**inputs, **options)).sum())
-    if "pp_size" not in sizes:
-        for _ in range(2):  # gradients accumulate
-            losses = []
-            for model in (found, expected):
-                losses.append(model(**inputs, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss)
-                losses[-1].backward()
-            differences["loss"] = relative(*(loss.detach() for loss in losses))
-        gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
-        size = max(gradient.abs().max() for gradient in gradients.values())
-        differences["gradients"] = largest(
-            [
-                ((whole(parameter.grad) - gradients[name]).abs().max() / size).item()
-                for name, parameter in found.named_parameters()
-            ]
-        )
-        saved = Path(folder).parent / f"{Path(folder).name}-saved"
-        found.save_pretrained(saved)
-        dist.barrier()
-        again = NLQForCausalLM.from_pretrained(saved, dtype=torch.float64).state_dict()
-        differences["saved"] = largest([relative(again[name], tensor) for name, tensor in expected.state_dict().items()])
-    else:
-        with torch.no_grad():
-            packed = {"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 4, 9])}
-            differences["packed"] = relative(found(**packed).logits, expected(**packed).logits)
-        differences["not_refused"] = float(sum(not is_refused(call) for call in calls_to_refuse(found, ids)))
-        names = {name for name, _ in found.named_parameters() if "embed_positions" in name}
-        differences["positions_in_later_stages"] = float(not found._pp_stage.pp_is_first_stage and len(names))
+    for _ in range(2):  # gradients accumulate
+        losses = []
+        for model in (found, expected):
+            losses.append(model(**inputs, labels=ids.masked_fill(mask == 0, -100), use_cache=False).loss)
+            losses[-1].backward()
+        differences["loss"] = relative(*(loss.detach() for loss in losses))
+    gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
+    size = max(gradient.abs().max() for gradient in gradients.values())
+    differences["gradients"] = largest(
+        [((whole(parameter.grad) - gradients[name]).abs().max() / size).item() for name, parameter in found.named_parameters()]
+    )
+    saved = Path(folder).parent / f"{Path(folder).name}-saved"
+    found.save_pretrained(saved)
+    dist.barrier()
+    again = NLQForCausalLM.from_pretrained(saved, dtype=torch.float64).state_dict()
+    differences["saved"] = largest([relative(again[name], tensor) for name, tensor in expected.state_dict().items()])
     return differences
 
 

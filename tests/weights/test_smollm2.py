@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from support.client_cases import greedy
 from support.conversion_cases import nlq_fails, run_nlq
 from support.onnx_programs import decode_greedily, export, left_padded
-from support.paths import REPOSITORY
 from support.serving import NEW_TOKENS, chat, complete, server
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
@@ -214,13 +213,6 @@ class TestChanged:
         error = largest(logits(changed, batch)[kept], logits(base, batch)[kept])
         measured(words(switches), words(before) or "the converted model, eager", error)
         assert error < LIMIT if (switches, before) in ROUNDED else error == 0
-
-    def test_every_switch_of_the_document_is_tested(self):
-        section = (REPOSITORY / "docs" / "conversion.md").read_text().split("## Switches that start without effect")[1]
-        rows = re.findall(r"^\| ([^|]+) \|", section.split("\n## ")[0], flags=re.MULTILINE)
-        names = {name for row in rows for name in re.findall(r"`(\w+)`", row)} & NLQForCausalLM.config_class().to_dict().keys()
-        assert len(names) > 15
-        assert names <= {name for switches, _ in SWITCHES for name in switches}
 
     def test_upcycled(self, folder, llama, batch, tmp_path, measured, capsys):
         """By the command, into a folder, and back to the same bits without `f`."""

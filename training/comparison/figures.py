@@ -1,4 +1,4 @@
-"""The figures of a comparison: losses over steps, improvement against cost, and stability of attention.
+"""The figures of a comparison: losses over steps, improvement against parameters, and stability of attention.
 
 Each function takes the results at one scale and returns a figure, or `None` if there are no data for it. Means are over the
 seeds of the reported runs, without those that diverged, which the legend counts.
@@ -16,6 +16,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
 
 from ..files import atomic_dir
+from .inference import Interval
 from .outcome import History, RunOutcome, ScaleOutcome
 
 
@@ -32,7 +33,6 @@ _QUANTITIES: dict[str, tuple[str, str, Callable]] = {
     "first_token_mass": ("Mass on the first token, mean over layers", "share", np.mean),
     "zero_rows": ("Rows without any weight, mean over layers", "share", np.mean),
     "largest_weight": ("Largest weight of any layer", "|weight|", np.max),
-    "smallest_log_normalizer": ("Smallest log normaliser of any layer", "log Z", np.min),
     "smallest_score": ("Smallest score of any layer", "score", np.min),
     "largest_score": ("Largest score of any layer", "score", np.max),
     "gradient_norm": ("Gradient norm before clipping", "norm", np.max),
@@ -91,46 +91,28 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
     return figure
 
 
-def draw_costs(found: ScaleOutcome, cost: str, label: str) -> Figure | None:
-    """Improvement against cost, as in Figure 2 of arXiv 2603.13381.
-
-    Args:
-        found: the results.
-        cost: a number of each model, `non_embedding_parameters` or `flops_per_token`.
-        label: label of the axis.
-    """
-    styles, baseline = model_styles(found.baseline, found.models), found.baseline
+def draw_parameters(found: ScaleOutcome) -> Figure | None:
+    """Improvement against parameters, as in Figure 2 of arXiv 2603.13381; models of one size stand side by side."""
+    styles = model_styles(found.baseline, found.models)
     effects = {
-        baseline: (0.0, None),
+        found.baseline: (0.0, None),
         **{name: (one.loss_improvement, one.loss_improvement_interval) for name, one in found.statistics.effects.items()},
     }
-    names = [name for name, (value, _) in effects.items() if value is not None]
-    if len(names) < 2:
+    effects = {name: effect for name, effect in effects.items() if effect[0] is not None}
+    if len(effects) < 2:
         return None
-    figure, axes = begin_figure(0.0)
+    figure, axes = begin_figure()
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
     floor = found.statistics.noise_floor_percent or 0.0
     axes.axhspan(-floor, floor, **NOISE)
     values = [-floor, floor]
-    costs = [getattr(found.models[name], cost) for name in names]
-    places = _dodge(costs)
-    for name, place in zip(names, places):
-        value, interval = effects[name]
-        low, high = interval or (value, value)
-        style = {**styles[name], "linewidth": 1.5, "markersize": 8, "zorder": 3}
-        axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3, **style)
-        values += [low, high]
+    for index, (name, effect) in enumerate(effects.items()):
+        shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
+        values += draw_interval(axes, found.models[name].non_embedding_parameters * shift, *effect, styles[name])
     scale_percent(axes, "improvement of test loss (%)", values)
-    axes.margins(x=0.08)
-    if len(set(costs)) == 1:
-        axes.set_xticks(costs[:1], [f"{costs[0]:,} (all models)"])
-    else:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    # The names stand above the axes, where they cover neither points nor each other
-    above = axes.secondary_xaxis("top")
-    above.set_xticks(places, names, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
-    axes.vlines(places, 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.25, linewidth=0.8, zorder=0)
-    axes.set_xlabel(label)
-    axes.set_title(f"{found.name}: improvement over {baseline}; up is better", parse_math=False)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    axes.set_xlabel("non-embedding parameters")
+    axes.set_title(f"{found.name}: improvement over {found.baseline}; up is better", parse_math=False)
     add_legend(figure, found.baseline, _runs(found), styles, [noise_patch()] if floor else [])
     return figure
 
@@ -141,16 +123,15 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
     if not interims:
         return None
     styles = model_styles(found.baseline, found.models)
-    figure, axes = begin_figure(0.0, height=5)
+    figure, axes = begin_figure()
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
     values = [0.0]
     for index, (name, own) in enumerate(interims.items()):
-        known = [interim for interim in own if interim.loss_improvement_interval is not None]
-        middles = np.array([interim.loss_improvement for interim in known])
-        ends = np.array([interim.loss_improvement_interval for interim in known]).reshape(-1, 2).T
-        places = [interim.seeds + 0.6 * ((index + 0.5) / len(interims) - 0.5) for interim in known]
-        style = {**styles[name], "linewidth": 1.2, "markersize": 5}
-        axes.errorbar(places, middles, yerr=np.abs(ends - middles), capsize=2, **style)
-        values += ends.ravel().tolist()
+        shift = 0.6 * ((index + 0.5) / len(interims) - 0.5)
+        for interim in own:
+            if interim.loss_improvement_interval is not None:
+                interval = interim.loss_improvement_interval
+                values += draw_interval(axes, interim.seeds + shift, interim.loss_improvement, interval, styles[name])
     scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
     axes.set_xlabel("seeds")
@@ -160,7 +141,7 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
 
 
 def draw_stability(found: ScaleOutcome) -> Figure | None:
-    """The quantities of `attention_statistics` and the gradient norm over steps, and the number of loss spikes.
+    """The quantities of `attention_statistics` and the gradient norm over steps.
 
     Runs that diverged are dotted, one by one.
     """
@@ -191,7 +172,7 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
                 if diverged and curve:
                     points += _plot(axes, *zip(*curve), {**style, "linestyle": ":"})
                     axes.plot(*curve[-1], marker="x", color=style["color"])
-        _scale_decades(axes, [value for _, value in points])
+        _compress(axes, [value for _, value in points], 10.0)
         axes.set_title(what, fontsize=10)
         axes.set(ylabel=unit)
         axes.grid(alpha=0.25)
@@ -200,20 +181,24 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
     for axes in grid[max(len(panels) - 2, 0) : len(panels)]:  # the lowest of each column
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
-    spikes = {name: sum(len(run.history.loss_spikes) for run in those) for name, those in runs.items()}
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
-    is_any_diverged = any(run.diverged for those in runs.values() for run in those)
-    add_legend(figure, found.baseline, _runs(found), styles, [dotted] if is_any_diverged else [], spikes)
+    add_legend(figure, found.baseline, runs, styles, [dotted])
     figure.suptitle(f"{found.name}: stability while training, mean over seeds", parse_math=False)
     return figure
 
 
-def begin_figure(baseline: float, height: float = 6) -> tuple[Figure, Axes]:
-    """A figure of one panel, with a line at the value of the baseline."""
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(baseline, color=BASELINE["color"], linewidth=1, zorder=1)
-    return figure, axes
+def begin_figure() -> tuple[Figure, Axes]:
+    """A figure of one panel."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    return figure, figure.subplots()
+
+
+def draw_interval(axes: Axes, place: float, value: float, interval: Interval | None, style: dict[str, Any]) -> list[float]:
+    """Draws a point with its interval, if it has one, and returns the ends."""
+    low, high = interval or (value, value)
+    style = {**style, "linewidth": 1.5, "markersize": 7, "zorder": 3}
+    axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3, **style)
+    return [low, high]
 
 
 def model_styles(baseline: str, models: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -266,55 +251,28 @@ def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
     last = max((step for step, _ in points), default=0)
     values = [value for step, value in points if step >= 0.1 * last]
     if values:
-        scale = axes.yaxis.get_transform()
-        low, high = scale.transform([min(values), max(values)])
-        margin = 0.05 * (high - low) or 0.1
-        axes.set_ylim(*scale.inverted().transform([low - margin, high + margin]))
+        margin = 0.05 * (max(values) - min(values)) or 0.1
+        axes.set_ylim(min(values) - margin, max(values) + margin)
 
 
-def _linear_limit(values: Sequence[float], ratio: float) -> float | None:
-    """The median magnitude, up to which an axis should be linear, if the largest is more than `ratio` times that."""
+def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None:
+    """If the largest value is over `ratio` times the median magnitude, makes the axis logarithmic beyond it and returns it."""
     magnitudes = [abs(value) for value in values if value]
     if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
         return None
-    return float(np.median(magnitudes))
-
-
-def _scale_decades(axes: Axes, values: Sequence[float]) -> None:
-    if limit := _linear_limit(values, 10.0):
-        if min(values) > 0:
-            axes.set_yscale("log")
-        else:
-            axes.set_yscale("symlog", linthresh=10.0 ** np.ceil(np.log10(limit)))
-            axes.yaxis.get_major_locator().set_params(numticks=7)
+    limit = float(np.median(magnitudes))
+    axes.set_yscale("symlog", linthresh=limit)
+    axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=limit, subs=(1, 2, 5)))
+    return limit
 
 
 def scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
     """Formats the y axis as signed percent; logarithmic beyond a limit if single values lie far from the others."""
-    if limit := _linear_limit(values, 30.0):
-        axes.set_yscale("symlog", linthresh=limit)
-        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=limit, subs=(1, 2, 5)))
+    if limit := _compress(axes, values, 30.0):
         label += f"\n(logarithmic beyond ±{limit:.2g})"
     axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")
     axes.set_ylabel(label)
     axes.grid(axis="y", alpha=0.25)
-
-
-def _dodge(places: Sequence[float]) -> list[float]:
-    """Moves points that would cover each other side by side, around the middle of their places."""
-    gap = 0.03 * ((max(places) - min(places)) or abs(places[0]))
-
-    def spread(group: list[int]) -> np.ndarray:
-        return np.mean([places[index] for index in group]) + gap * (np.arange(len(group)) - (len(group) - 1) / 2)
-
-    groups: list[list[int]] = []
-    for index in sorted(range(len(places)), key=lambda index: places[index]):
-        groups.append([index])
-        while len(groups) > 1 and spread(groups[-1])[0] - spread(groups[-2])[-1] < gap:
-            last = groups.pop()
-            groups[-1] += last
-    moved = {index: float(place) for group in groups for index, place in zip(group, spread(group))}
-    return [moved[index] for index in range(len(places))]
 
 
 def noise_patch() -> Patch:
@@ -328,15 +286,12 @@ def add_legend(
     runs: Mapping[str, Sequence[RunOutcome]],
     styles: dict[str, dict[str, Any]],
     others: Sequence[Line2D | Patch] = (),
-    spikes: Mapping[str, int] | None = None,
 ) -> None:
-    """Adds the legend below the axes: the models of `styles`, and the runs and spikes that their curves do not show."""
+    """Adds the legend below the axes: the models of `styles`, and the runs that their curves do not show."""
     handles = []
     for name, style in styles.items():
         notes = ["baseline"] if name == baseline else []
         if diverged := sum(run.diverged for run in runs[name]):
             notes.append(f"{diverged} of {len(runs[name])} diverged")
-        if spikes and spikes[name]:
-            notes.append(f"{spikes[name]} loss spike{'s' * (spikes[name] != 1)}")
         handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))
     figure.legend(handles=[*handles, *others], loc="outside lower center", ncols=3, fontsize=9, frameon=False)

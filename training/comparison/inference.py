@@ -7,7 +7,7 @@ standard deviation has n - 1 in its divisor.
 Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and however the
 runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed. It
 errs too often where noise is skewed and that of the baseline is another one than that of the models: then differences are
-skewed, too. A few seeds cannot show skewness, but `noise_ratio` tells whether noises differ.
+skewed, too, which a few seeds cannot show.
 """
 
 import dataclasses
@@ -35,18 +35,12 @@ EQUIVALENT = "equivalent"
 AT_BOUNDARY = "no verdict: its best rate is at the boundary"
 BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
 
-# Error of the test of `noise_ratio`: the share of comparisons with equal, normal noise in which it finds a difference
-_NOISE_ALPHA = 0.05
-
-# Of the test text, each of some 20,000 tokens where the text has 200,000.
-_TEXT_PARTS = 10
-
 
 @dataclass(frozen=True)
 class Effect:
     """One model against the baseline. Values that cannot be computed are None, as are those of the test if there is none.
 
-    Intervals are t intervals of the one model, of nominally `Analysis.confidence`. They are not widened for the number of
+    Intervals are t intervals of the one model, of nominally 1 - `Analysis.alpha`. They are not widened for the number of
     models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
 
     Attributes:
@@ -93,7 +87,6 @@ class Analysis:
         noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
         noise_floor_percent: the same in percent of `baseline_mean_loss`.
         alpha: the probability that any model at all is wrongly called better or worse, nominally.
-        confidence: 1 - `alpha`, the nominal level of each interval.
         effects: the effect of every model but the baseline.
     """
 
@@ -102,7 +95,6 @@ class Analysis:
     noise_floor: float | None
     noise_floor_percent: float | None
     alpha: float
-    confidence: float
     effects: dict[str, Effect]
 
     def open_models(self) -> list[str]:
@@ -212,7 +204,6 @@ def analyse(
         noise_floor=noise_floor,
         noise_floor_percent=_percent(noise_floor, mean_loss),
         alpha=alpha,
-        confidence=1 - alpha,
         effects=effects,
     )
 
@@ -296,60 +287,6 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
         f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is plausible; "
         f"take at least {enough} seeds"
     )
-
-
-def noise_ratio(losses: dict[str, dict[int, float | None]], baseline: str) -> float | None:
-    """How many times as much the losses of the other models vary from seed to seed as those of the baseline.
-
-    The variance of the other models is pooled, each about its own mean, and compared with the baseline's by a two-sided F test.
-    Where the runs of a seed share noise, the test seldom finds a difference of equal noises.
-
-    Returns:
-        The ratio of the standard deviations, without runs that diverged; None if the test finds no difference, or there are too
-        few runs or no noise.
-    """
-    groups = {name: [loss for loss in map(_plain, runs.values()) if loss is not None] for name, runs in losses.items()}
-    own, *others = [groups.pop(baseline), *(group for group in groups.values() if len(group) > 1)]
-    if len(own) < 2 or not others:
-        return None
-    freedoms = [len(group) - 1 for group in others]
-    variance = sum(freedom * _deviation(group) ** 2 for freedom, group in zip(freedoms, others)) / sum(freedoms)
-    if not variance or not _deviation(own):
-        return None
-    f = variance / _deviation(own) ** 2
-    distribution = stats.f(sum(freedoms), len(own) - 1)
-    return math.sqrt(f) if 2 * min(distribution.sf(f), distribution.cdf(f)) < _NOISE_ALPHA else None
-
-
-def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
-    """The share of the variance between the seeds of a model that is due to the choice of the test text, not to training.
-
-    Neighbouring parts may be of one document, so their e_sp are not independent. Parts are merged in order to `_TEXT_PARTS` at
-    most, which depend on each other much less.
-
-    The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
-    replication, Fisher 1925). That a part is hard for all seeds, b_p, leaves their order alone. But a seed may do well on the
-    one part and badly on the other, e_sp, and another text would have other such parts. The mean over P parts keeps
-    var(e) / P of it, so the share is the mean square of the residuals over that of the seeds: 1 / F.
-
-    Args:
-        parts: `parts[seed][part]`, losses in nats per token, of parts of equal size. All seeds have the same parts.
-
-    Returns:
-        At most 1; None with fewer than two seeds or parts, or if all seeds have the same mean.
-    """
-    losses = np.array(parts, dtype=float)
-    if losses.ndim != 2 or min(losses.shape) < 2:
-        return None
-    merged = np.array_split(losses, min(_TEXT_PARTS, losses.shape[1]), axis=1)
-    losses = np.stack([part.mean(axis=1) for part in merged], axis=1)
-    seeds, count = losses.shape
-    by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
-    residuals = losses - by_seed - by_part + losses.mean()
-    between = _deviation(by_seed.ravel())
-    if not between:
-        return None
-    return min(1.0, float((residuals**2).sum() / ((seeds - 1) * (count - 1)) / (count * between**2)))
 
 
 def _describe(runs: dict[int, float | None], reference: dict[int, float | None], reason_untested: str) -> Effect:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,7 @@ from .results import RunStore, next_runs, run_folder
 
 _TOKENIZER = "tokenizer"
 # Variables of the launcher that started this process, which the process of a run must not read
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ACCELERATE_",
-    "TORCHELASTIC_",
-)
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
@@ -83,19 +73,14 @@ class LocalEngine:
         context.set_forkserver_preload([__name__])
         steps = scale.steps_per_run
         with environment_of_one_run(), tqdm(desc=scale.name, unit="step", **bar_options()) as progress:
-            try:
-                _start_server()
-                while True:
-                    ready, done = next_runs(scale, finished)
-                    progress.n, progress.total = done * steps, (done + len(ready)) * steps
-                    progress.set_postfix_str("")
-                    if not ready:
-                        return
-                    if not any(self._make_run(context, scale, run, folder, data, progress) for run in ready):
-                        time.sleep(1.0)  # other processes make all runs that are left
-            except KeyboardInterrupt:
-                _stop_server()
-                raise
+            while True:
+                ready, done = next_runs(scale, finished)
+                progress.n, progress.total = done * steps, (done + len(ready)) * steps
+                progress.set_postfix_str("")
+                if not ready:
+                    return
+                if not any(self._make_run(context, scale, run, folder, data, progress) for run in ready):
+                    time.sleep(1.0)  # other processes make all runs that are left
 
     def _make_run(self, context, scale: Scale, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
         """Makes a run in a process of its own; returns false if another process makes it."""
@@ -111,43 +96,23 @@ class LocalEngine:
         )
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_make_order, args=(order, sender))
+        process.start()
+        sender.close()
         started_from = progress.n
         progress.set_postfix_str(run.name)
         try:
-            process.start()
-            sender.close()
             while isinstance(message := receiver.recv(), dict):
                 progress.update(started_from + message["step"] - progress.n)
         except EOFError:
             raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}") from None
         except BaseException:
-            if process.pid is not None:
-                process.terminate()  # interrupted: the run goes on from its last checkpoint
+            process.terminate()  # interrupted: the run goes on from its last checkpoint
             raise
         finally:
-            if process.pid is not None:
-                process.join()
+            process.join()
         if isinstance(message, RunFailed):
             raise ChildProcessError(f"run {run.name} {message}; see {beside(path, LOG)}") from message
         return message is None
-
-
-def _start_server() -> None:
-    """Starts the server that forks the runs. Ctrl-C in a terminal reaches all processes; they leave it to this one."""
-    resource_tracker.ensure_running()  # first, because it unblocks the signal (Python 3.11)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _stop_server() -> None:
-    """Ends the server, which would end by itself, but not before it has imported everything."""
-    server = forkserver._forkserver
-    if server._forkserver_pid is not None:
-        os.kill(server._forkserver_pid, signal.SIGTERM)
-        server._stop()  # waits for its end
 
 
 @contextmanager
@@ -177,8 +142,9 @@ def _make_order(order: RunSpec, sender) -> None:
         except OSError:  # the comparison was killed; another process goes on from the last checkpoint
             os._exit(1)
 
-    tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the comparison ends this one
     gc.freeze()  # a run collects garbage, and need not look through all that was imported
+    tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
     try:
         run_in_subprocess(order, report)
         sender.send(None)

@@ -87,21 +87,6 @@ class LossCurve:
 
         return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
 
-    def slope(
-        self, differences: Sequence[np.ndarray], flops: Sequence[float], confidence: float
-    ) -> tuple[float, Interval | None]:
-        """The slope of the least-squares line through log10 of the multipliers, per decade of compute, and its interval.
-
-        Arguments are those of `multiplier`, for every scale; each must have a multiplier.
-        """
-        centred = self.log_flops - self.log_flops.mean()
-        weights = centred / (centred @ centred)
-        rises, parts = zip(*(self._rise(scale, values) for scale, values in enumerate(differences)))
-        value = float(weights @ (np.array(rises) + self.log_flops - np.log(flops)))
-        summed = [sum(weight * part for weight, part in zip(weights, of_scale)) for of_scale in zip(*parts)]
-        estimate = welch_sum(summed, value)
-        return value, estimate and estimate.interval(confidence)
-
     def _rise(self, scale: int, differences: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """log(C' / C_0), and what each seed adds to it, at each scale `(seed,)`."""
         difference = float(differences.mean())

@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,25 +17,6 @@ from .rates import Rates
 def default_folder(name: str) -> Path:
     """The results folder of a comparison, unless another one is given."""
     return Path(f"runs/compare-{name}")
-
-
-@contextmanager
-def without_gpu_advice() -> Iterator[None]:
-    """Drops a message of `TrainingArguments`: that compiling helps most on newer GPUs than this machine has.
-
-    A plan may be read on another machine than it runs on, and makes the arguments of many runs. A run that trains gives the
-    message once, in its own log.
-    """
-
-    def is_no_advice(record: logging.LogRecord) -> bool:
-        return "speedups for torchdynamo" not in record.getMessage()
-
-    logger = logging.getLogger("transformers.training_args")
-    logger.addFilter(is_no_advice)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_no_advice)
 
 
 @dataclass(frozen=True)
@@ -120,10 +99,6 @@ class Scale:
     command: str = ""
     stop: Literal["early"] | None = None
 
-    def has_choice(self, model: str) -> bool:
-        """Whether a model has several rates. With one rate there is nothing to choose."""
-        return len(self.variants[model].rates.first) > 1
-
     def runs_of(self, model: str) -> int:
         """The number of runs of a model; a search may need more."""
         return len(self.seeds) * len(self.variants[model].rates.first)
@@ -157,7 +132,6 @@ class Scale:
         """Sorts runs seed by seed, so that early results cover all models."""
         return sorted(runs, key=lambda run: self.seeds.index(run.seed))
 
-    @without_gpu_advice()
     def resolve(self, run: Run, folder: Path) -> ResolvedRecipe:
         """The recipe of a run."""
         content = copy.deepcopy(self.variants[run.model].content)
@@ -200,11 +174,9 @@ class Scale:
         if all(row["trained"] == row["parameters"] for row in rows):
             rows = [{name: cell for name, cell in row.items() if name != "trained"} for row in rows]
         yield from align([list(rows[0]), *(list(row.values()) for row in rows)])
-        choice = ", each seed chooses among its own rates" if any(map(self.has_choice, self.variants)) else ""
         yield (
-            f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.runs * self.tokens_per_run:,} tokens, "
-            f"{self.flops:.3g} FLOPs in all{', more if a search goes on' * self.is_open}; "
-            f"seeds {' '.join(map(str, self.seeds))}{choice}"
+            f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all"
+            f"{', more if a search goes on' * self.is_open}; seeds {' '.join(map(str, self.seeds))}"
         )
         if self.stop:
             leaves = "a model leaves as soon as there is a verdict about it"

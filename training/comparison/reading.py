@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import TrainingArguments, get_scheduler
 
 from ...configuration import find, names
 from ..files import check_keys, read_section, read_yaml
@@ -22,27 +20,13 @@ from ..run.tasks import check_tasks
 from ..scrub import without_folders
 from ..text import check_name, one_line
 from .inference import FIRST_INTERIM
-from .plan import Comparison, Scale, Variant, default_folder, without_gpu_advice
+from .plan import Comparison, Scale, Variant, default_folder
 from .rates import Rates, read_rates
 
 
 _FIELDS = (
-    "name",
-    "recipe",
-    "baseline",
-    "models",
-    "factors",
-    "fold",
-    "confirm",
-    "scales",
-    "tokens_per_parameter",
-    "learning_rates",
-    "seeds",
-    "stop",
-    "tasks",
-    "match",
-    "training",
-    "switches",
+    *("name", "recipe", "baseline", "models", "factors", "confirm", "scales", "tokens_per_parameter", "learning_rates"),
+    *("seeds", "stop", "tasks", "match", "training", "switches"),
 )
 _SECTIONS = ("switches", "training")
 _RECIPE_FIELDS_OF_MODEL = ("model", "trainable", "lora", "parametrization", "base_sizes")
@@ -89,7 +73,6 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     return read_comparison(read_file(source, overrides, trust_parts))
 
 
-@without_gpu_advice()
 def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> ComparisonFile:
     """Reads the file of a comparison or a screening; arguments and errors are those of `load_comparison`."""
     path = find("comparisons", str(source))
@@ -106,28 +89,27 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     check_trusted(recipe, overrides, recipe_source, trust_parts)
     recipe = _merged({"test_fraction": 0.02, "record_stability": True, **recipe}, given, str(path), recipe_source)
     name = _own_name(path, given)
-    _check_tasks(path, given.get("tasks"))
+    if (tasks := given.get("tasks")) is not None:
+        if not isinstance(tasks, list):
+            raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
+        check_tasks(tasks)
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     kept = {field: value for field, value in given.items() if field not in _SECTIONS} | {"name": name}
     return ComparisonFile(str(path), name, command, kept, recipe, recipe_source, overrides)
 
 
-@without_gpu_advice()
 def read_comparison(file: ComparisonFile) -> Comparison:
     """Makes the plan of a comparison from its file; raises as `load_comparison` does."""
     given, path = file.given, file.source
-    if extra := [name for name in ("fold", "confirm") if name in given]:
-        raise ValueError(f"{path}: {extra[0]} needs factors")
-    if given.get("baseline") in (None, "", {}):
-        raise ValueError(f"{path}: the field 'baseline' is missing")
+    if "confirm" in given:
+        raise ValueError(f"{path}: confirm needs factors")
     check_stop(path, given)
     _check_models(path, read_section(given.get("models"), f"{path}: models"), given["baseline"])
     scales = {}
     for name, entry, fields in _scales_in(given, path, read_section(given.get("scales"), f"{path}: scales")):
         where = _place(path, name)
         check_keys(where, entry, _SCALE_FIELDS)
-        _check_overrides(where, entry, file.overrides)
         changed = {field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}
         recipe = _merged({**file.recipe, **changed}, entry, where)
         scales[name] = read_scale(file, fields, recipe, where, where if name else file.recipe_source)
@@ -143,17 +125,8 @@ def read_comparison(file: ComparisonFile) -> Comparison:
 
 
 def load_outline(given: Mapping[str, Any]) -> Comparison:
-    """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them.
-
-    Raises:
-        ValueError: if another version wrote it.
-    """
+    """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them."""
     entries = {name: entry or {} for name, entry in (given.get("scales") or {"": {}}).items()}
-    needed = ["models", *(["seeds"] if not all(entry.get("seeds") for entry in entries.values()) else [])]
-    if missing := [name for name in needed if name not in given]:
-        raise ValueError(f"comparison.yaml lacks {missing[0]!r}: another version of modeling-nlq wrote it")
-    for kind in ("model", "scale"):
-        check_names(f"comparison.yaml: {kind}", given.get(f"{kind}s") or ())
     shared, scales = read_rates("learning_rates", given.get("learning_rates")), {}
     for name, entry, fields in _scales_in(given, "comparison.yaml", entries):
         variants = {}
@@ -246,8 +219,6 @@ def _has_own_start(entry: Mapping[str, Any], model: str) -> bool:
 
 
 def _own_name(path: Path, given: Mapping[str, Any]) -> str:
-    if not isinstance(given.get("name") or "", str):
-        raise ValueError(f"{path}: name={given['name']!r} must be a text")
     name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
     check_name(f"{path}: name", name)
     return name
@@ -294,17 +265,7 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
             raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {flops:.3g} FLOPs a run")
 
 
-def _check_overrides(source: str, entry: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for an argument that a scale sets too: one of the two would be lost."""
-    given = {**overrides, **(overrides.get("switches") or {})}
-    own = {*entry, *read_section(entry.get("training"), source), *read_section(entry.get("switches"), source)}
-    if both := sorted(own & given.keys() - {"switches"}):
-        raise ValueError(f"arguments: {both[0]}={given[both[0]]!r}, which {source} sets, too; change it there")
-
-
 def _check_models(path: str, models: Mapping[str, Any], baseline: Any) -> None:
-    if isinstance(baseline, bool):
-        check_names(f"{path}: baseline", [baseline])
     if not isinstance(baseline, str) or baseline not in models:
         raise ValueError(
             f"{path}: baseline={baseline!r} must be one of the models {', '.join(map(str, models)) or '(none given)'}"
@@ -315,12 +276,9 @@ def _check_models(path: str, models: Mapping[str, Any], baseline: Any) -> None:
 
 
 def check_names(source: str, given: Iterable[Any]) -> None:
-    """Raises `ValueError` for a name that cannot be that of a folder, or two that would share one."""
+    """Raises `ValueError` for a name that cannot be that of a folder."""
     for name in given:
         check_name(source, name)
-    folded = [name.casefold() for name in given]
-    if twice := [name for name in given if folded.count(name.casefold()) > 1]:
-        raise ValueError(f"{source}s {' and '.join(map(repr, twice))} would share a folder on some machines; rename one")
 
 
 def check_set_by_run(source: str, fields: Iterable[str]) -> None:
@@ -329,40 +287,22 @@ def check_set_by_run(source: str, fields: Iterable[str]) -> None:
         raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
 
 
-def _check_tasks(path: Path, tasks: Any) -> None:
-    if tasks is None:
-        return
-    if not isinstance(tasks, list) or not tasks or not all(isinstance(name, str) for name in tasks):
-        raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
-    check_tasks(tasks)
-
-
 def check_stop(path: str, given: Mapping[str, Any]) -> None:
     """Raises `ValueError` if `stop` has an unknown value, or excludes other fields."""
     stop, seeds = given.get("stop"), given.get("seeds")
     if stop not in (None, "early"):
         raise ValueError(f"{path}: stop={stop!r} must be early, or left out")
-    if stop and given.get("scales") is not None:
-        raise ValueError(f"{path}: stop: early needs a comparison at one scale: a trend needs all models at all scales")
-    if stop and given.get("tasks") is not None:
-        raise ValueError(
-            f"{path}: stop: early and tasks exclude each other: the number of a model's runs depends on their losses, so a "
-            "test of their scores would err too often"
-        )
+    if stop and (given.get("scales") is not None or given.get("tasks") is not None):
+        raise ValueError(f"{path}: stop: early needs a comparison at one scale, without tasks: each of them needs all runs")
     if stop and isinstance(seeds, list) and len(seeds) <= FIRST_INTERIM:
         raise ValueError(
-            f"{path}: stop: early has its first interim analysis at {FIRST_INTERIM} seeds, and seeds={seeds!r} has no more; "
-            "give the most seeds that a model may take"
+            f"{path}: stop: early has its first interim analysis at {FIRST_INTERIM} seeds, and seeds={seeds!r} has no more"
         )
 
 
 def check_seeds(source: str, seeds: Any) -> None:
     """Raises `ValueError` if `seeds` is no list of different seeds."""
-
-    def is_seed(seed: Any) -> bool:
-        return isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < 2**32
-
-    if not isinstance(seeds, list) or not seeds or not all(map(is_seed, seeds)):
+    if not isinstance(seeds, list) or not seeds or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
         raise ValueError(f"{source}: seeds={seeds!r} must be a list of at least one whole number from 0 to 2**32 - 1")
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{source}: seeds={seeds!r} holds a seed twice")
@@ -411,33 +351,22 @@ def read_model(
         check_recipe(resolved)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
-    for name in ("max_steps", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-        if getattr(arguments, name) != int(getattr(arguments, name)):
-            raise ValueError(f"{source}: {name}={getattr(arguments, name)} must be a whole number")
     if arguments.max_steps <= 0:
         raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
     if recipe.test_fraction == 0:
         raise ValueError(f"{source}: test_fraction=0 leaves no test split to report")
-    save_steps, logging_steps = (
-        math.ceil(arguments.max_steps * given) if given < 1 else given  # as Trainer reads a share of all steps
-        for given in (arguments.save_steps, arguments.logging_steps)
-    )
-    strategies = arguments.save_strategy.value, arguments.logging_strategy.value
-    if strategies[0] != "no" and strategies not in (("steps", "steps"), ("epoch", "epoch")):
-        raise ValueError(
-            f"{source}: save_strategy={strategies[0]} and logging_strategy={strategies[1]} must both be steps or both epoch, "
-            "or a run that is interrupted would report another training loss"
+    if arguments.save_strategy == "steps" and arguments.logging_strategy == "steps":
+        save_steps, logging_steps = (
+            math.ceil(arguments.max_steps * given) if given < 1 else given  # as Trainer reads a share of all steps
+            for given in (arguments.save_steps, arguments.logging_steps)
         )
-    if arguments.save_strategy == "steps" and save_steps % logging_steps:
-        raise ValueError(
-            f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run that is "
-            "interrupted would report another training loss"
-        )
+        if save_steps % logging_steps:
+            raise ValueError(
+                f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run that is "
+                "interrupted would report another training loss"
+            )
     # Each run has one device, even if this process has several
     tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
-    if tokens_per_step < 1:
-        raise ValueError(f"{source}: per_device_train_batch_size and gradient_accumulation_steps must be at least 1")
-    _check_schedule(source, arguments)
     size = measure(config, recipe.block_size, prepare=resolved.choose_trained)
     return Variant(
         given=entry,
@@ -450,19 +379,3 @@ def read_model(
         tokenizer=recipe.tokenizer,
         config=json.loads(config.to_json_string(use_diff=False)),
     )
-
-
-def _check_schedule(source: str, arguments: TrainingArguments) -> None:
-    """Raises `ValueError` if Transformers cannot make the schedule of the learning rate."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    try:
-        get_scheduler(
-            arguments.lr_scheduler_type,
-            optimizer,
-            arguments.get_warmup_steps(arguments.max_steps),
-            arguments.max_steps,
-            dict(arguments.lr_scheduler_kwargs or {}),
-        )
-    except (TypeError, ValueError) as error:
-        kind, given = arguments.lr_scheduler_type.value, arguments.lr_scheduler_kwargs
-        raise ValueError(f"{source}: lr_scheduler_type={kind}, lr_scheduler_kwargs={given}: {one_line(error)}") from error

@@ -12,20 +12,7 @@ from ..text import without_html
 
 
 # Columns of words; columns of numbers are aligned at the right
-_WORDS = (
-    "factor",
-    "interactions",
-    "survives",
-    "model",
-    "task",
-    "metric",
-    "verdict",
-    "learning rate",
-    "kind",
-    "outcome",
-    "backend",
-    "tokens seen",
-)
+_WORDS = {"factor", "interactions", "survives", "model", "task", "metric", "verdict", "learning rate", "kind", "outcome"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +45,7 @@ def to_page(name: str, sections: Iterable[Section], folder: Path) -> str:
     Args:
         name: the heading.
         sections: the sections. HTML in them is shown as text, for names come from users.
-        folder: the folder that the paths of figures begin at; only figures below it are shown.
+        folder: the folder that the paths of figures begin at.
     """
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
     renderer.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0"><table>\n')
@@ -85,8 +72,6 @@ def to_page(name: str, sections: Iterable[Section], folder: Path) -> str:
 def _image(token, folder: Path) -> str:
     """A figure within the page itself."""
     path, title = folder / str(token.attrs["src"]), html.escape(token.content, quote=True)
-    if not path.resolve().is_relative_to(folder.resolve()) or not path.is_file():
-        return title
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<span class="figure scroll"><img src="data:image/png;base64,{data}" alt="{title}"></span>'
 

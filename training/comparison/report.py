@@ -1,7 +1,7 @@
 """The report of a comparison, made from its outcome alone: a list of sections, and parts of it for terminals and cards."""
 
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,12 @@ from matplotlib.figure import Figure
 
 from ..files import PAGE_FILE, write_text
 from ..text import align, without_html
-from .figures import draw_costs, draw_curves, draw_interim, draw_stability, save
-from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, noise_ratio, power_warning
-from .ladder_figures import draw_bowls, draw_improvements, draw_losses, draw_multipliers
+from .figures import draw_curves, draw_interim, draw_parameters, draw_stability, save
+from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, power_warning
+from .ladder_figures import draw_bowls, draw_improvements, draw_losses
 from .outcome import ModelOutcome, Outcome, ScaleOutcome
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
 from .tables import (
-    MULTIPLIERS_CAPTION,
     given_fields,
     improvement_rows,
     provenance,
@@ -41,14 +40,7 @@ _TERMINAL_COLUMNS = {
     "verdict": "verdict",
 }
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)", "Holm p", "learning rate", "non-embedding")
-_RATES_CAPTION = (
-    "Validation loss in nats per token, the mean of the runs that tried the rate; ✓ marks a rate that was chosen, and in how "
-    "many seeds if not in all."
-)
-_NOT_REPORTED = (
-    "This model is none of those below. It is the run {run} of {model}, which was trained to choose a learning rate, and is "
-    "not among the runs that are reported."
-)
+_RATES_CAPTION = "Mean validation loss in nats per token of the runs that tried the rate; ✓ marks a rate that was chosen."
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
     "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and probabilities "
@@ -63,65 +55,41 @@ _ONE_RATE = (
     "difference may be one between rates and not between models."
 )
 
-# The share of wrong verdicts is the largest that the benchmark measures
-_UNEQUAL_NOISE = (
-    "The test losses of {} vary {:.1f} times as much from seed to seed as those of {}. If noise is strongly skewed, too, "
-    "which a few seeds cannot show, p is too small: up to 17 % of simulated comparisons of equal models had a wrong verdict, "
-    "not 5 %."
-)
-
 # Title, caption, and the function that draws it
 _Figures = dict[str, tuple[str, str, Callable[[Any], Figure | None]]]
 _FIGURES: _Figures = {
     "curves": (
         "Losses over steps",
-        "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed, a moving "
-        "average). Below: improvement of validation loss over the baseline, seed by seed. The ranges leave out the first tenth "
-        "of training.",
+        "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). Below: "
+        "improvement of validation loss over the baseline, seed by seed.",
         draw_curves,
     ),
     "parameters": (
         "Improvement against parameters",
-        "Improvement of test loss, with the interval of each model. Models of nearly the same size stand side by side.",
-        lambda found: draw_costs(found, "non_embedding_parameters", "non-embedding parameters"),
+        "Improvement of test loss, with the interval of each model.",
+        draw_parameters,
     ),
     "interim": (
         "Improvement at each interim analysis",
-        "Improvement of test loss after each seed, with the interval of each model, which holds at all interim analyses "
-        "together. A model leaves when there is a verdict.",
+        "Improvement of test loss after each seed, with intervals that hold at all interim analyses together.",
         draw_interim,
-    ),
-    "flops": (
-        "Improvement against FLOPs",
-        "Improvement of test loss, with the interval of each model. Models of nearly the same cost stand side by side.",
-        lambda found: draw_costs(found, "flops_per_token", "FLOPs per token, forward and backward"),
     ),
     "stability": (
         "Stability",
-        "Attention on the same tokens of the validation split while training. Runs that diverged are dotted, one by one, and "
-        "are no part of the means. The legend counts the spikes of the training loss over all runs shown. Quantities that "
-        "never change are left out.",
+        "Attention on the same tokens of the validation split while training; runs that diverged are dotted.",
         draw_stability,
     ),
 }
 _FIGURES_OF_A_LADDER: _Figures = {
-    "losses": (
-        "Loss over compute",
-        "Test loss of every run. Lines join means over the seeds.",
-        draw_losses,
-    ),
-    "multipliers": ("Compute multiplier over compute", MULTIPLIERS_CAPTION, draw_multipliers),
+    "losses": ("Loss over compute", "Test loss of every run. Lines join means over the seeds.", draw_losses),
     "improvements": (
         "Improvement over compute",
-        "Improvement of test loss with the interval of each model and scale; grey is the noise floor. The points of a scale "
-        "stand side by side around its line.",
+        "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",
         draw_improvements,
     ),
     "bowls": (
         "Loss against learning rate",
-        "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it. Losses far "
-        "above the others are cut off, but no reported one. If each seed chooses its own rate, not all try the same. The best "
-        "rate of a seed has a worse neighbour on both sides unless it lies at the boundary.",
+        "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it.",
         draw_bowls,
     ),
 }
@@ -152,28 +120,28 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
 
 
 def describe(outcome: Outcome) -> str:
-    """The outcome for a terminal: a line for each model, then notes and warnings."""
+    """The outcome for a terminal: warnings, a line for each model, then notes."""
     if outcome.trend:
         rows, notes = improvement_rows(outcome.trend), outcome_sentences(outcome)
     else:
         found = outcome.largest
         rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row} for row in summary_rows(found)]
         notes = [noise_floor_sentence(found), *selection_sentences(found)]
-    first, last = ([f"warning: {text}" for text in of(outcome)] for of in (first_warnings, last_warnings))
+    warnings = [f"warning: {text}" for text in warning_sentences(outcome)]
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
-    wrapped = [
-        [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in part] for part in (first, notes + last)
-    ]
-    return "\n".join([*wrapped[0], *table, *wrapped[1]])
+    before, after = (
+        [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in part] for part in (warnings, notes)
+    )
+    return "\n".join([*before, *table, *after])
 
 
 def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> str:
-    """The outcome for a model card, as Markdown: the protocol, the noise floor, a row for each model, warnings, and the trend.
+    """The outcome for a model card, as Markdown: warnings, the protocol, the noise floor, a row for each model, and the trend.
 
     Args:
         outcome: the results.
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
-        run: the name of its run's folder. A run that is not among the reported ones is said to be none of them.
+        run: the name of its run's folder. If it is not among the reported ones, no row is marked.
         scale: that of the model, if there are several; by default the largest.
 
     Raises:
@@ -188,19 +156,15 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = f"**{model}** (this model)"
-    others = {name: other for name, other in outcome.scales.items() if name != scale}
     parts = [
-        *map(warning, of_each_scale(others, first_warning_sentences)),
+        *map(warning, warning_sentences(outcome)),
         f"From the comparison `{found.name}`: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} seeds "
         f"each, {found.tokens_per_run:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
         "same order.",
-        *([] if is_reported else [warning(_NOT_REPORTED.format(run=run, model=model))]),
-        *map(warning, first_warning_sentences(found)),
         outcome_sentence(found),
         noise_floor_sentence(found),
         *selection_sentences(found),
         markdown_table(rows),
-        *map(warning, warning_sentences(found)),
     ]
     if outcome.trend:
         parts += [
@@ -213,7 +177,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     """The report, section by section."""
-    head = [*map(warning, first_warnings(outcome)), *outcome_sentences(outcome), *map(warning, last_warnings(outcome))]
+    head = [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)]
     if outcome.trend:
         tables = [part for rows, caption in trend_tables(outcome) for part in (markdown_table(rows), caption)]
         trend = Section("The trend over scales", [*tables, bullets(trend_protocol(outcome))])
@@ -264,22 +228,6 @@ def outcome_sentences(outcome: Outcome) -> list[str]:
     return [f"Largest scale: {name}. {outcome_sentence(found)}", trend_sentence(outcome)]
 
 
-def first_warnings(outcome: Outcome) -> list[str]:
-    """What a reader must know before the outcome, of each scale."""
-    return of_each_scale(outcome.scales, first_warning_sentences)
-
-
-def last_warnings(outcome: Outcome) -> list[str]:
-    """The limits of the outcome that stand after it: those of each scale, and of the trend."""
-    note = outcome.trend.multiplier_note if outcome.trend else ""
-    return [*of_each_scale(outcome.scales, warning_sentences), *([note] if note else [])]
-
-
-def of_each_scale(scales: Mapping[str, ScaleOutcome], sentences: Callable[[ScaleOutcome], list[str]]) -> list[str]:
-    """The sentences about each scale, the largest first."""
-    return [f"Scale {name}: {text}" if name else text for name, found in reversed(scales.items()) for text in sentences(found)]
-
-
 def trend_sentence(outcome: Outcome) -> str:
     """The verdicts of the trend in one line."""
     verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "shrinks", "cannot tell")}
@@ -324,8 +272,15 @@ def outcome_sentence(found: ScaleOutcome) -> str:
     return " ".join([f"Baseline: {found.baseline}.", *verdicts])
 
 
-def first_warning_sentences(found: ScaleOutcome) -> list[str]:
-    """What a reader must know before the outcome: other tokens, best rates at the boundary, models without any good rate."""
+def warning_sentences(outcome: Outcome) -> list[str]:
+    """What a reader must know before the outcome, the largest scale first."""
+    scales = reversed(outcome.scales.items())
+    warnings = [f"Scale {name}: {text}" if name else text for name, found in scales for text in _warnings_of_scale(found)]
+    return [*warnings, outcome.trend.multiplier_note] if outcome.trend and outcome.trend.multiplier_note else warnings
+
+
+def _warnings_of_scale(found: ScaleOutcome) -> list[str]:
+    """Other tokens, best rates at the boundary, diverged runs, too few seeds, and seeds that were added."""
     warnings = []
     if found.same_tokens is False:
         warnings.append(
@@ -336,39 +291,20 @@ def first_warning_sentences(found: ScaleOutcome) -> list[str]:
         if len(model.kernels) > 1:
             warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(model.kernels)}.")
         warnings += _boundary_warnings(name, model)
-        warnings += _diverged_warnings(name, model)
-    return warnings
-
-
-def warning_sentences(found: ScaleOutcome) -> list[str]:
-    """The limits of the outcome that stand after it, the worst first."""
-    warnings = []
+        if diverged := len(model.runs) - len(model.finished):
+            consequence = (
+                "models get no verdict from these seeds"
+                if name == found.baseline
+                else "it gets no verdict, for without its failures it would look better than it is"
+            )
+            warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
     if warning := power_warning(len(found.seeds), len(found.models) - 1, found.statistics.alpha):
         warnings.append(f"{warning}.")
-    if added := found.added_seeds:
+    if found.added_seeds:
         warnings.append(
-            f"Seed{'s' * (len(added) > 1)} {', '.join(map(str, added))} {'were' if len(added) > 1 else 'was'} added after a "
-            "finished report. If its outcome was the reason, p is too small."
+            f"These seeds were added after a finished report: {', '.join(map(str, found.added_seeds))}. If its outcome was the "
+            "reason, p is too small."
         )
-    for name, model in found.models.items():
-        diverged, runs = len(model.runs) - len(model.finished), len(model.runs)
-        if diverged and name == found.baseline:
-            warnings.append(
-                f"{name}, the baseline, diverged in {diverged} of {runs} runs: there are no verdicts"
-                f"{' on models compared at these seeds' if found.interim else ''}."
-            )
-        elif 0 < diverged < runs:
-            warnings.append(
-                f"{name} diverged in {diverged} of {runs} runs. Its other runs get no verdict: without its failures it would "
-                "look better than it is."
-            )
-        elif diverged and model.chosen:
-            warnings.append(f"{name} diverged in all of its runs.")
-    losses, baseline = found.losses, found.baseline
-    if ratio := noise_ratio({name: losses[name] for name in (baseline, *found.tested)}, baseline):
-        others, baseline = f"the other model{'s' * (len(found.tested) > 1)}", "the baseline"
-        louder, calmer = (others, baseline) if ratio > 1 else (baseline, others)
-        warnings.append(_UNEQUAL_NOISE.format(louder, max(ratio, 1 / ratio), calmer))
     return warnings
 
 
@@ -378,33 +314,11 @@ def _boundary_warnings(name: str, model: ModelOutcome) -> list[str]:
     for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
         seeds = [seed for seed, found in model.boundaries.items() if found == end]
         rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
-        where = f"at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried"
-        if len(seeds) < len(model.runs):
-            where += f", in {len(seeds)} of {len(model.runs)} seeds"
-        after = (
-            f"{_end_of_search(model)}, so there is no verdict"
-            if model.search
-            else "the file asked for just these rates, and a better one may lie beyond"
+        warnings.append(
+            f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in {len(seeds)} of "
+            f"{len(model.runs)} seeds: a better one may lie beyond{', so there is no verdict' * bool(model.search)}."
         )
-        warnings.append(f"{name} did best {where}: {after}.")
     return warnings
-
-
-def _diverged_warnings(name: str, model: ModelOutcome) -> list[str]:
-    """Says where a model diverged at every rate tried, by all seeds or by some."""
-    chosen = len(model.chosen)
-    if chosen == len(model.runs) > 0:
-        return []
-    if chosen:
-        tried = f", in {len(model.runs) - chosen} of {len(model.runs)} seeds"
-    else:
-        tried = f" ({', '.join(f'{rate:g}' for rate in model.learning_rates)})"
-    end = f": {_end_of_search(model)}, and smaller rates were not tried" if model.search else ""
-    return [f"{name} diverged at every learning rate tried{tried}{end}."]
-
-
-def _end_of_search(model: ModelOutcome) -> str:
-    return f"the search stopped at its limit of {model.search['limit']} rates"
 
 
 def selection_sentences(found: ScaleOutcome) -> list[str]:
@@ -413,27 +327,20 @@ def selection_sentences(found: ScaleOutcome) -> list[str]:
 
 
 def noise_floor_sentence(found: ScaleOutcome) -> str:
-    """How much the losses of the baseline vary, and how much of it is due to the choice of the test text."""
+    """How much the losses of the baseline vary."""
     statistics = found.statistics
     if statistics.noise_floor is None:
         return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {found.baseline}."
-    sentence = (
+    return (
         f"Noise floor: the test loss of the baseline {found.baseline} varies by {statistics.noise_floor:.2g} nats from seed "
-        f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
+        f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)."
     )
-    if (share := found.noise_from_text) is None:
-        return f"{sentence}."
-    text = "the test text" if found.test_tokens is None else f"the test text of {found.test_tokens:,} tokens"
-    if share > 0.995:
-        return f"{sentence}; all of this variance may come from the choice of {text}."
-    percent = "less than 1 %" if share < 0.005 else f"about {100 * share:.0f} %"
-    return f"{sentence}; {percent} of this variance comes from the choice of {text}, the rest from training."
 
 
 def protocol_sentences(found: ScaleOutcome) -> list[str]:
     """How the numbers were measured."""
     statistics, seeds, tested = found.statistics, found.seeds, found.tested
-    level, count = f"{100 * statistics.confidence:g} %", "up to " if found.interim else ""
+    count = "up to " if found.interim else ""
     sentences = [
         noise_floor_sentence(found),
         f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "
@@ -447,35 +354,26 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
             "split. The reported loss is that of the same run on the test split, which was not used to choose."
         )
         if any(model.search for model in found.models.values()):
-            sentences.append(
-                "The rates were searched for: as long as the best rate was the smallest or the largest one tried, the next one "
-                "beyond was tried, too."
-            )
+            sentences.append("The rates were searched for, until the best one had a worse neighbour on both sides.")
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if found.interim:
         made = sum(len(model.runs) for model in found.models.values())
-        most, models = len(seeds) * len(found.models), len(found.interim)
         sentences.append(
             f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every seed, by "
-            "a paired t-test on its differences from the baseline. It left as soon as there was a verdict: better, worse, or "
-            "equivalent, which means that its interval, corrected for the number of models, lies within the noise floor on "
-            f"both sides. Half of the probability of an error, {statistics.alpha:g}, belongs to the analysis at "
-            f"{len(seeds)} seeds, the other half in equal parts to those before it. Bonferroni's method corrects p "
-            f"for {models} model{'s' * (models != 1)} and all interim analyses. Intervals are {level} intervals of one model "
-            f"each, which hold at all analyses together. {made} of at most {most} runs are reported."
+            "a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which means that its "
+            "interval, corrected for the number of models, lies within the noise floor. Half of the probability of an error, "
+            f"{statistics.alpha:g}, belongs to the last analysis, the other half in equal parts to those before it. "
+            "Bonferroni's method corrects p for all models and analyses. Intervals are 95 % intervals of one model each, which "
+            f"hold at all analyses together. {made} of at most {len(seeds) * len(found.models)} runs are reported."
         )
     elif tested:
         sentences.append(
-            "Each model is tested by a paired t-test on its differences from the baseline, seed by seed, and by them alone. "
+            "Each model is tested by a paired t-test on its differences from the baseline, seed by seed. "
             f"Holm's method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a corrected p "
-            f"below {statistics.alpha:g}. Intervals are {level} t intervals of one model each, not corrected, so an interval "
+            f"below {statistics.alpha:g}. Intervals are 95 % t intervals of one model each, not corrected, so an interval "
             "may exclude 0 where the verdict is within noise."
         )
     sentences += selection_sentences(found)
-    sentences.append(
-        "Speed and time are the median of the reported runs, and memory the most of any"
-        + (" process, libraries included" if found.device == "cpu" else "")
-        + ". All three depend on what else the machine was doing."
-    )
+    sentences.append("Speed and time are the median of the reported runs, and memory the most of any.")
     return sentences

@@ -60,12 +60,12 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
         ValueError: for an unknown name, or an option that the engine does not have or whose value is not allowed.
     """
     given = {option: value for option, value in options.items() if value is not None}
-    if name not in ("local", "ray"):
-        raise ValueError(f"engine={name!r} must be 'local' or 'ray'")
     if name == "ray":
         from .on_ray import RayEngine
 
         return RayEngine(**given)
+    if name != "local":
+        raise ValueError(f"engine={name!r} must be 'local' or 'ray'")
     if others := sorted(given.keys() - {"cpus_per_run"}):
         raise ValueError(f"{', '.join(others)}: only the engine 'ray' has that; set --engine ray")
     return LocalEngine(**given)
@@ -130,17 +130,12 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
     (folder / PAGE_FILE).unlink(missing_ok=True)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), folder).recipe
-    finished = {
-        model: content.runs
-        for model, content in found.models.items()
-        if content.runs and all(run.test_loss is not None for run in content.runs)
-    }
+    finished = {model: content.runs for model, content in found.models.items() if content.finished == content.runs}
     if scale.baseline not in finished or not recipe.explore:
         return False
-    effects = found.statistics.effects
-    known = {model: effects[model].mean_difference for model in finished if model != scale.baseline}
-    difference = {scale.baseline: 0.0, **{model: value for model, value in known.items() if value is not None}}
-    best = min(difference, key=difference.get)
+    effects = found.statistics.effects.items()
+    difference = {model: effect.mean_difference for model, effect in effects if model in finished}
+    best = min({scale.baseline: 0.0, **difference}.items(), key=lambda item: item[1])[0]
     shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())
@@ -216,21 +211,15 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
         for model, before in models.items():
             found = now[name][model]
             changes = config_differences(before["config"], found["config"])
-            if before["weights"] != found["weights"]:
-                changes = ", ".join(filter(None, (changes, "other weights")))
-            if changes:
+            if changes or before["weights"] != found["weights"]:
                 where = f"model {model!r} of scale {name!r}" if name else f"model {model!r}"
-                raise ValueError(
-                    f"{where} has changed since {file.parent} was begun ({changes}); put the old one back, or choose another "
-                    "--output_dir"
-                )
+                raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
     """Raises `ValueError` if the dataset differs from that of earlier runs."""
     if file.is_file() and (before := file.read_text(encoding="utf-8").strip()) != str(fingerprint):
         raise ValueError(
-            f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now); put the "
-            "old one back, or choose another --output_dir"
+            f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now)"
         )
     write_text(file, f"{fingerprint}\n")

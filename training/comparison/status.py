@@ -36,58 +36,41 @@ def describe_status(folder: Path) -> list[str]:
         return found or [f"{SCREENING}: not begun"]
     lines, is_begun = [], True
     for name, scale, finished in in_turn(load_outline(given), folder):
-        found = _describe(scale, finished, is_begun)
+        found = _describe(scale, finished) if is_begun else ["waits for the scale before it"]
         lines += [f"scale {name}", *(f"  {line}" for line in found)] if name else found
         is_begun = is_begun and not any(finished.unfinished(scale, model) for model in scale.variants)
     return lines
 
 
-def _describe(scale: Scale, finished: RunStore, is_begun: bool) -> list[str]:
-    """Says how far one scale is; `is_begun` tells whether the scale before it is finished."""
-    done = {_name(path.parent) for path in finished.folder.glob(f"runs/*/*/{METRICS_FILE}")}
-    begun = {}
-    for path in finished.folder.glob(f"runs/*/*{PROGRESS}"):
-        with suppress(FileNotFoundError):  # the run was finished just now
-            begun[_name(path).removesuffix(PROGRESS)] = read_json(path)
-    begun = {name: content for name, content in sorted(begun.items()) if name not in done}
-
+def _describe(scale: Scale, finished: RunStore) -> list[str]:
+    """Says how far one scale is."""
     rows, count, total = [["model", "runs finished", "seeds", "rates chosen"]], 0, 0
-    for model, variant in scale.variants.items():
+    for model in scale.variants:
         ended, tunings = finished.count(scale, model), finished.tunings(scale, model)
         planned = ended + len(finished.unfinished(scale, model))
-        rates = {tuning.rate for tuning in tunings} - {None} if scale.has_choice(model) else variant.rates.first
-        nothing = "none yet" if any(tuning.ready for tuning in tunings) else "every rate diverged"
-        chosen = " ".join(f"{rate:g}" for rate in sorted(rates)) or nothing
+        chosen = " ".join(f"{rate:g}" for rate in sorted({tuning.rate for tuning in tunings} - {None})) or "none"
         rows.append(
             [model, f"{ended} of {planned}", f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}", chosen]
         )
         count, total = count + ended, total + planned
-    if not is_begun and not count:
-        return ["waits for the scale before it"]
-    states = [_state(content) for content in begun.values()]
-    running = states.count("running")
-    summary = f"{count} of {total} runs finished, {running} running, {total - count - len(states)} waiting"
-    if other := len(states) - running:
-        summary += f", {other} failed or interrupted"
-    lines = [*align(rows), summary]
-    if begun:
-        table = [["run", "state", "step", "loss", "where", "last report"]]
-        for name, content in begun.items():
-            step = "" if content["steps"] is None else f"{content['step']} of {content['steps']}"
-            loss = "" if content["loss"] is None else f"{content['loss']:.4f}"
-            ago = f"{max(0.0, time.time() - content['updated']):.0f} s ago"
-            table.append([name, _state(content), step, loss, f"{content['host']}, process {content['pid']}", ago])
-        lines += ["", *align(table, right=False)]
-        lines += [f"{name}: {content['error']}" for name, content in begun.items() if content["error"]]
-    return lines
+    begun = []
+    for path in sorted(finished.folder.glob(f"runs/*/*{PROGRESS}")):
+        name = f"{path.parent.name}/{path.name.removesuffix(PROGRESS)}"
+        with suppress(FileNotFoundError):  # the run was finished just now
+            if not (finished.folder / "runs" / name / METRICS_FILE).is_file():
+                begun.append(_describe_run(name, read_json(path)))
+    return [*align(rows), f"{count} of {total} runs finished, {len(begun)} begun, {total - count - len(begun)} waiting", *begun]
 
 
-def _name(path) -> str:
-    """The name of a run, from a path below `runs/MODEL`."""
-    return f"{path.parent.name}/{path.name}"
-
-
-def _state(content: dict[str, Any]) -> str:
-    if content["state"] == "running" and time.time() - content["updated"] > _SILENCE:
-        return "interrupted"
-    return content["state"]
+def _describe_run(name: str, content: dict[str, Any]) -> str:
+    """Says how far a run is that has begun and is not finished."""
+    silence = max(0.0, time.time() - content["updated"])
+    is_lost = content["state"] == "running" and silence > _SILENCE
+    parts = [
+        "interrupted" if is_lost else content["state"],
+        f"step {content['step']} of {content['steps'] or '?'}",
+        *([] if content["loss"] is None else [f"loss {content['loss']:.4f}"]),
+        f"{content['host']}, process {content['pid']}, {silence:.0f} s ago",
+        *([content["error"]] if content["error"] else []),
+    ]
+    return f"{name}: {', '.join(parts)}"

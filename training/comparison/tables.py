@@ -100,7 +100,6 @@ def run_rows(found: ScaleOutcome) -> Rows:
     rows = []
     for name, model in found.models.items():
         for kind, run in [*(("tried", run) for run in model.tried), *(("reported", run) for run in model.runs)]:
-            norms = [norm for _, norm in run.history.gradient_norm]
             row = {
                 "model": name,
                 "kind": kind,
@@ -113,10 +112,7 @@ def run_rows(found: ScaleOutcome) -> Rows:
                 "tokens/s": number(run.tokens_per_second, ",.0f"),
                 "seconds": number(run.train_seconds, ",.1f"),
                 "peak memory (MiB)": _memory([run.peak_memory]),
-                "backend": run.attn_implementation,
                 "loss spikes": str(len(run.history.loss_spikes)),
-                "largest gradient norm": "not finite" if None in norms else number(max(norms, default=None), ".3g"),
-                "tokens seen": run.token_stream[:8],
             }
             rows.append(row)
     return rows
@@ -124,23 +120,9 @@ def run_rows(found: ScaleOutcome) -> Rows:
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
     """The tables of a trend, each with its caption."""
-    models = outcome.trend.models.items()
-    differences = [{"model": name, **_steps(found, " (nats)", "difference", "+.4f")} for name, found in models]
-    multipliers = [
-        {
-            "model": name,
-            **_steps(found, "", "multiplier", ".2f"),
-            "slope of log10 per decade": with_interval(found.multiplier_slope, found.multiplier_slope_interval, "+.3f"),
-        }
-        for name, found in models
-        if not outcome.trend.multiplier_note
-    ]
-    tables = [
-        (improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION),
-        (multipliers, MULTIPLIERS_CAPTION),
-        (differences, _DIFFERENCES_CAPTION),
-    ]
-    return [(rows, caption) for rows, caption in tables if rows]
+    multipliers = [{"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in outcome.trend.models.items()]
+    tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
+    return tables if outcome.trend.multiplier_note else [*tables, (multipliers, _MULTIPLIERS_CAPTION)]
 
 
 def improvement_rows(trend: Trend) -> Rows:
@@ -171,11 +153,9 @@ _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
     "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of models."
 )
-_DIFFERENCES_CAPTION = "Improvement in nats per token: the baseline's mean test loss minus the model's, with 95 % intervals."
-MULTIPLIERS_CAPTION = (
-    "How many times the model's compute the baseline would need to reach the model's loss, by a curve through the baseline's "
-    "mean losses, with 95 % intervals; above 1 is better. A dash stands for an end that lies more than a decade beyond the "
-    "ladder. The slope is 0 if the multiplier is the same at all scales."
+_MULTIPLIERS_CAPTION = (
+    "Compute multiplier: how many times the model's compute the baseline would need for the model's loss, by a curve through "
+    "its mean losses, with 95 % intervals. A dash stands for an end that lies more than a decade beyond the ladder."
 )
 
 

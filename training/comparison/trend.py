@@ -43,22 +43,15 @@ class Step:
 
     Attributes:
         flops: the FLOPs of a run of the model.
-        pairs: seeds that both the model and the baseline finished.
-        diverged: runs of the model that diverged.
-        difference: the baseline's loss minus the model's over the pairs, in nats; positive is better.
-        difference_interval: (low, high), a paired t interval.
-        improvement: `difference` in percent of the baseline's mean loss over the pairs.
-        improvement_interval: (low, high); the baseline's mean loss counts as known.
+        improvement: the baseline's loss minus the model's over the seeds that both finished, in percent of
+            the baseline's mean loss over them.
+        improvement_interval: (low, high), a paired t interval; the baseline's mean loss counts as known.
         multiplier: how many times the model's FLOPs the baseline would need to be as good.
         multiplier_interval: (low, high). An end is None if it lies more than `REACH` decades beyond the ladder.
         note: "beyond" if the multiplier or an end of its interval lies there, else why there is no multiplier, or empty.
     """
 
     flops: float
-    pairs: int
-    diverged: int
-    difference: float | None
-    difference_interval: Interval | None
     improvement: float | None
     improvement_interval: Interval | None
     multiplier: float | None = None
@@ -81,9 +74,6 @@ class ModelTrend:
         slope_interval: (low, high).
         p: two-sided, of a slope of 0.
         holm_p: `p` corrected for the number of models tested.
-        multiplier_slope: of the least-squares line through log10 of the multipliers, per decade of compute: 0 if the multiplier
-            is the same at all scales. None if it has no value at some scale.
-        multiplier_slope_interval: (low, high).
     """
 
     verdict: str
@@ -93,8 +83,6 @@ class ModelTrend:
     slope_interval: Interval | None = None
     p: float | None = None
     holm_p: float | None = None
-    multiplier_slope: float | None = None
-    multiplier_slope_interval: Interval | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +92,6 @@ class Trend:
     Attributes:
         baseline: the model that the others are compared with.
         alpha: the chance that any model wrongly grows or shrinks, nominally.
-        confidence: 1 - `alpha`, the nominal level of each interval.
         flops: the FLOPs of a run of the baseline at each scale, in order of compute.
         noise_floor_percent: the standard deviation of the baseline's loss over its seeds at each scale, in percent of its mean.
         multiplier_note: why there are no multipliers, or empty.
@@ -113,7 +100,6 @@ class Trend:
 
     baseline: str
     alpha: float
-    confidence: float
     flops: dict[str, float]
     noise_floor_percent: dict[str, float | None]
     multiplier_note: str
@@ -126,7 +112,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     The test of a trend is on the improvement in percent of the loss, which cancels the noise that runs of a seed share. It
     fits no curve: the slope is that of the least-squares line through the true improvements, whatever their course, and all
     scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales makes a
-    percentage that shrinks; `multiplier_slope` tells this from a multiplier that shrinks.
+    percentage that shrinks.
 
     A model with a diverged run, or at_boundary at a scale, is not tested, nor is any if the baseline is.
 
@@ -164,7 +150,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             step = _step(found[baseline], found[model], float(scale.flops[model]), 1 - alpha)
             note = _obstacle(scale, baseline, model, found)
             if note:
-                step = replace(step, note=note, difference_interval=None, improvement_interval=None)
+                step = replace(step, note=note, improvement_interval=None)
             elif curve is None:
                 step = replace(step, note="no multiplier")
             else:
@@ -179,19 +165,14 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
         if notes:
             models[model] = ModelTrend("cannot tell", f"no test: {'; '.join(notes)}", steps)
         else:
-            differences = [found[baseline] - found[model] for found in losses]
-            percents = [100 * values / found[baseline].mean() for values, found in zip(differences, losses)]
+            percents = [100 * (found[baseline] - found[model]) / found[baseline].mean() for found in losses]
             models[model] = _test(steps, decades, percents, 1 - alpha)
-            if curve is not None and all(step.multiplier is not None for step in steps.values()):
-                slope, interval = curve.slope(differences, [step.flops for step in steps.values()], 1 - alpha)
-                models[model] = replace(models[model], multiplier_slope=slope, multiplier_slope_interval=interval)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
         models[name] = _judge(replace(trend, holm_p=holm_p), alpha)
     return Trend(
         baseline=baseline,
         alpha=alpha,
-        confidence=1 - alpha,
         flops=dict(zip(names, flops)),
         noise_floor_percent={name: _noise_floor(found[baseline]) for name, found in zip(names, losses)},
         multiplier_note=multiplier_note,
@@ -202,21 +183,14 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
 def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) -> Step:
     """A step without its multiplier, from the losses `(seed,)` of the baseline and the model, which are NaN if diverged."""
     pairs = np.isfinite(base) & np.isfinite(model)
-    difference, in_percent, estimate = None, None, None
+    improvement = interval = None
     if pairs.any():
-        difference, in_percent = float((base - model)[pairs].mean()), 100 / float(base[pairs].mean())
-    if pairs.all():
-        estimate = welch_sum([base - model])
-    interval = estimate and estimate.interval(confidence)
-    return Step(
-        flops=flops,
-        pairs=int(pairs.sum()),
-        diverged=int((~np.isfinite(model)).sum()),
-        difference=difference,
-        difference_interval=interval,
-        improvement=None if difference is None else in_percent * difference,
-        improvement_interval=interval and (in_percent * interval[0], in_percent * interval[1]),
-    )
+        in_percent = 100 / float(base[pairs].mean())
+        improvement = in_percent * float((base - model)[pairs].mean())
+        if pairs.all() and (estimate := welch_sum([base - model])):
+            low, high = estimate.interval(confidence)
+            interval = in_percent * low, in_percent * high
+    return Step(flops, improvement, interval)
 
 
 def _obstacle(scale: ScaleLosses, baseline: str, model: str, found: dict[str, np.ndarray]) -> str:

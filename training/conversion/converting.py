@@ -8,14 +8,9 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.utils import GENERATION_CONFIG_NAME, logging
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..card import base_model_of, render
 from ..files import (
@@ -29,22 +24,20 @@ from ..files import (
     is_nonempty,
     model_files,
 )
-from ..models import read_conversion, read_record
-from ..parameters import shapes_of, size_of
+from ..models import read_record, source_named
+from ..parameters import size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
 from ..run.trained_on import read_trained_on
-from ..text import first_line, one_line
+from ..text import one_line
 from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
+from .nanogpt import from_paper, read_checkpoint
 from .renaming import Draft, LossyConversion, nlq_config
-from .rules import BIASED_PARTS
-from .sources import find_checkpoint, load_checkpoint, load_gguf, load_model, read_source
-from .streaming import Weights, empty_model, find_weights, write_weights
+from .sources import find_checkpoint, load_gguf, load_model, read_source
+from .streaming import empty_model, find_weights, write_weights
 from .upcycling import changed, largest_difference
 
-
-logger = logging.get_logger(__name__)
 
 # Relative to the largest output, in float32: sums in another order, and nothing more
 _TOLERANCE = 1e-4
@@ -127,18 +120,13 @@ def convert(
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
     source, target = str(source), Path(target)
-    switches = dict(switches or {})
-    if upcycle and "query_projection" in switches:
-        raise ValueError(f"--upcycle and --set query_projection={switches['query_projection']!r} contradict each other")
-    if upcycle:
-        switches["query_projection"] = "upcycled"
+    switches = {**(switches or {}), **({"query_projection": "upcycled"} if upcycle else {})}
     if to not in (known := ("nlq", *sorted(FAMILIES))):
         raise ValueError(f"to={to!r} must be one of {', '.join(known)}")
     if to != "nlq" and switches:
         raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
     with RunFolder(target, plan=None).held():
-        _check_target(source, target, overwrite)  # another process may have written there since
         return _convert(source, target, to, switches, tokenizer, allow_lossy)
 
 
@@ -146,32 +134,36 @@ def _convert(
     source: str, target: Path, to: str, switches: dict[str, Any], tokenizer: str | None, allow_lossy: bool
 ) -> Conversion:
     """Converts as `convert` does, into a target that is this process's own."""
-    checkpoint, gguf, not_read, weights = find_checkpoint(source), None, [], None
-    if checkpoint is not None:
-        old = load_checkpoint(checkpoint)
-    elif (path := find_gguf(source)) is not None:
-        gguf = read_gguf(path)
-        old, not_read = load_gguf(gguf, allow_lossy)
-    else:
-        config, model_class = read_source(source)
-        old, weights = _open(source, config, model_class)
+    checkpoint, gguf = find_checkpoint(source), None
     try:
-        draft = Draft.of(old, weights, not_read)
+        if checkpoint is not None:
+            with source_named(str(checkpoint)):
+                draft = Draft.of(from_paper(read_checkpoint(checkpoint)))
+        elif (path := find_gguf(source)) is not None:
+            gguf = read_gguf(path)
+            model, lost = load_gguf(gguf, allow_lossy)
+            draft = Draft.of(model, lost=lost)
+        else:
+            draft = _open(source)
+        old, weights = draft.model, draft.weights
         if old.config.model_type in FAMILIES:
             draft = draft.to_nlq(allow_lossy)
         if switches:
-            _check_changed(draft.model.config, changed(draft.model.config, switches), switches)
+            if changed(draft.model.config, switches).to_dict() == draft.model.config.to_dict():
+                raise ValueError(f"the model has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
             draft = draft.with_switches(switches)
         if to != "nlq":
             draft = draft.from_nlq(to, allow_lossy)
     except LossyConversion:
         raise
-    except (ValueError, OSError, StrictDataclassError) as error:
-        raise ValueError(f"{source!r}: {one_line(error)}") from error
+    except (ValueError, OSError, RuntimeError, EOFError, SafetensorError, StrictDataclassError) as error:
+        text = one_line(error)
+        raise ValueError(text if source in text else f"{source!r}: {text}") from error
     new = draft.model
     new.config.dtype = old.config.dtype or draft.weights.dtype
     is_nlq = old.config.model_type == "nlq" and checkpoint is None
-    earlier = read_conversion(source, is_untrained=True) if is_nlq else None
+    is_untrained = is_nlq and read_record(source, RECIPE_FILE) is None
+    earlier = read_record(source, CONVERSION_FILE) if is_untrained else None
     added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
     if switches:
         added, enlarged = _new_parameters(empty_model(type(new), nlq_config(old.config)), new, added, enlarged)
@@ -202,28 +194,25 @@ def _convert(
         write_weights(folder, new, draft.weights, draft.origins)
         if own_tokenizer is not None:
             own_tokenizer.save_pretrained(folder)
-        size = (weights or Weights.of(old)).bytes
-        if size >= COMPARED_BELOW:
-            done.not_compared = f"the weights take {size / 2**30:.1f} GiB"
+        if weights.bytes >= COMPARED_BELOW:
+            done.not_compared = f"the weights take {weights.bytes / 2**30:.1f} GiB"
         elif checkpoint is None and (switches or type(new) is not type(old)):  # of a checkpoint, there is no other model
-            old = old if weights is None else load_model(source, config, model_class)
+            old = old if weights.are_in_memory else load_model(source, old.config, type(old))
             done.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
         _write_records(folder, target, new, done)
     return done
 
 
-def _open(source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel]) -> tuple[PreTrainedModel, Weights | None]:
+def _open(source: str) -> Draft:
     """Opens a saved model: without its weights, and with their files; or in memory, if these have to be loaded as a whole."""
-    try:
-        model = empty_model(model_class, config)
-        weights = find_weights(source, model)
-    except (ValueError, OSError, StrictDataclassError) as error:
-        raise ValueError(f"{source!r}: {one_line(error)}") from error
+    config, model_class = read_source(source)
+    model = empty_model(model_class, config)
+    weights = find_weights(source, model)
     if weights is None:
-        return load_model(source, config, model_class), None
+        return Draft.of(load_model(source, config, model_class))
     if model.can_generate() and (settings := read_record(source, GENERATION_CONFIG_NAME)) is not None:
         model.generation_config = GenerationConfig.from_dict(settings)
-    return model, weights
+    return Draft.of(model, weights)
 
 
 def _new_parameters(
@@ -242,20 +231,10 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel, gguf:
     """Loads the given tokenizer, and sets its special tokens in the model, or loads that of the source, if there is one."""
     if name is None and gguf is not None:
         tokenizer = load_gguf_tokenizer(gguf)
-        try:
-            check_vocabulary(tokenizer, source, model.config)
-        except ValueError as error:  # where the vocabulary lacks it, Transformers adds GPT-2's token of unknown text
-            raise ValueError(f"{error}; give one by --tokenizer") from None
-        return tokenizer
-    if name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
+    elif name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
         return None
-    try:
+    else:
         tokenizer = AutoTokenizer.from_pretrained(name or source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        if name is None and not Path(source).exists():
-            logger.warning(f"{source} has no tokenizer that can be read; give one by --tokenizer")
-            return None
-        raise ValueError(f"tokenizer {name or source!r} cannot be read: {first_line(error)}") from error
     check_vocabulary(tokenizer, name or source, model.config)
     # A classifier of sequences reads its answer off the last token that is not padding: its own stays
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
@@ -269,8 +248,6 @@ def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel, gguf:
 def _check_target(source: str, target: Path, overwrite: bool) -> None:
     if Path(source).exists() and target.exists() and os.path.samefile(source, target):
         raise ValueError(f"{target} is the source itself; choose another target")
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; choose another target")
     if is_nonempty(target):
         if not overwrite:
             raise ValueError(
@@ -278,22 +255,8 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
             )
         if not (target / "config.json").is_file():
             raise ValueError(f"{target} holds no model that --overwrite could replace; choose another target")
-        if any((target / name).exists() for name in (METRICS_FILE, RECIPE_FILE)) or any(target.glob("checkpoint-*")):
+        if (target / METRICS_FILE).exists() or any(target.glob("checkpoint-*")):
             raise ValueError(f"{target} holds a training run, which --overwrite does not replace; choose another target")
-        _replaced_files(target)  # none of them may be a link to elsewhere
-
-
-def _replaced_files(target: Path) -> set[Path]:
-    """The files of the model in a target, with its card; raises `ValueError` for a link that leads out of it."""
-    return {*model_files(target), *files_in(target, ("pytorch_model*.bin*", CARD_FILE))}
-
-
-def _check_changed(before: PreTrainedConfig, after: PreTrainedConfig, switches: dict[str, Any]) -> None:
-    if before.to_dict() == after.to_dict():
-        raise ValueError(f"the model has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
-    if list(switches) == ["use_bias"] and shapes_of(before) == shapes_of(after):
-        own = ", ".join(f"{part}_bias={getattr(before, f'{part}_bias')}" for part in BIASED_PARTS)
-        raise ValueError(f"use_bias={switches['use_bias']} changes no part of this model, because {own}; set these fields")
 
 
 def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list[str]) -> float:
@@ -313,5 +276,6 @@ def _write_records(folder: Path, target: Path, model: PreTrainedModel, done: Con
     (folder / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
     card.save(folder / CARD_FILE)
-    for path in _replaced_files(target) - {target / path.relative_to(folder) for path in folder.rglob("*")}:
+    replaced = {*model_files(target), *files_in(target, ("pytorch_model*.bin*", CARD_FILE))}  # refused if it leads out of there
+    for path in replaced - {target / path.relative_to(folder) for path in folder.rglob("*")}:
         path.unlink(missing_ok=True)

@@ -11,14 +11,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
-
-from ..text import one_line
 
 
 class Part(NamedTuple):
@@ -44,20 +41,13 @@ def _equal(**names: str) -> Part:
     )
 
 
-def _read_rope(
-    config: PreTrainedConfig, is_partial: bool = False, is_before_norm: bool = False, by_layer: bool = False
-) -> dict[str, Any]:
+def _read_rope(config: PreTrainedConfig, is_partial: bool = False, by_layer: bool = False) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
     rope_type, factor = parameters.get("rope_type"), parameters.get("partial_rotary_factor", 1.0)
     # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
     if factor != 1.0 and not is_partial and rope_type != "proportional":
         raise ValueError(
             f"rope_parameters: partial_rotary_factor={factor!r}: Transformers' {config.model_type} rotates whole heads"
-        )
-    if is_before_norm and rope_type == "yarn" and parameters.get("attention_factor") != 1.0:
-        raise ValueError(
-            "rope_parameters: the norms after rotation take yarn's factor of the scores out again; set attention_factor to "
-            f"1.0, with which Transformers' {config.model_type} computes the same"
         )
     positions: str | list[str] = "rope"
     if by_layer:
@@ -99,11 +89,6 @@ def _read_windows(config: PreTrainedConfig) -> dict[str, Any]:
     windows, uses_windows = {"full_attention": None}, getattr(config, "use_sliding_window", True)
     if uses_windows and config.sliding_window is not None:
         windows["sliding_attention"] = config.sliding_window
-    if unknown := sorted(set(config.layer_types) - windows.keys()):
-        raise ValueError(
-            f"layer_types: {', '.join(unknown)} must be one of {', '.join(windows)}, with "
-            f"use_sliding_window={uses_windows} and sliding_window={config.sliding_window}"
-        )
     return {"sliding_window": [windows[kind] for kind in config.layer_types]}
 
 
@@ -209,10 +194,8 @@ class Family:
         """Makes the configuration of the NLQ model that computes the same.
 
         Raises:
-            ValueError: for a value without a counterpart in the fields that have one.
+            ValueError, StrictDataclassError: for a value without a counterpart in the fields that have one.
         """
-        if config.is_heterogeneous:
-            raise ValueError(f"per_layer_config: the layers of a {config.model_type} model cannot be converted one by one")
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it first")
         if not getattr(config, "is_causal", True):
@@ -228,10 +211,7 @@ class Family:
             own = {name: of_layers[index] for name, of_layers in by_layer.items() if of_layers[index] != of_layers[0]}
             if own:
                 overrides[index] = own
-        try:
-            return NLQConfig(**values, per_layer_config=overrides or None)
-        except StrictDataclassError as error:
-            raise ValueError(one_line(error)) from error
+        return NLQConfig(**values, per_layer_config=overrides or None)
 
     def write(self, config: NLQConfig) -> PreTrainedConfig:
         """Makes the configuration of the family that is nearest to that of an NLQ model."""
@@ -310,7 +290,6 @@ _SAME_NAMES = (
 _COMMON = _equal(**{name: name for name in _SAME_NAMES})
 _KEY_HEADS = _equal(num_key_value_heads="num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
-_ROPE_BEFORE_NORM = _ROPE._replace(read=partial(_read_rope, is_before_norm=True))
 _ROPE_BY_LAYER = Part(("rope_parameters", "no_rope_layers"), partial(_read_rope, by_layer=True), _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
 _HEAD_DIM = Part(("head_dim",), _head_dim, lambda layers: {"head_dim": layers[0].head_dim})
@@ -361,7 +340,7 @@ _ROWS = (
     ),
     _like_llama(
         "nanochat",
-        *(_equal(final_logit_softcapping="final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        *(_equal(final_logit_softcapping="final_logit_softcapping"), _ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
@@ -435,7 +414,7 @@ _ROWS = (
             Part(("n_inner",), lambda config: {"intermediate_size": config.n_inner}, _write_n_inner),
             Part(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _read_scaling, _write_scaling),
         ),
-        # The order of operations, the second head of a class that is named in `LossyConversion`, and an old name
+        # The order of operations, the second head of a class, and an old name
         without_effect=(
             *("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
             *("summary_first_dropout", "summary_proj_to_labels", "n_ctx"),

@@ -1,19 +1,15 @@
 """Models in GGUF files, the format of llama.cpp: what Transformers' reader of them leaves out, and their tokenizers."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
-from ..models import check_layers
 from ..text import one_line
 
 
@@ -26,8 +22,6 @@ _ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
 _NOTHING = (0, "", "none", [])
 # Values of other fields that say what Transformers takes for granted
 _USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
-# Fields that llama.cpp itself can do without. What it then takes is the default of Llama's class, and not of the others
-_OPTIONAL = {"llama": ("rope.dimension_count", "rope.freq_base", "attention.head_count_kv")}
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _TOKENIZER = "tokenizer.ggml."
 _NOT_QUANTISED = ("F32", "F16", "BF16")
@@ -63,11 +57,6 @@ class GGUF:
     def is_quantised(self) -> bool:
         return self.weights not in _NOT_QUANTISED
 
-    @property
-    def has_pieces(self) -> bool:
-        """Whether its tokenizer is one of SentencePiece."""
-        return self.tokenizer.get("model") == "llama"
-
 
 def find_gguf(source: str) -> Path | None:
     """The GGUF file of a source, which is the file or its folder; `None` if there is none, or the folder has other weights.
@@ -76,20 +65,12 @@ def find_gguf(source: str) -> Path | None:
         ValueError: for a folder with several of them.
     """
     path = Path(source)
-    if is_gguf(path):
+    if path.is_file() and path.suffix == ".gguf":
         return path
-    has_weights = any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))
-    if not path.is_dir() or (has_weights and (path / "config.json").is_file()):
-        return None
-    files = sorted(filter(is_gguf, path.iterdir()))
+    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
     if len(files) > 1:
         raise ValueError(f"{source} holds {len(files)} GGUF files ({', '.join(file.name for file in files)}); name one of them")
     return files[0] if files else None
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file is named as a GGUF file."""
-    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def read_gguf(path: Path) -> GGUF:
@@ -103,48 +84,25 @@ def read_gguf(path: Path) -> GGUF:
         raise ImportError(f'{path} needs the package gguf: pip install "modeling-nlq[gguf]"')
     from gguf import GGUFReader
 
-    class BoundedReader(GGUFReader):
-        """Stops at the end of the file: the length of a list there may be any number, which would be counted to."""
-
-        def _get(self, offset, dtype, count=1, **options):
-            if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
-                raise EOFError(path)
-            return super()._get(offset, dtype, count, **options)
-
-    if path.suffix != ".gguf":
-        raise ValueError(f"{path} must end in .gguf: Transformers reads no other name")
-    with path.open("rb") as file:
-        if (magic := file.read(4)) != b"GGUF":
-            raise ValueError(f"{path} is no GGUF file: it begins with {magic!r}, which must be b'GGUF'")
     try:
-        reader = BoundedReader(path)
+        reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if name not in _LONG}
     except Exception as error:  # of many kinds, from wherever the reader was when the file ended
         raise ValueError(f"{path} is truncated or damaged; fetch it again") from error
-    if (count := fields.get("split.count", 1)) > 1:
-        raise ValueError(f"{path} is part {fields['split.no'] + 1} of {count}: join them first (llama-gguf-split --merge)")
+    if fields.get("split.count", 1) > 1:
+        raise ValueError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
-    if fields.get("general.name") == "mistral":
-        raise ValueError(f"{path}: Transformers does not read files with general.name='mistral'")
     prefix = f"{architecture}."
     said = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    read = GGUF_CONFIG_MAPPING[architecture]
-    needed = {name for name, place in read.items() if place is not None} - {"vocab_size"}
-    if missing := sorted(needed - said.keys() - set(_OPTIONAL.get(architecture, ()))):
-        raise ValueError(f"{path} lacks {', '.join(prefix + name for name in missing)}")
-    for name in sorted(needed & said.keys()):
-        value = said[name]
-        if not isinstance(value, list) and not (isinstance(value, int | float) and value > 0):
-            raise ValueError(f"{path}: {prefix}{name}={value!r} must be a positive number")
-    check_layers({"num_layers": said["block_count"]}, str(path))
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated
+    read = (*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ)
     not_read = [
-        f"{prefix}{name}={value!r}"
+        f"{prefix}{name}={value!r}: Transformers does not read it from GGUF files"
         for name, value in said.items()
-        if (value != usual[name] if name in usual else name not in (*read, *_ALSO_READ) and value not in _NOTHING)
+        if (value != usual[name] if name in usual else name not in read and value not in _NOTHING)
     ]
     sizes: dict[str, int] = {}
     for tensor in reader.tensors:
@@ -152,12 +110,12 @@ def read_gguf(path: Path) -> GGUF:
     quantised = {name: size for name, size in sizes.items() if name not in _NOT_QUANTISED}
     return GGUF(
         path,
-        weights=max(quantised or sizes, key=sizes.get, default="none"),
+        weights=max(quantised or sizes, key=sizes.get),
         architecture=architecture,
         tensors=[tensor.name for tensor in reader.tensors],
         head_size=head_size,
         tokenizer={name.removeprefix(_TOKENIZER): value for name, value in fields.items() if name.startswith(_TOKENIZER)},
-        not_read=[f"{name}: Transformers does not read it from GGUF files" for name in not_read],
+        not_read=not_read,
     )
 
 
@@ -175,41 +133,22 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
     """Rebuilds the tokenizer that a file describes.
 
     Raises:
-        ValueError: if Transformers cannot, would cut text in another way, or cannot save it.
+        ValueError: if Transformers cannot, or would cut text in another way.
     """
     path = gguf.path
     try:
-        with TemporaryDirectory() as empty:  # from the file's own folder, another tokenizer would be taken
-            tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=str(path.resolve()), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=str(path.resolve()), trust_remote_code=False)
     except Exception as error:  # of many kinds, because the reader expects every field to be there
         raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer") from error
     # Transformers reads these two from 5.23 on
-    for name, default in {"add_bos_token": gguf.has_pieces, "add_eos_token": False}.items():
+    for name, default in {"add_bos_token": gguf.tokenizer.get("model") == "llama", "add_eos_token": False}.items():
         if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
             setattr(tokenizer, name, value)
-
-    def unknown(name: str) -> ValueError:
-        said = f"{_TOKENIZER}{name}={gguf.tokenizer.get(name)!r}"
-        return ValueError(f"{path}: Transformers cannot cut text as {said} says; give a tokenizer by --tokenizer")
-
     backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")
-    if gguf.has_pieces and not gguf.tokenizer.get("add_space_prefix", True):
-        raise unknown("add_space_prefix")
     if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):  # what Transformers takes where it does not know the cut
         if cut in _DIGITS:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         elif cut not in _AS_GPT2:
-            raise unknown("pre")
-    if not _is_kept(tokenizer):  # a saved tokenizer of Qwen has Qwen's cut, whatever it was
-        raise unknown("pre")
+            raise ValueError(f"{path}: Transformers cannot cut text as {_TOKENIZER}pre={cut!r} says; give one by --tokenizer")
     return tokenizer
-
-
-def _is_kept(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer cuts text in the same way after it was saved and loaded."""
-    with TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        again = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    cuts = [json.loads(each.backend_tokenizer.to_str())["pre_tokenizer"] for each in (tokenizer, again)]
-    return cuts[0] == cuts[1]

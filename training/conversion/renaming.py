@@ -16,12 +16,10 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
-    GPT2DoubleHeadsModel,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
-from transformers.utils import logging
 
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
@@ -32,8 +30,6 @@ from .streaming import ParameterSource, Weights, empty_model, parameter_shapes
 from .upcycling import changed, only_adds, problems, restructure, upcycle
 
 
-logger = logging.get_logger(__name__)
-
 # A table for each head, with the class of NLQ and that of each family; the first is the default
 _HEADS = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,32 +38,30 @@ _HEADS = (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 )
-# Classes with a second head, which would be lost, and its name
-_WITHOUT_SECOND_HEAD = {GPT2DoubleHeadsModel: "multiple_choice_head"}
 
 
 class LossyConversion(ValueError):
     """A conversion would lose something, which the message names."""
 
     def __init__(self, lost: list[str]):
-        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}")
+        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}; --allow-lossy goes on without")
         self.lost = lost
 
 
 def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     """The classes of a configuration that can be converted, by name; the first is the default."""
     found = [head[type(config)] for head in _HEADS if type(config) in head]
-    found += [two_heads for two_heads in _WITHOUT_SECOND_HEAD if two_heads.config_class is type(config)]
     return {found_class.__name__: found_class for found_class in found}
 
 
 def class_with_same_head(
     model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[PreTrainedModel] | None:
-    """The class of another configuration with the same head as a class, or of two heads the first; `None` if there is none."""
+    """The class of another configuration with the same head as a class; `None` if there is none."""
     own = (model_class.config_class, NLQConfig)  # the second of a derived class that is not registered
     heads = (head for head in _HEADS if any(issubclass(model_class, head[each]) for each in own if each in head))
-    return next(heads, _HEADS[0]).get(config_class, None)
+    found = next(heads, None)
+    return None if found is None else found.get(config_class, None)
 
 
 def nlq_config(config: PreTrainedConfig) -> NLQConfig:
@@ -84,14 +78,10 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
     try:
         theirs = FAMILIES[family].write(config)
         plain = FAMILIES[family].read(theirs)
-        found = problems(config, plain)
+        if found := problems(config, plain):
+            raise ValueError("; ".join(found))
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{family} has no model of this shape: {one_line(error)}") from error
-    if found:
-        raise ValueError(f"{family} has no model of this shape: {'; '.join(found)}")
-    for name in ("attention_dropout", "embedding_dropout", "residual_dropout"):
-        if (value := getattr(config, name)) != (kept := getattr(plain, name)):
-            logger.warning(f"{name}={value}: a {family} model trains with {kept} there; what it computes is the same")
     return theirs, plain
 
 
@@ -142,11 +132,11 @@ class Draft:
         """Makes an NLQ model of a model of a family; raises as the function `to_nlq` does."""
         old, family = self.model, FAMILIES[self.model.config.model_type]
         lost = family.not_read(old.config)
-        if type(old) in _WITHOUT_SECOND_HEAD:
-            lost.append(f"{_WITHOUT_SECOND_HEAD[type(old)]}: NLQ models have one head, the language-modelling head is kept")
         if lost and not allow_lossy:
             raise LossyConversion(lost)
-        new = empty_model(class_with_same_head(type(old), NLQConfig), family.read(old.config))
+        if (our_class := class_with_same_head(type(old), NLQConfig)) is None:
+            raise ValueError(f"NLQ has no model with the head of {type(old).__name__}")
+        new = empty_model(our_class, family.read(old.config))
         return self._next(new, to_nlq_origins(family, old, new), lost)
 
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
@@ -240,7 +230,7 @@ def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedMo
 
     Raises:
         ValueError: for another family, or a value of the configuration that an NLQ model cannot have.
-        LossyConversion: if it has fields, or a second head, without a counterpart.
+        LossyConversion: if it has fields without a counterpart.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
@@ -262,8 +252,6 @@ def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) 
         ValueError: if the family has no model of its shape, naming the fields.
         LossyConversion: if the family lacks something it uses.
     """
-    if not isinstance(model.config, NLQConfig):
-        raise ValueError(f"a model of type {model.config.model_type!r} is no NLQ model")
     return Draft.of(model).from_nlq(family, allow_lossy).build()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_nlq import NLQConfig, NLQForSequenceClassification
+from modeling_nlq import NLQConfig
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 from modeling_nlq.projections_nlq import PROJECTIONS, NLQAttentionProjections, NLQBottleneck
 
@@ -75,15 +75,6 @@ def lost_queries(before: NLQConfig, after: NLQConfig) -> list[str]:
 # Rules of the whole model: they take the old model and the new one, and return what is lost
 
 
-def _pad_token_id(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
-    before, after = model.config.pad_token_id, new.config.pad_token_id
-    if before == after or not isinstance(model, NLQForSequenceClassification):
-        return []
-    return [
-        refusal("pad_token_id", before, after, "a sequence classifier reads its answer at the last token that is not padding")
-    ]
-
-
 def _num_key_value_heads(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
     before, after = model.config.num_key_value_heads, new.config.num_key_value_heads
     if after % before:
@@ -137,7 +128,6 @@ def _intermediate_size(model: PreTrainedModel, new: PreTrainedModel) -> list[str
 
 
 MODEL_RULES = {
-    "pad_token_id": _pad_token_id,
     "num_key_value_heads": _num_key_value_heads,
     **dict.fromkeys(("use_bias", *(f"{part}_bias" for part in BIASED_PARTS)), _biases),
     "tie_word_embeddings": _tie_word_embeddings,

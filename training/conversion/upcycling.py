@@ -25,31 +25,10 @@ _WITHOUT_EFFECT = {
     "initializer_range",
     "residual_dropout",
     "use_cache",
-    *_TOKEN_IDS,  # a rule below has an exception
+    *_TOKEN_IDS,
 }
-# Fields of the whole model that cannot change
-_FIXED = {
-    "head_dim": "it is the width of the weights of every head",
-    "hidden_size": "it is the width of all weights",
-    "num_attention_heads": "the weights are those of this number of heads",
-    "num_hidden_layers": "the weights are those of this number of layers",
-    "vocab_size": "a new token would take probability from the existing tokens",
-    "norm_position": "the norms of the trained model are in other places",
-    "norm_gain": "the trained gains are part of the weights",
-    "embedding_norm": "the input of the first block would change",
-    "norm_type": "LayerNorm subtracts the mean and RMSNorm does not, and the weights were trained with one of them",
-    "parallel_residual": "the inputs of the MLPs would change",
-    "mlp_type": "one has the weights of a gate and the other has none",
-    "rope_parameters": "the weights were trained with other angles",
-}
-_FIXED_IN_LAYERS = {"position_embedding": "the weights were trained with other position embeddings"}
-_OTHER_FUNCTION = {
-    "final_logit_softcapping": "the logits would change",
-    "hidden_act": "the MLPs would compute something else",
-    "layer_norm_eps": "every norm would compute something else",
-    "residual_activation": "the residual stream would change",
-    "sublayer_activation": "the inputs of the sub-layers would change",
-}
+# Fields without a place in the weights: another value is another function
+_OTHER_FUNCTION = ("final_logit_softcapping", "hidden_act", "layer_norm_eps", "residual_activation", "sublayer_activation")
 
 
 def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
@@ -130,7 +109,7 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         for field in _TOKEN_IDS:
             if getattr(before, field) != getattr(config, field):
                 setattr(new.generation_config, field, getattr(config, field))
-    lost = refusals(before, config, _OTHER_FUNCTION)
+    lost = refusals(before, config, dict.fromkeys(_OTHER_FUNCTION, "the outputs would change"))
     with torch.no_grad():
         state = model.state_dict()
         for name, value in new.state_dict().items():
@@ -150,25 +129,17 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
 
 
 def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
-    """Lists the fields that cannot change, in words."""
-    has_same_angles = _have_same_angles(before, after)
-    found = refusals(
-        before, after, {field: _FIXED[field] for field in _FIXED if field != "rope_parameters" or not has_same_angles}
-    )
-    if before.rope_parameters == after.rope_parameters and not has_same_angles:
-        lengths = before.max_position_embeddings, after.max_position_embeddings
-        found.append(refusal("max_position_embeddings", *lengths, "this rotary type takes its angles from it"))
+    """Lists the fields that cannot change, in words: all that have no rule."""
+    found = []
+    if not _have_same_angles(before, after):
+        name = "rope_parameters" if before.rope_parameters != after.rope_parameters else "max_position_embeddings"
+        values = getattr(before, name), getattr(after, name)
+        found.append(refusal(name, *values, "the weights were trained with other angles"))
+    with_rule = {"attention_parts_code", "rope_parameters", *_WITHOUT_EFFECT, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
+    fixed = dict.fromkeys(sorted(NLQConfig.__annotations__.keys() - with_rule), "the weights were trained with the former")
     layers = list(zip(before.per_layer_config, after.per_layer_config))
-    found += _by_layer([refusals(old, new, _FIXED_IN_LAYERS) for old, new in layers])
-    found += _by_layer([lost_queries(old, new) for old, new in layers])
-    before_code, after_code = before.attention_parts_code or {}, after.attention_parts_code or {}
-    changed_parts = sorted(name for name in before_code.keys() & after_code.keys() if before_code[name] != after_code[name])
-    found += [f"attention_parts: the file of {name!r} is another one than the model was made with" for name in changed_parts]
-    known = {"attention_parts_code", *_WITHOUT_EFFECT, *_FIXED, *_FIXED_IN_LAYERS, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
-    other = sorted(NLQConfig.__annotations__.keys() - known)
-    return list(
-        dict.fromkeys([*found, *refusals(before, after, dict.fromkeys(other, "no rule says how to keep the function"))])
-    )
+    found += _by_layer([[*refusals(*layer, fixed), *lost_queries(*layer)] for layer in layers])
+    return list(dict.fromkeys(found))
 
 
 def _by_layer(reasons: list[list[str]]) -> list[str]:
@@ -200,9 +171,5 @@ def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
     length = min(32, config.max_position_embeddings)
     tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        first, second = (_in_float32(each)(input_ids=tokens, use_cache=False)[0] for each in (model, other))
+        first, second = (copy.deepcopy(each).float()(input_ids=tokens, use_cache=False)[0] for each in (model, other))
     return float((first - second).abs().max() / first.abs().max().clamp(min=torch.finfo(first.dtype).tiny))
-
-
-def _in_float32(model: PreTrainedModel) -> PreTrainedModel:
-    return model if model.dtype == torch.float32 else copy.deepcopy(model).float()

@@ -1,6 +1,5 @@
 """What the attention layers of a model do with one text: weights, rows and numbers of every head."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +7,6 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
-from modeling_nlq.configuration_nlq import NLQConfig
 from modeling_nlq.linear_nlq import linear_attention
 from modeling_nlq.parts_base_nlq import AttentionCall
 from modeling_nlq.projections_nlq import NLQAttentionProjections
@@ -50,7 +48,6 @@ HEADS = {
 }
 _NO_WEIGHTS = "linear attention has no weight for a pair of tokens"
 _PAIRS = "differential attention subtracts two maps, and each of them has its own value"
-_FROM_OUTSIDE = "not available for a model that neither is an NLQ model nor converts to one"
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Layer:
     """What one attention layer does with a text.
 
     Attributes:
-        activation: its name; empty if it is not known.
+        activation: its name.
         heads: the number of maps. For differential attention it is that of differences.
         weights: `(heads, query, key)`, as `output_attentions=True` returns them, or `None`.
         rows: `(heads, query)` by the names in `ROWS`; NaN where a row has none.
@@ -86,23 +83,13 @@ class Layer:
         self.add_rows(has_choice, **rows)
 
     def add_measure(self, part: str, name: str, values: torch.Tensor, query_heads: int) -> None:
-        """Adds a number that a part measures.
-
-        Raises:
-            ValueError: unless there is one for each head, under a name of its own.
-        """
-        if name in {"weights", *ROWS, *HEADS, *self.numbers}:
-            raise ValueError(f"attention part {part!r} measures {name!r}, which is the name of another number")
-        shape = tuple(values.shape) if isinstance(values, torch.Tensor) else None
-        if shape == (self.heads,):
+        """Adds a number that a part measures; raises `ValueError` unless there is one for each head."""
+        if values.shape == (self.heads,):
             self.numbers[name] = values.cpu()
-        elif shape == (query_heads,):
+        elif values.shape == (query_heads,):
             self.missing[name] = _PAIRS
         else:
-            raise ValueError(
-                f"attention part {part!r} measures {name!r} as {type(values).__name__} of the shape {shape}; it must be a "
-                f"tensor of the shape ({self.heads},), a number for each head"
-            )
+            raise ValueError(f"attention part {part!r}: {name!r} has the shape {tuple(values.shape)}, not ({self.heads},)")
 
 
 def measure_attention(
@@ -111,22 +98,17 @@ def measure_attention(
     """Measures the attention of each layer on a text.
 
     Args:
-        model: a causal language model of Transformers, in evaluation mode.
+        model: an NLQ model, in evaluation mode.
         input_ids: `(1, length)`.
         random_ids: random tokens, repeated once (see `repeated_tokens`).
         ablated_tokens: remove heads on this many tokens; with fewer than 2 no head is removed.
-
-    Returns:
-        The layers, first to last. A model that is no NLQ model has only those that return their weights.
     """
-    is_ours = isinstance(model.config, NLQConfig)
-    see = _see_inside if is_ours else _see_from_outside
-    layers, period = see(model, input_ids), random_ids.shape[1] // 2
-    for layer, again in zip(layers, see(model, random_ids) if period > 1 else ()):
+    layers, period = _see(model, input_ids), random_ids.shape[1] // 2
+    for layer, again in zip(layers, _see(model, random_ids) if period > 1 else ()):
         if again.weights is not None:
             layer.numbers["previous_token"] = previous_token_scores(again.weights)
             layer.numbers["induction"] = induction_scores(again.weights, period)
-    if is_ours and ablated_tokens > 1:
+    if ablated_tokens > 1:
         costs = ablations(model, input_ids[:, :ablated_tokens], [layer.heads for layer in layers])
         for layer, cost in zip(layers, costs):
             layer.numbers["ablation"] = cost
@@ -142,21 +124,17 @@ def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
     return min(length, max(FEWEST_ABLATED, int(ABLATION_BUDGET / cost)))
 
 
-def _see_inside(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
-    """Measures the layers of an NLQ model, in its own calls."""
+def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
+    """Measures the layers of a model, in its own calls."""
     layers: list[Layer] = []
 
     def receive(
         layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> None:
-        see: Callable[..., Layer] = _see_linear if layer.activation.kind == "linear" else _see_weights
+        see = _see_linear if layer.activation.kind == "linear" else _see_weights
         found = see(layer, call, position_embeddings)
         for part in layer.parts.values():
-            try:
-                measured = part("measure", call)
-            except Exception as error:  # of a user's own part
-                raise ValueError(f"attention part {part.name!r}: measure failed: {type(error).__name__}: {error}") from error
-            for name, values in measured.items():
+            for name, values in part("measure", call).items():
                 found.add_measure(part.name, name, values, layer.num_heads)
         layers.append(found)
 
@@ -210,19 +188,3 @@ def _see_linear(
     found.add_rows(later, own_value_cosine=own_value_cosines(outputs[0].transpose(0, 1).cpu(), values))
     found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     return found
-
-
-@torch.no_grad()
-def _see_from_outside(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
-    """Measures the weights that any model of Transformers returns."""
-    output = model(input_ids=input_ids.to(model.device), output_attentions=True, use_cache=False)
-    layers, length = [], input_ids.shape[1]
-    for weights in getattr(output, "attentions", None) or ():
-        if weights is not None and weights.dim() == 4 and weights.triu(1).any():
-            raise ValueError("it is no causal model: its tokens attend to later ones")
-        if weights is not None and weights.dim() == 4 and weights.shape[-2:] == (length, length):
-            layer = Layer("", weights.shape[1])
-            layer.add_weights(weights[0].float().cpu(), torch.arange(length) > 0)
-            layer.missing = dict.fromkeys(("own_value_cosine", "effective_rank", "largest_score", "ablation"), _FROM_OUTSIDE)
-            layers.append(layer)
-    return layers

@@ -66,13 +66,6 @@ function unpack(packed) {
   return unpacked.get(packed);
 }
 
-// Keys that move a selection, without those of the browser
-function stepOf(event, steps) {
-  if (event.altKey || event.ctrlKey || event.metaKey || !(event.key in steps)) return null;
-  event.preventDefault();
-  return steps[event.key];
-}
-
 async function inflate(packed) {
   const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -126,9 +119,9 @@ const tokens = data.tokens.map((token, index) =>
 byId("text").append(...tokens);
 byId("text").addEventListener("keydown", (event) => {
   const steps = { ArrowLeft: -1, ArrowUp: -10, ArrowRight: 1, ArrowDown: 10, Home: -length, End: length };
-  const step = stepOf(event, steps);
-  if (step === null) return;
-  selectQuery(state.query + step);
+  if (event.altKey || event.ctrlKey || event.metaKey || !(event.key in steps)) return;
+  event.preventDefault();
+  selectQuery(state.query + steps[event.key]);
   tokens[state.query].focus();
 });
 
@@ -188,21 +181,12 @@ byId("quantity").addEventListener("change", (event) => {
 
 const grids = data.models.map((model, index) => {
   const widest = Math.max(...model.layers.map((layer) => layer.heads));
-  const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}; arrow keys select one`, style: `--rows: ${model.layers.length}; grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
+  const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}`, style: `--rows: ${model.layers.length}; grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
   grid.append(element("span", {}, ""), ...Array.from({ length: widest }, (_, head) => element("span", { "aria-hidden": "true" }, String(head))));
   const buttons = model.layers.map((layer, row) => {
     const made = Array.from({ length: layer.heads }, (_, head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
     grid.append(element("span", {}, String(row)), ...made, ...Array.from({ length: widest - layer.heads }, () => element("span")));
     return made;
-  });
-  grid.addEventListener("keydown", (event) => {
-    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    const step = stepOf(event, steps);
-    if (step === null) return;
-    const { layer, head } = state.heads[index];
-    const row = Math.min(Math.max(layer + step[0], 0), buttons.length - 1);
-    selectHead(index, row, head + step[1]);
-    buttons[row][state.heads[index].head].focus();
   });
   const readout = element("p", { class: "readout" });
   const scale = element("p", { class: "scale" });
@@ -258,7 +242,7 @@ function paintHeads() {
 const panels = data.models.map((model, index) => {
   const panel = {
     title: element("h3"),
-    map: element("canvas", { tabindex: 0, role: "application", "aria-label": `Attention map, ${model.name}; arrow keys move` }),
+    map: element("canvas", { role: "img", "aria-label": `Attention map, ${model.name}` }),
     scale: element("p", { class: "scale" }),
     reason: element("p", { class: "soft" }),
     readout: element("p", { class: "readout", "aria-live": "polite" }),
@@ -266,25 +250,16 @@ const panels = data.models.map((model, index) => {
     numbers: element("table"),
   };
   panel.map.width = panel.map.height = model.map_tokens;
-  const move = (query, key) => selectQuery(query, Math.min(key, query));
   panel.map.addEventListener("click", (event) => {
     const box = panel.map.getBoundingClientRect();
     const place = (offset, size) => Math.min(Math.max(Math.floor((offset / size) * model.map_tokens), 0), model.map_tokens - 1);
-    move(place(event.clientY - box.top, box.height), place(event.clientX - box.left, box.width));
-  });
-  panel.map.addEventListener("keydown", (event) => {
-    const steps = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
-    const step = stepOf(event, steps);
-    if (step === null) return;
-    const query = Math.min(Math.max(state.query + step[0], 0), model.map_tokens - 1);
-    move(query, Math.max((state.key ?? query) + step[1], 0));
+    const query = place(event.clientY - box.top, box.height);
+    selectQuery(query, Math.min(place(event.clientX - box.left, box.width), query));
   });
   const picture = element("div", {}, panel.map, panel.scale, panel.reason, panel.readout);
   byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.charts, panel.numbers))));
   return panel;
 });
-
-byId("scale").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));
 
 async function paintPanel(index) {
   const model = data.models[index], panel = panels[index];
@@ -326,18 +301,15 @@ function paintMap(panel, weight, largest, size) {
   const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().replace(/^#(.)(.)(.)$/, "#$1$1$2$2$3$3").slice(start, start + 2), 16));
   const [sheet, hot, cold, soft] = ["--sheet", "--hot", "--cold", "--line"].map(rgb);
   const image = context.createImageData(size, size);
-  const byRow = byId("scale").value === "row";
-  const limit = Math.max(...largest.subarray(0, size));
   let low = 0, high = 0;
   for (let query = 0; query < size; query++) {
-    const most = byRow ? largest[query] : limit;
     for (let key = 0; key < size; key++) {
       const value = weight(query, key);
-      if (!byRow || query === state.query) {
+      if (query === state.query) {
         low = Math.min(low, value);
         high = Math.max(high, value);
       }
-      const part = most ? Math.min(Math.abs(value) / most, 1) ** 0.6 : 0;
+      const part = largest[query] ? Math.min(Math.abs(value) / largest[query], 1) ** 0.6 : 0;
       const full = value < 0 ? cold : hot;
       const base = key > query ? soft : sheet;
       for (let channel = 0; channel < 3; channel++) {
@@ -347,7 +319,7 @@ function paintMap(panel, weight, largest, size) {
     }
   }
   context.putImageData(image, 0, 0);
-  showScale(panel.scale, low, high, 0, Math.max(high, -low), byRow ? "in the selected row" : "");
+  showScale(panel.scale, low, high, 0, Math.max(high, -low), "in the selected row");
   if (state.query < size) {
     context.globalAlpha = 0.35;
     context.fillStyle = style.getPropertyValue("--mark");

@@ -5,13 +5,9 @@ does not see a key. They may be negative, and their rows need not sum to 1. `p_i
 row.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from scipy import stats
 from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -36,23 +32,8 @@ def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.T
     return token_losses(logits, input_ids.to(logits.device))[0].cpu()
 
 
-def losses_of_documents(model: PreTrainedModel, documents: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Computes the losses of several texts of at least 2 tokens, `(tokens - 1,)` each, in batches."""
-    order = sorted(range(len(documents)), key=lambda index: len(documents[index]))
-    found: dict[int, torch.Tensor] = {}
-    while order:
-        count = _rows_at_once(model, len(documents[order[-1]]))
-        batch, order = order[-count:], order[:-count]
-        # What stands after a text changes nothing in it, so the padding needs no mask
-        rows = nn.utils.rnn.pad_sequence([torch.as_tensor(documents[index]) for index in batch], batch_first=True)
-        for index, losses in zip(batch, losses_of_tokens(model, rows)):
-            found[index] = losses[: len(documents[index]) - 1].clone()
-    return [found[index] for index in range(len(documents))]
-
-
 def _rows_at_once(model: PreTrainedModel, length: int) -> int:
-    vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    return max(1, min(_LOGITS_AT_ONCE // (4 * length * vocab_size), _TOKENS_AT_ONCE // length))
+    return max(1, min(_LOGITS_AT_ONCE // (4 * length * model.config.vocab_size), _TOKENS_AT_ONCE // length))
 
 
 def shares(weights: torch.Tensor) -> torch.Tensor:
@@ -151,45 +132,3 @@ def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[i
                 losses.append(losses_of_tokens(model, input_ids.expand(len(removed), -1)))
         found.append(torch.cat(losses).double().mean(dim=-1) - whole)
     return found
-
-
-@dataclass(frozen=True)
-class LossDifference:
-    """The difference of the losses of two models on documents, in nats per token; negative where the second is better.
-
-    Attributes:
-        mean: over all tokens.
-        low, high: a 95 % interval over documents; `None` for fewer than two documents.
-        documents, tokens: how many were compared.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
-    documents: int
-    tokens: int
-
-
-def loss_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> LossDifference:
-    """Compares the losses of two models, token by token, on the same documents.
-
-    Tokens of one document depend on each other, so the documents are the sample. The mean over all tokens is a ratio of two
-    sums over documents, and its interval is that of Student's t for a ratio, linearised (Cochran 1977, section 2.11).
-
-    Args:
-        first, second: for each document the losses of its tokens, `(tokens,)`; a document without any does not count.
-
-    Raises:
-        ValueError: if there is no token.
-    """
-    pairs = [(ours.double(), theirs.double()) for ours, theirs in zip(first, second, strict=True) if len(ours)]
-    sums, sizes = np.array([(theirs - ours).sum().item() for ours, theirs in pairs]), np.array([len(ours) for ours, _ in pairs])
-    documents, tokens = len(sums), int(sizes.sum())
-    if not tokens:
-        raise ValueError("there is no token to compare: a document needs two")
-    mean = sums.sum() / tokens
-    if documents < 2:
-        return LossDifference(float(mean), None, None, documents, tokens)
-    deviation = math.sqrt(documents / (documents - 1) * ((sums - mean * sizes) ** 2).sum()) / tokens
-    width = stats.t.ppf(0.975, documents - 1) * deviation
-    return LossDifference(float(mean), float(mean - width), float(mean + width), documents, tokens)

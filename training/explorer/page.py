@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from .attention import HEADS, ROWS, Layer
-from .measures import LossDifference
 
 
 # Bytes of a page, a little below 10 MB
@@ -66,10 +65,9 @@ def quantize(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_page(title: str, notes: Sequence[str], tokens: Sequence[str], models: Sequence[ExploredModel]) -> str:
-    """Makes the page of one model or of two, of at most `PAGE_LIMIT` bytes.
+    """Makes the page of one model or of two, of at most `PAGE_LIMIT` bytes, or a quarter more for a thousand heads.
 
-    If not all fits, the page has the maps of the first tokens only, and if the numbers of rows alone fill half of it, it has
-    none of them. It says so.
+    If not all fits, the page has the maps of the first tokens only, and says so.
 
     Args:
         title: its title.
@@ -78,11 +76,9 @@ def write_page(title: str, notes: Sequence[str], tokens: Sequence[str], models: 
         models: each has a loss for every token but the first.
     """
     notes, length = list(notes), len(tokens)
-    content = _content(tokens, models, has_rows=True)
-    if _size(content) > PAGE_LIMIT / 2:
-        content = _content(tokens, models, has_rows=False)
-        notes.append("The charts of the rows are left out, to keep the page small.")
-    map_tokens, maps = _pack_maps(models, length, PAGE_LIMIT - _size(content) - _size(_read("explorer.js")) - 10_000)
+    content = _content(tokens, models)
+    rest = PAGE_LIMIT - len(json.dumps(content)) - len(_read("explorer.js")) - 10_000
+    map_tokens, maps = _pack_maps(models, length, max(rest, PAGE_LIMIT // 4))
     if map_tokens < length:
         notes.append(f"Maps show the first {map_tokens} of {length} tokens only, to keep the page small.")
     for model, layers in zip(content["models"], maps):
@@ -102,19 +98,7 @@ def write_page(title: str, notes: Sequence[str], tokens: Sequence[str], models: 
     )
 
 
-def describe_difference(difference: LossDifference, names: Sequence[str], unit: str = "document") -> str:
-    """One sentence about the losses of two models on documents, or on another unit of text."""
-    first, second = names
-    interval = (
-        "" if difference.low is None else f" (95 % interval over {unit}s: {difference.low:+.4f} to {difference.high:+.4f})"
-    )
-    return (
-        f"Loss of {second} minus loss of {first}: {difference.mean:+.4f} nats per token{interval}, over {difference.tokens:,} "
-        f"tokens in {difference.documents:,} {unit}{'s' * (difference.documents != 1)}."
-    )
-
-
-def _content(tokens: Sequence[str], models: Sequence[ExploredModel], has_rows: bool) -> dict[str, Any]:
+def _content(tokens: Sequence[str], models: Sequence[ExploredModel]) -> dict[str, Any]:
     """What the page's script reads, without the maps."""
     return {
         "tokens": list(tokens),
@@ -126,15 +110,11 @@ def _content(tokens: Sequence[str], models: Sequence[ExploredModel], has_rows: b
                 "description": model.description,
                 "loss": _number(model.losses.double().mean().item()) if len(model.losses) else None,
                 "losses": [None, *map(_number, model.losses.tolist())],
-                "layers": [_layer(layer, has_rows) for layer in model.layers],
+                "layers": [_layer(layer) for layer in model.layers],
             }
             for model in models
         ],
     }
-
-
-def _size(content: dict[str, Any] | str) -> int:
-    return len(json.dumps(content))
 
 
 @cache
@@ -170,9 +150,9 @@ def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
     )
 
 
-def _layer(layer: Layer, has_rows: bool) -> dict[str, Any]:
+def _layer(layer: Layer) -> dict[str, Any]:
     # Rows are rounded to 11 bits: that is enough to look at, and they compress better. The scale of a map is exact
-    rows = {name: _round(row) for name, row in layer.rows.items()} if has_rows else {}
+    rows = {name: _round(row) for name, row in layer.rows.items()}
     if layer.weights is not None:
         rows = {"largest": layer.weights.abs().amax(dim=-1).float(), **rows}
     return {

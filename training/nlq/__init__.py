@@ -1,16 +1,12 @@
 """The command `nlq`, by Typer: one function a command, over the functions of `modeling_nlq.training`; errors in one line.
 
 This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help, completion and
-wrong arguments do not wait for that, and Ctrl-C meanwhile ends in one line too. So every function imports what it needs.
+wrong arguments do not wait for that, so every function imports what it needs.
 """
 
-import contextlib
 import os
 import re
-import shutil
-import signal
 import sys
-import textwrap
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -36,19 +32,17 @@ def _option(help: str, default: Any = None, *names: str, metavar: str | None = N
 
 
 _flag = partial(_option, default=False)
-_on_ray, _of_text, _of_tasks, _served = (
-    partial(_option, panel=panel) for panel in ("With --engine ray", "Text", "Tasks", "With --serve")
-)
+_on_ray, _of_text, _of_tasks = (partial(_option, panel=panel) for panel in ("With --engine ray", "Text", "Tasks"))
 # Options of several commands
 _ENGINE = _option("local: on this machine; ray: on the cluster that Ray finds.", "local")
 _MAX_RETRIES = _on_ray("How often a run is retried that lost its node or ran out of memory; by default 3.")
-_PARTS = _option("Run these files, which define parts of the model.", [], metavar="FILE.py...")
+_PARTS = _option("Run a file that defines parts of the model; may be repeated.", [], metavar="FILE.py")
 _TRUST_PARTS = _flag("Run the files of attention parts that lie beside the model.")
 _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds, as the record of a run does.")
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
 _MODEL = _argument("Folder or Hub name of a saved model.")
 _MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...")
-_SWITCHES = _option("Set another switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
+_SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
 
 
 class _Command(TyperCommand):
@@ -72,38 +66,21 @@ class _Command(TyperCommand):
         if self.shipped is not None:
             from modeling_nlq.configuration import descriptions
 
-            listed = {name: text.replace("[", r"\[") for name, text in descriptions(self.shipped).items()}
-            width = max(map(len, listed))
-            space = min(shutil.get_terminal_size().columns, 110) - width - 5
-            lines = [f"{name:<{width}}  {textwrap.shorten(text, space, placeholder=' ...')}" for name, text in listed.items()]
+            lines = [f"{name:<24} {text}".replace("[", r"\[") for name, text in descriptions(self.shipped).items()]
             self.epilog = "\n".join([f"Shipped {self.shipped}:", *lines])
         super().format_help(context, formatter)
 
-    def parse_args(self, context: typer.Context, words: list[str]) -> list[str]:
-        """Repeats `--parts` before each of its files: an option of Typer has one value."""
-        spread: list[str] = []
-        for word in words:
-            is_next = not self.goes_on and word.endswith(".py") and spread[-2:-1] == ["--parts"]
-            spread += ["--parts", word] if is_next else [word]
-        return super().parse_args(context, spread)
-
     def invoke(self, context: typer.Context) -> int | None:
         given = context.params
-        # The status can be seen on a machine without the engine, the models and the data
-        import_module(f"modeling_nlq.training.{'comparison.status' if given.get('status') else self.module}")
-        from modeling_nlq.training.text import PrintableOutput
-
-        if signal.getsignal(signal.SIGINT) is _stop_at_once:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        output = PrintableOutput(sys.stdout) if sys.stdout.isatty() else sys.stdout
         try:
+            # The status can be seen on a machine without the engine, the models and the data
+            import_module(f"modeling_nlq.training.{'comparison.status' if given.get('status') else self.module}")
             if not self.goes_on and (given.get("parts") or given.get("trust_parts")):
                 from modeling_nlq.training.models import load_parts
 
                 models = [given.get(name) for name in ("model", "other", "source", "folder")] + given.get("models", [])
                 load_parts(given["parts"], filter(None, models) if given["trust_parts"] else ())
-            with contextlib.redirect_stdout(output):
-                return super().invoke(context)
+            return super().invoke(context)
         except KeyboardInterrupt:
             from tqdm import tqdm
 
@@ -132,23 +109,17 @@ def train(
 ) -> None:
     """Train a model from a recipe.
 
-    Run again, the same command goes on where it was interrupted. Any field of a recipe and of transformers.TrainingArguments
-    can be set: --learning_rate 1e-3. A model switch is set by --set query_projection=linear. Several processes: accelerate
-    launch --config_file configuration/accelerate/cpu-two-processes.yaml -m modeling_nlq.training train RECIPE.
+    Any field of a recipe and of transformers.TrainingArguments can be set, as by --learning_rate 1e-3, and any switch of the
+    model by --set query_projection=linear; run again, the same command goes on where it was interrupted.
     """
     from modeling_nlq.training.api import train_with
-    from modeling_nlq.training.files import PAGE_FILE
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
-    from modeling_nlq.training.storage import open_folder
 
     resolved = load_recipe(recipe, read_overrides(context.args), trust_parts)
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
     metrics = train_with(engine, resolved, **resources, max_retries=max_retries)
     if resolved.training_arguments.process_index == 0:
-        place = resolved.training_arguments.output_dir
-        print(f"{place}: {_describe(metrics)}")
-        if (open_folder(place) / PAGE_FILE).is_file():
-            print(f"what its attention does: {place}/{PAGE_FILE}")
+        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")
@@ -164,19 +135,16 @@ def compare(
     max_retries: int | None = _MAX_RETRIES,
     status: bool = _flag("Print what is finished, running and waiting, and stop."),
     dry_run: bool = _flag("Print the plan, its time here by a few steps of each model, and what it can find, and stop."),
-    noise_floor: str | None = _option(
-        "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, or the results folder of an "
-        "earlier comparison that measured it. It makes the smallest difference that can be found a percentage.",
+    noise_floor: float | None = _option(
+        "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, as an earlier report has it. It "
+        "makes the smallest difference that can be found a percentage.",
         metavar="PERCENT",
     ),
 ) -> None:
     """Compare models over learning rates and seeds.
 
-    Train the models of a comparison, each at its own best learning rate and over several seeds, and report which differ from
-    the baseline by more than noise. Run again, the same command goes on where it was interrupted. Fields of the recipe that all
-    models share can be set as in nlq train: --max_steps 100. Several processes share the runs between them, each on a device of
-    its own: accelerate launch --config_file configuration/accelerate/multi-gpu.yaml -m modeling_nlq.training compare
-    COMPARISON, or the same command in several terminals.
+    Each is trained at its own best learning rate, and the report says which differ from the baseline by more than noise; fields
+    of the recipe can be set as in nlq train, and run again, the same command goes on where it was interrupted.
     """
     from modeling_nlq.training.api import describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.reading import read_default_folder
@@ -212,18 +180,17 @@ def compare(
         print(f"\n{describe_results(results)}\n\nreport: {place}/report.html")
 
 
-def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: str | None) -> None:
-    from modeling_nlq.training.comparison.estimate import describe_estimate, read_noise_floors
+def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | None) -> None:
+    from modeling_nlq.training.comparison.estimate import describe_estimate
     from modeling_nlq.training.screening.plan import Screening
 
-    noise_floors = None if noise_floor is None else read_noise_floors(noise_floor, comparison)
     print("\n".join(comparison.describe()), flush=True)
     if isinstance(comparison, Screening):
         for line in describe_estimate(comparison.runs, cpus_per_run, has_verdicts=False):
             print(line, flush=True)
         print("confirmation, without what its factors add to the time:")
         comparison = comparison.confirmation
-    for line in describe_estimate(comparison, cpus_per_run, noise_floors):
+    for line in describe_estimate(comparison, cpus_per_run, noise_floor):
         print(line, flush=True)
 
 
@@ -234,7 +201,6 @@ def _describe(metrics: dict, kind: str = "held-out perplexity") -> str:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
     said = {
         "eval_perplexity": f"{kind} {{:.2f}}",
-        "unigram_perplexity": "unigram baseline {:.2f}",
         "eval_loss": "loss {:.4f} nats per token",
         "eval_bits_per_byte": "{:.3f} bits per byte",
         "eval_token_accuracy": "token accuracy {:.1%}",
@@ -282,11 +248,7 @@ def evaluate(
     trust_parts: bool = _TRUST_PARTS,
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
-    """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks.
-
-    Evaluate a saved model on held-out text. With --tasks, evaluate it on downstream tasks by lm_eval instead;
-    lm-eval ls tasks lists those that it has beside ours.
-    """
+    """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks by lm_eval."""
     common = {"batch_size": batch_size, "trust_remote_code": trust_remote_code}
     of_text = {"dataset": dataset, "dataset_config": dataset_config, "text_column": text_column, "packing": packing}
     of_text |= {"validation_fraction": validation_fraction, "max_validation_documents": max_validation_documents}
@@ -316,44 +278,28 @@ def _refuse(message: str, **options: Any) -> None:
 
 @_command("Use and measure", "explorer.exploring")
 def explore(
-    model: str = _argument("Folder or Hub name of a saved model: NLQ, or any causal model of Transformers."),
+    model: str = _argument("Folder or Hub name of a saved model: NLQ, or of a family that converts to it."),
     other: str | None = _argument("A second model with the same tokenizer.", None),
     text: str | None = _option("The text."),
-    file: str | None = _option("A file of text instead; two models are compared on all of it."),
+    file: str | None = _option("A text file instead."),
     output: str | None = _option("By default explore.html in this folder.", metavar="PAGE.html"),
     max_tokens: int | None = _option("Show the first tokens of the text; by default 512, or as many as the models take."),
-    serve: bool = _flag("Serve the page with a field for the text; needs Gradio."),
-    host: str | None = _served("The address to listen at; by default 127.0.0.1, this machine alone."),
-    port: int | None = _served("By default the first free one from 7860."),
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
     """See what attention does with a text, in one model or in two side by side.
 
-    Write an HTML page that works from disk: the loss of each token, the attention map of each head, entropy, sinks, scores,
-    and what removing a head costs. The page quotes the text.
+    The page works from disk, and quotes the text.
     """
     from modeling_nlq.training.explorer.exploring import explore
-    from modeling_nlq.training.explorer.page import describe_difference
     from modeling_nlq.training.files import PAGE_FILE
 
-    if text is not None and file is not None:
-        raise typer.BadParameter("not allowed with --text", param_hint="--file")
     options = {"text": text, "file": file, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
-    if serve:
-        from modeling_nlq.training.explorer.serving import serve as serve_page
-
-        _refuse("{} and --serve exclude each other: a served page is not written", output=output)
-        serve_page(model, other, host=host, port=port, **options)
-        return
-    _refuse("{} needs --serve", host=host, port=port)
     output = PAGE_FILE if output is None else output
     done = explore(model, other, output=output, **options)
     for each in done.models:
         print(f"{each.name}: {each.description}")
-    if done.difference is not None:
-        print(describe_difference(done.difference, [each.name for each in done.models]))
     print(f"page: {output} ({len(done.page.encode()):,} bytes)")
 
 
@@ -367,24 +313,19 @@ def params(
 ) -> None:
     """Count parameters and FLOPs per token of models."""
     from modeling_nlq.training.models import load_config
-    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure, part_size, parts_in
+    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
     from modeling_nlq.training.text import align
 
     budget = None
     if match is not None:
-        text = match.replace(",", "").replace("_", "")
-        budget = Size(0, int(text), 0, 0) if text.isdecimal() else measure(load_config(match))
-    header = ["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])
-    rows, added = [header], []
+        budget = Size(0, int(match), 0, 0) if match.isdecimal() else measure(load_config(match))
+    rows = [["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])]
     for name in models:
         config = load_config(name)
         size = measure(config, context)
         row = [name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"]
         rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
-        for part in parts_in(config):
-            source = f" ({part.source})" if part.source else ""
-            added.append(f"{name}: {part.name} adds {part_size(config, part):,} parameters{source}")
-    print("\n".join([*align(rows), *added]))
+    print("\n".join(align(rows)))
 
 
 @_command("Convert and share", "conversion.converting")
@@ -402,18 +343,13 @@ def convert(
 ) -> None:
     """Convert models of other families to NLQ, and back.
 
-    Write a model of another family (GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX), a checkpoint of the
-    paper's code or of nanoGPT, or an NLQ model as an NLQ model that computes the same, or as a model of one of these families.
+    The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, and checkpoints of nanoGPT.
     """
     from modeling_nlq.training.conversion.converting import convert
-    from modeling_nlq.training.conversion.renaming import LossyConversion
     from modeling_nlq.training.run.recipe import read_switches
 
     options = {"to": to, "upcycle": upcycle, "tokenizer": tokenizer, "allow_lossy": allow_lossy, "overwrite": overwrite}
-    try:
-        done = convert(source, target, switches=read_switches(switches), **options)
-    except LossyConversion as error:
-        raise ValueError(f"{error}; --allow-lossy goes on without") from None
+    done = convert(source, target, switches=read_switches(switches), **options)
     said = [f"{done.target_class} from {done.source_class}", f"{done.parameters:,} parameters"]
     if done.difference is not None:
         within = f"within {done.difference:.1e} of" if done.difference else "equal to"
@@ -437,7 +373,6 @@ def publish(
     adapter: bool = _flag("Upload only what a run with trainable: new trained, as an adapter of PEFT, without the model."),
     space: bool = _flag("Upload the page of nlq explore as a Space, and no model; it quotes its text."),
     private: bool = _flag("Make a new repository private."),
-    revision: str | None = _option("Branch to publish to; by default the main one."),
     comparison: str | None = _option("Results folder of nlq compare, whose verdicts go into the card."),
     card: str | None = _option("A Markdown file to use as the card; by default the card is generated."),
     license: str | None = _option("Of the weights, as the Hub names it; by default apache-2.0 for new weights."),
@@ -445,13 +380,10 @@ def publish(
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
-    """Upload a trained or converted model to the Hub.
-
-    Upload weights, configuration, code, tokenizer, results and card in one commit, and nothing else.
-    """
+    """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card."""
     from modeling_nlq.training.sharing.publishing import publish, publish_space
 
-    options = {"private": private or None, "revision": revision, "dry_run": dry_run}
+    options = {"private": private or None, "dry_run": dry_run}
     of_models = {"comparison": comparison, "card": card, "license": license, "adapter": adapter}
     if space:
         _refuse("{} and --space exclude each other: a Space holds the page alone", **of_models)
@@ -466,12 +398,7 @@ def publish(
 
 @_command("Convert and share", "checking")
 def check(file: str = _argument("A file with subclasses of AttentionPart.", metavar="FILE.py")) -> int:
-    """Check an attention part of your own.
-
-    Check the attention parts that a Python file defines on small random models: the future, padding, batches, packed
-    documents, caches, backends, training, types, devices, saving. The first invariant that fails is named, with the smallest
-    case found.
-    """
+    """Check the attention parts of a file on small random models, and name the first invariant that fails."""
     import torch
     from transformers.utils import logging
 
@@ -485,45 +412,23 @@ def check(file: str = _argument("A file with subclasses of AttentionPart.", meta
 
 
 def main(words: list[str] | None = None) -> int:
-    """Runs a command. An error that a user can cause ends in one line on stderr: exit status 2 for the arguments, else 1."""
-    if not os.environ.get("NLQ_TRACEBACK"):
-        os.environ["RUST_BACKTRACE"] = "0"  # a panic has a hundred lines otherwise
+    """Runs a command. An error that a user can cause ends in one line on stderr: exit status 2 for the arguments, else 1.
+
+    With NLQ_TRACEBACK=1 it is raised, to show where a library raised it.
+    """
     try:
         return typer.main.get_command(app).main(words, prog_name="nlq", standalone_mode=False) or 0
     except typer.TyperException as error:
         text = " ".join(error.format_message().split()).rstrip(".")
-        shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-        print(f"nlq: error: {shown}; see {error.ctx.command_path if error.ctx else 'nlq'} --help", file=sys.stderr)
+        print(f"nlq: error: {text}; see {error.ctx.command_path if error.ctx else 'nlq'} --help", file=sys.stderr)
         return error.exit_code
-    except BaseException as error:
-        print(f"nlq: error: {_explain(error)}", file=sys.stderr)
+    except Exception as error:
+        if os.environ.get("NLQ_TRACEBACK"):
+            raise
+        from huggingface_hub.errors import StrictDataclassError
+
+        from modeling_nlq.training.text import one_line
+
+        is_plain = isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError))
+        print(f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}", file=sys.stderr)
         return 1
-
-
-def _explain(error: BaseException) -> str:
-    """An error in one line. It is raised again if it is none, or with NLQ_TRACEBACK=1, to show where a library raised it."""
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-
-    from modeling_nlq.training.text import one_line
-
-    if isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError, SafetensorError)):
-        return one_line(error)
-    if type(error).__name__ == "PanicException":  # of a tokenizer's Rust, such as at a regular expression
-        return f"the tokenizer cannot read this text: {one_line(error)}"
-    if not isinstance(error, Exception) or os.environ.get("NLQ_TRACEBACK"):
-        raise error
-    return f"{type(error).__name__}: {one_line(error)}"
-
-
-def start() -> int:
-    """What the console script calls: `main`, where Ctrl-C ends in one line also while libraries are imported."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in the background, where a shell turns it off
-        signal.signal(signal.SIGINT, _stop_at_once)
-    return main()
-
-
-def _stop_at_once(*_) -> None:
-    """Ends the process. Libraries catch some exceptions in their imports, and then a `KeyboardInterrupt` would be lost."""
-    os.write(2, b"nlq: interrupted\n")
-    os._exit(130)

@@ -22,9 +22,6 @@ from .run_folder import RunFolder
 
 logger = logging.get_logger(__name__)
 
-# Where FSDP's checkpoints hold the weights, by Accelerate's `fsdp_state_dict_type`
-_FSDP_WEIGHTS = {"FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin", "SHARDED_STATE_DICT": f"{FSDP_MODEL_NAME}_0"}
-
 
 class ChecksumCallback(TrainerCallback):
     """Writes the hashes of all files of a checkpoint beside them, as soon as all processes have written it."""
@@ -50,13 +47,11 @@ def fault_of(checkpoint: Path) -> str | None:
     if not file.is_file():
         return "is incomplete"
     try:
-        checksums = read_json(file)
-    except ValueError as error:
+        for name, before in read_json(file).items():
+            if name != CHECKSUMS_FILE and _checksum(checkpoint / name) != before:
+                return f"is damaged ({name} is not as it was written)"
+    except (OSError, ValueError) as error:
         return f"is damaged ({error})"
-    there = set(files_below(checkpoint))  # a name that is damaged too leads nowhere else
-    for name, before in checksums.items():
-        if name != CHECKSUMS_FILE and (name not in there or _checksum(checkpoint / name) != before):
-            return f"is damaged ({name} is not as it was written)"
     return None
 
 
@@ -78,52 +73,34 @@ def checkpoint_to_resume(
     arguments: TrainingArguments,
     config: PreTrainedConfig,
     record: RunRecord,
-    state_dict_type: str | None = None,
+    is_fsdp: bool = False,
 ) -> tuple[Path, TrainerState] | None:
     """Finds the checkpoint that a run resumes from, with its state; `None` if the run begins.
 
     Args:
-        arguments: name the run folder, or the checkpoint.
+        arguments: name the run folder.
         config: configuration of the model that is trained.
         record: it takes over the counts of the checkpoint.
-        state_dict_type: how FSDP stores weights in this run; `None` without FSDP.
+        is_fsdp: whether FSDP stores the weights in this run.
 
     Raises:
-        ValueError: if the checkpoint has a fault, belongs to another model or to other data, or is stored in another way.
+        ValueError: if the checkpoint belongs to another model or to other data, or is stored in another way.
     """
-    is_asked_for = arguments.resume_from_checkpoint is not None
-    if is_asked_for:
-        checkpoint = Path(arguments.resume_from_checkpoint)
-        if (fault := _on_main_process(fault_of, checkpoint)) is not None:
-            raise ValueError(f"resume_from_checkpoint={str(checkpoint)!r} {fault}; choose another checkpoint")
-    else:
-        checkpoint = _on_main_process(last_complete_checkpoint, Path(arguments.output_dir))
+    checkpoint = _on_main_process(last_complete_checkpoint, Path(arguments.output_dir))
     if checkpoint is None:
         return None
     if changes := config_differences(type(config).from_pretrained(str(checkpoint)).to_dict(), config.to_dict()):
         raise ValueError(f"{checkpoint} holds another model ({changes}); choose another --output_dir")
-    _check_same_storage(checkpoint, state_dict_type)
+    if any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")) != is_fsdp:  # the optimizer would begin anew without a word
+        raise ValueError(f"{checkpoint} was made {'without' if is_fsdp else 'with'} FSDP; choose what it was")
     state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
     before = record.conditions_of(state)
     if changes := differences(before, {name: record.conditions[name] for name in before}):
         found = f"{checkpoint} was made with another dataset or global batch size ({changes})"
-        if not is_asked_for:
-            raise ValueError(
-                f"{found}; restore what it was, choose another --output_dir, or go on all the same by "
-                f"--resume_from_checkpoint {checkpoint}"
-            )
-        logger.warning(f"{found}: the run goes on all the same")
+        raise ValueError(f"{found}; restore what it was, or choose another --output_dir")
     best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
     if best is not None and _on_main_process(fault_of, Path(best)) is not None:
         raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
     logger.warning(f"Going on from {checkpoint}")
     record.restore(state)
     return checkpoint, state
-
-
-def _check_same_storage(checkpoint: Path, state_dict_type: str | None) -> None:
-    """Raises `ValueError` if the run cannot read the weights of the checkpoint. Each way of storing has a reader of its own."""
-    before = next((name for name, weights in _FSDP_WEIGHTS.items() if (checkpoint / weights).exists()), None)
-    if before != state_dict_type:
-        there, now = (f"FSDP and fsdp_state_dict_type={name}" if name else "no FSDP" for name in (before, state_dict_type))
-        raise ValueError(f"{checkpoint} was made with {there}, this run has {now}; choose what it was, or another --output_dir")

@@ -1,4 +1,4 @@
-"""Documents to blocks of tokens: the tokenizer, encoding, packing, batches, and the unigram baseline."""
+"""Documents to blocks of tokens: the tokenizer, encoding, packing and batches."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..files import atomic_dir, read_json, write_text
 from ..models import load_tokenizer
@@ -133,8 +133,6 @@ def make_blocks(
         f"tokens in a split: block_size={block_size} fits none; give more text, or raise "
         f"validation_fraction={recipe.validation_fraction} and test_fraction={recipe.test_fraction}"
     )
-    if not tokenizer.is_fast:
-        raise ValueError(f"tokenizer {recipe.tokenizer!r} is a {type(tokenizer).__name__}: only fast tokenizers can be used")
 
     def encode(batch: dict) -> dict:
         texts = [check_text(text, recipe) for text in batch[column]]
@@ -268,20 +266,6 @@ def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
     return blocks, content["fingerprint"]
 
 
-def unigram_perplexity(train: Dataset, validation: Dataset, vocab_size: int, max_tokens: int = 2**27) -> float:
-    """Perplexity of a unigram model: each token has its frequency in the training tokens, plus one.
-
-    It is the baseline that knows only which tokens are common. Of each split's blocks the first `max_tokens` are counted.
-    """
-    seen, held_out = np.zeros((2, vocab_size), dtype=np.int64)
-    for counts, blocks in ((seen, train), (held_out, validation)):
-        for batch in blocks.iter(batch_size=1000):
-            counts += np.bincount(batch["input_ids"].reshape(-1), minlength=vocab_size)
-            if counts.sum() >= max_tokens:
-                break
-    return float(np.exp(-(held_out * np.log((seen + 1) / (seen + 1).sum())).sum() / held_out.sum()))
-
-
 @dataclass
 class BlockCollator:
     """Makes a batch of blocks, in which every token is its own label. Shorter ones are filled up by tokens without a label.
@@ -307,20 +291,3 @@ class BlockCollator:
             batch["position_ids"] = index - torch.where(starts, index, 0).cummax(dim=-1).values
             batch["labels"] = batch["labels"].masked_fill(starts, -100)
         return batch
-
-
-@torch.no_grad()
-def check_restart(model: PreTrainedModel) -> None:
-    """Raises `ValueError` if the attention of a model, on the CPU, does not restart where positions do.
-
-    That is up to the model: OPT and Bloom see the document before.
-    """
-    was_training = model.training
-    input_ids = torch.tensor([[0, 1, 2, 3], [4, 5, 2, 3]]) % model.get_input_embeddings().num_embeddings
-    logits = model.eval()(input_ids=input_ids, position_ids=torch.tensor([[0, 1, 0, 1]]).expand(2, -1), use_cache=False).logits
-    model.train(was_training)
-    if not torch.allclose(logits[0, 2:], logits[1, 2:], atol=1e-5, rtol=1e-4):
-        raise ValueError(
-            f"packing='documents' needs a model whose attention restarts where positions do, and that of type "
-            f"{model.config.model_type!r} does not; set packing: stream"
-        )

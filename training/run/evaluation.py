@@ -8,18 +8,15 @@ from typing import Any, Literal
 import torch
 from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
-from transformers.utils import logging
 
-from ..files import BUILT_IN_CORPORA, data_format
+from ..files import BUILT_IN_CORPORA
 from ..models import limits_length, load_model
 from ..text import check_number
 from .data import BlockCollator, make_blocks
-from .documents import load_documents, local_fingerprint
+from .documents import load_documents
 from .recipe import Recipe
-from .trained_on import find_place, held_out_by, is_split_otherwise, read_trained_on, recipe_of
+from .trained_on import RECIPE_FIELDS, read_trained_on
 
-
-logger = logging.get_logger(__name__)
 
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
@@ -137,45 +134,25 @@ def evaluate(
     }
     given = {field: value for field, value in given.items() if value is not None}
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
-    places = [find_place(record, given["dataset"]) for record in trained_on]
-    own = [{**record, "dataset": place} for record, place in zip(trained_on, places) if place is not None]
-    held_out = min(map(held_out_by, own), default=1.0)
+    own = [record for record in trained_on if record["dataset"] in (given["dataset"], str(Path(given["dataset"]).resolve()))]
+    # The least share that a run was not trained on
+    held_out = min((record["validation_fraction"] + record["test_fraction"] for record in own), default=1.0)
+    if validation_fraction is not None and validation_fraction > held_out + 1e-9:
+        raise ValueError(
+            f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a share of "
+            f"{held_out:g}"
+        )
     defaults = {"validation_fraction": 0.02, "block_size": context}
     if trained_on:  # longer blocks would have positions that were never trained
         defaults |= {field: trained_on[-1][field] for field in ("block_size", "packing")}
-    if own:
-        _check_unseen(name, own, given, held_out, is_whole)
-        share = min(own[-1]["validation_fraction"], held_out)
-        before = {"text_column": own[-1]["text_column"]} if is_whole else {**own[-1], "test_fraction": 0.0}
-        defaults |= before | ({} if is_whole else {"validation_fraction": share})
-    recipe = recipe_of(defaults, model=name, tokenizer=name, **given)
+    if own and is_whole:
+        defaults["text_column"] = own[-1]["text_column"]
+    elif own:
+        defaults |= {field: own[-1][field] for field in RECIPE_FIELDS}
+        defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}
+    recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, **given})
     is_own = bool(own) and not is_whole and all(defaults.get(field) == given[field] for field in given if field != "dataset")
     return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder=not is_own)
-
-
-def _check_unseen(model: str, own: list[dict[str, Any]], given: dict[str, Any], held_out: float, is_whole: bool) -> None:
-    """Raises `ValueError` for a share of a dataset that the model was trained on; warns where no share tells what it saw.
-
-    `own` are the records of its runs on this dataset, of which none was trained on the share `held_out`.
-    """
-    dataset, share = given["dataset"], given.get("validation_fraction")
-    if share is not None and share > held_out + 1e-9:
-        raise ValueError(
-            f"validation_fraction={share}: model {model!r} was trained on {dataset} but for a share of {held_out:g}"
-        )
-    if None not in (before := own[-1]["fingerprint"], now := local_fingerprint(recipe_of(own[-1]))) and before != now:
-        logger.warning(f"{dataset} has changed since model {model!r} was trained on it")
-    if overlapping := [record for record in own if is_split_otherwise(record, dataset)]:
-        logger.warning(
-            f"model {model!r} was trained on {overlapping[-1]['dataset']}, which shares files with {dataset} and is split "
-            "otherwise: it may have seen what is evaluated; evaluate its held-out text by "
-            f"--dataset {overlapping[-1]['dataset']}"
-        )
-    elif is_whole:
-        logger.warning(
-            f"model {model!r} was trained on {dataset} but for a share of {held_out:g}, and all of it is evaluated; "
-            f"with --validation_fraction {held_out:g}, only what was held out is"
-        )
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
@@ -185,19 +162,9 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
         ValueError: for a file or folder of this machine. Whoever made the model named it, perhaps elsewhere: only its reader
             knows whether it may be read.
     """
-    if not trained_on:
-        return Recipe.dataset
-    dataset = trained_on[-1]["dataset"]
-    if dataset in BUILT_IN_CORPORA:
-        return dataset
-    if Path(dataset).exists():
-        share = f" --validation_fraction {trained_on[-1]['validation_fraction']:g}" if Path(dataset).is_file() else ""
-        raise ValueError(
-            f"the records beside model {model!r} name the local {dataset}, which was not read; if it is what the model was "
-            f"trained on, evaluate what was held out by --dataset {dataset}{share}"
-        )
-    if Path(dataset).is_absolute() or data_format(dataset) is not None:
-        raise ValueError(f"model {model!r} was trained on {dataset}, which is not here; name a dataset by --dataset")
+    dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
+    if dataset not in BUILT_IN_CORPORA and (Path(dataset).is_absolute() or Path(dataset).exists()):
+        raise ValueError(f"model {model!r} was trained on the local {dataset}; name the text to evaluate by --dataset")
     return dataset
 
 

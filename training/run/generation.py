@@ -33,11 +33,9 @@ def generate_text(
         The prompt and its continuation.
 
     Raises:
-        ValueError: for an empty prompt, one that leaves no position for new tokens, or a number out of range.
+        ValueError: for an empty prompt, one that leaves no position for new tokens, or no new tokens.
     """
     check_number("max_new_tokens", max_new_tokens, 1)
-    for option, value in (("temperature", temperature), ("top_k", top_k), ("seed", seed)):
-        check_number(option, value, 0)
     loaded, tokenizer = load_model(model, trust_remote_code)
     kernelize(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval())
     set_seed(seed)

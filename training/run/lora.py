@@ -1,50 +1,34 @@
 """LoRA in a recipe: PEFT trains it beside the frozen weights of a saved model (Hu et al. 2021, arXiv 2106.09685)."""
 
-import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, Trainer
 
-from ..files import CARD_FILE, check_keys
+from ..files import CARD_FILE
 from ..text import one_line
 
 
 ADAPTER_FOLDER = "adapter"
-# Fields of `LoraConfig` that PEFT or this package sets
-_NOT_SET = {"auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "task_type"}
-
-
-def make_lora_config(fields: dict[str, Any]):
-    """Makes a `peft.LoraConfig` of its fields by name, as `r` and `target_modules`; PEFT's defaults hold for the others.
-
-    Raises:
-        ValueError: if PEFT is not installed, there is no such field, or PEFT does not take the values.
-    """
-    if find_spec("peft") is None:
-        raise ValueError("lora needs the package peft: pip install peft")
-    from peft import LoraConfig
-
-    known = {field.name for field in dataclasses.fields(LoraConfig) if field.init} - _NOT_SET
-    check_keys("lora", fields, known)
-    try:
-        return LoraConfig(task_type="CAUSAL_LM", **fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"lora={fields!r}: {one_line(error)}") from error
 
 
 def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
     """Freezes a model in place, which may be on the meta device, and returns a `peft.PeftModel` with a LoRA around it.
 
+    Args:
+        model: the model.
+        fields: fields of `peft.LoraConfig` by name, as `r` and `target_modules`; PEFT's defaults hold for the others.
+
     Raises:
-        ValueError: as `make_lora_config` does, or if the LoRA does not fit the model.
+        ValueError: if PEFT is not installed, or the LoRA does not fit the model.
     """
-    config = make_lora_config(fields)
-    from peft import get_peft_model
+    if find_spec("peft") is None:
+        raise ValueError("lora needs the package peft: pip install peft")
+    from peft import LoraConfig, get_peft_model
 
     try:
-        return get_peft_model(model, config)
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **fields))
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora={fields!r} does not fit the model: {one_line(error)}") from error
 

@@ -23,14 +23,7 @@ from transformers import TrainerCallback
 
 import modeling_nlq
 
-from ..files import (
-    CHECKPOINT,
-    LOG,
-    METRICS_FILE,
-    PROGRESS,
-    read_json,
-    read_section,
-)
+from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, read_json, read_section
 from ..models import weights_fingerprint
 from ..storage import WorkingCopy, is_address
 from ..text import first_line, one_line
@@ -49,9 +42,6 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-_SECONDS_TO_ANSWER = 5.0
-# Seconds between two reports of a run: to a folder, and to an address, where each costs requests
-_PACE, _PACE_AT_ADDRESS = 2.0, 15.0
 # The fields of a recipe that shape its tokens
 _DATA_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
 _DATA_FIELDS += ("max_validation_documents", "tokenizer", "block_size")
@@ -81,7 +71,6 @@ class Resources:
 
     Raises:
         ImportError: if Ray is not installed.
-        ValueError: for a number that is not allowed.
     """
 
     cpus_per_run: int | None = None
@@ -94,13 +83,6 @@ class Resources:
         workers, gpus = self.workers_per_run, self.gpus_per_run
         if self.cpus_per_run is None:
             object.__setattr__(self, "cpus_per_run", torch.get_num_threads() if workers == 1 and not gpus else workers)
-        for name, lowest in (("max_retries", 0), ("workers_per_run", 1), ("cpus_per_run", 1), ("gpus_per_run", 0)):
-            if not getattr(self, name) >= lowest:  # true for NaN
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {lowest}")
-        if self.cpus_per_run % workers:
-            raise ValueError(f"{self.cpus_per_run} CPUs of a run must be a multiple of its {workers} workers")
-        if gpus not in (0, workers) and not (workers == 1 and gpus < 1):
-            raise ValueError(f"{gpus:g} GPUs of a run must be as many as its workers, which are {workers}, 0, or a part of one")
 
     def of_a_worker(self) -> dict[str, float]:
         """What a worker takes, as Ray names it."""
@@ -113,15 +95,11 @@ class Resources:
         return sum(min(int(node.get(name, 0) / amount) for name, amount in needs.items()) for node in _nodes())
 
     def check_room(self) -> None:
-        """Raises `ValueError` if no node has as much, or the cluster too few nodes that have."""
-        fit, workers = self.workers_that_fit(), self.workers_per_run
-        if fit == 0:
+        """Raises `ValueError` if the cluster has no room for a run, for which Ray would wait for ever."""
+        if self.workers_that_fit() < self.workers_per_run:
             needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
             have = ", ".join(sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}))
-            each = "run" if workers == 1 else "worker"
-            raise ValueError(f"a {each} takes {needs}, and no node has that: they have {have}; set how many it takes")
-        if fit < workers:
-            raise ValueError(f"a run takes {workers} workers, and the nodes have room for {fit}")
+            raise ValueError(f"{self.workers_per_run} workers of a run take {needs} each, and the nodes have {have}")
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -135,22 +113,16 @@ def connected_to_ray() -> Iterator[None]:
     Raises:
         ValueError: if the cluster does not answer.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("the engine 'ray' starts processes itself: run this command without a launcher")
     if ray.is_initialized():
         yield
         return
-    address = os.environ.get("RAY_ADDRESS", "")
-    host, separator, port = address.removeprefix("ray://").rpartition(":")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_task_oom_retries", "0")  # a run that ran out of memory is retried like others, not for ever
     try:
-        if separator:  # no name such as `auto`. Ray itself would wait for two minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_SECONDS_TO_ANSWER).close()
         # What runs print is in their logs
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"RAY_ADDRESS={address or 'auto'} does not answer: {first_line(error)}") from error
+        raise ValueError(f"no cluster of Ray answers: {first_line(error)}") from error
     try:
         yield
     finally:
@@ -243,8 +215,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its metrics."""
     spec, name = job["spec"], job["spec"].folder
     if job["version"] != modeling_nlq.__version__:
-        here = f"{socket.gethostname()} has version {modeling_nlq.__version__} of modeling-nlq"
-        raise RunFailed(f"failed: {here}, and the runs were started with {job['version']}: install the same one everywhere")
+        raise RunFailed(f"failed: {socket.gethostname()} has another version of modeling-nlq than {job['version']}")
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
     with suppress(OSError):
@@ -267,8 +238,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
         _wait_for_all()
         data = scratch / spec.data if is_address(copy.location) else Path(copy.path, spec.data)
         if not data.is_dir():
-            where = f"{data} is not on {socket.gethostname()}: --output_dir must be a folder that all nodes share"
-            raise RunFailed(f"failed: {where}, or an address such as s3://bucket/results")
+            raise RunFailed(f"failed: --output_dir must be an address, or a folder that {socket.gethostname()} has too")
         model = data / _MODELS / Hasher.hash(spec.content["model"])
         sender = _CheckpointSender(copy, name)
         spec = replace(spec, folder=str(scratch / name), data=str(data), model=str(model) if model.exists() else None)
@@ -363,9 +333,8 @@ def make_runs(
         for spec in ready():
             if spec.name not in names:
                 names.add(spec.name)
-                pace = _PACE_AT_ADDRESS if is_address(location) else _PACE
                 content, threads = share_batch(spec.content, workers), resources.cpus_per_run // workers
-                waiting.append(replace(spec, content=content, threads=threads, pace=pace))
+                waiting.append(replace(spec, content=content, threads=threads, pace=5.0))
         # Ray queues tasks by itself. A `TorchTrainer` takes a process before it has room, so only one of them waits
         room = resources.workers_that_fit() // workers + 1 - len(running) if workers > 1 else len(waiting)
         while waiting and room > 0:
@@ -393,8 +362,6 @@ def make_runs(
             reports = {spec.name: reports[spec.name] for spec in running.values() if spec.name in reports}
             progress.set_postfix_str(f"{len(_nodes())} nodes, {len(reports)} runs at work", refresh=False)
             progress.update(done + sum(report["step"] for report in reports.values()) - progress.n)
-            if ended:  # also into a log file, which the bar itself spares
-                progress.refresh()
     finally:
         for reference, spec in running.items():
             with suppress(Exception):
@@ -415,8 +382,4 @@ def _reason(error: Exception) -> str:
     cause = next((failure for failure in failures if not isinstance(failure, RunFailed)), failures[0])
     if isinstance(cause, RunFailed):
         return str(cause)
-    if not isinstance(cause, RayError):
-        return f"failed: {one_line(cause)}"
-    if "out of memory" in str(cause) or "memory pressure" in str(cause):
-        return "was lost: its node ran out of memory"
-    return f"was lost: {'its process or its node died' if 'died' in str(cause) else first_line(cause)}"
+    return f"was lost: {first_line(cause)}" if isinstance(cause, RayError) else f"failed: {one_line(cause)}"

@@ -4,10 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,21 +15,18 @@ from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, load_attention_parts
-from modeling_nlq.configuration_nlq import AUTOMATIC
+from modeling_nlq import NLQConfig, load_attention_parts
 
 from ...configuration import find
-from ..files import check_keys, parse_yaml, read_section, read_yaml
-from ..models import added_parameters, is_saved_model, limits_length, load_config, read_conversion
+from ..files import CONVERSION_FILE, check_keys, parse_yaml, read_section, read_yaml
+from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
 from ..parameters import freeze_all_but, shapes_of
 from ..storage import normalized
-from ..text import check_name, check_number
-from .lora import add_lora, make_lora_config
+from ..text import check_number
+from .lora import add_lora
 from .parametrization import check_completep
 
 
-# Bytes and special tokens
-SMALLEST_VOCABULARY = 259
 # Fields that name a run in the services of trackers
 TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
@@ -42,17 +37,6 @@ _MAPPINGS = {
     "lora": "fields of LoraConfig with their values, such as {r: 8}",
     "base_sizes": "sizes with their values, such as {hidden_size: 64}",
 }
-# The least and the most of fields of `TrainingArguments` that Trainer takes with any value
-_RANGES = {
-    "per_device_train_batch_size": (1,),
-    "per_device_eval_batch_size": (1,),
-    "gradient_accumulation_steps": (1,),
-    "eval_steps": (0,),
-    "logging_steps": (0,),
-    "save_steps": (0,),
-    "max_grad_norm": (0,),
-    "label_smoothing_factor": (0, 1),
-}
 
 
 @dataclass
@@ -62,8 +46,8 @@ class Recipe:
     model: str
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = "python-stdlib"
-    """`python-stdlib`, `python-site-packages`, a Hub dataset or a local folder of one, or a local .txt (documents between
-    blank lines), .jsonl or .parquet; text in UTF-8."""
+    """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl or
+    .parquet; text in UTF-8."""
     dataset_config: str | None = None
     """The configuration of a Hub dataset."""
     text_column: str = "text"
@@ -108,23 +92,13 @@ class Recipe:
     """Write the page of `nlq explore` on held-out text when the run is finished."""
 
     def __post_init__(self):
-        if self.tokenizer is None and isinstance(self.model, str):
+        if self.tokenizer is None:
             self.tokenizer = self.model if self.has_weights else "bpe:8192"
-        for name in ("model", "dataset", "text_column", "tokenizer"):
-            if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a text")
-        if self.tokenizer.startswith("bpe:") and (self.new_vocabulary_size or 0) < SMALLEST_VOCABULARY:
-            raise ValueError(
-                f"tokenizer={self.tokenizer!r} must be bpe:SIZE, where SIZE is a whole number of at least "
-                f"{SMALLEST_VOCABULARY} (256 bytes and 3 special tokens), or a saved tokenizer"
-            )
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
             raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
         for name, least in (("block_size", 2), ("max_validation_documents", 1), ("stability_steps", 1)):
-            if not isinstance(getattr(self, name), int | None):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
             check_number(name, getattr(self, name), least)
         for name, kind in get_type_hints(Recipe).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
@@ -137,8 +111,8 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
-                f"parametrization={self.parametrization!r} and base_sizes={self.base_sizes!r}: 'completep' needs the sizes of "
-                "its base model, such as {hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
+                f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such as "
+                "{hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
             )
 
     @property
@@ -177,7 +151,7 @@ class ResolvedRecipe:
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
         """The record of the conversion that made the saved model, read once; `None` if there is none."""
-        return read_conversion(self.recipe.model) if self.recipe.has_weights else None
+        return read_record(self.recipe.model, CONVERSION_FILE) if self.recipe.has_weights else None
 
     def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
         """Freezes what the recipe does not train, and adds the LoRA that it does; returns the model to train.
@@ -282,8 +256,6 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
     """
     path = find("recipes", str(source))
     content = read_yaml(path)
-    if "output_dir" not in {*read_section(content.get("training"), f"{path}: training"), *(overrides or {})}:
-        check_name(f"{path}: set output_dir, or rename the file: recipe", path.stem)
     check_trusted(content, overrides or {}, str(path), trust_parts)
     return resolve_recipe(content, overrides, str(path))
 
@@ -334,10 +306,6 @@ def resolve_recipe(
 
     # Converts values that YAML read as text, such as 1e-3
     values = vars(_RecipeParser({**_device_defaults(training), **content, **training}).parse_args([]))
-    for each in (*dataclasses.fields(Recipe), *dataclasses.fields(TrainingArguments)):
-        value = values[each.name]
-        if type(each.default) in (int, float) and (not isinstance(value, numbers.Real) or isinstance(value, bool)):
-            raise ValueError(f"{each.name}={value!r} must be a number")
     recipe, training_arguments = (kind(**{name: values[name] for name in names}) for kind, names in _FIELDS.items())
     for name in _MAPPINGS:
         if getattr(recipe, name) is not None:
@@ -360,8 +328,6 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
     if not isinstance(parts, Mapping):
         texts = {}
         for name in [parts] if isinstance(parts, str) else parts:
-            if not isinstance(name, str):
-                raise ValueError(f"parts: {name!r} must be the name of a file")
             path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
             if path is None:
                 raise ValueError(f"parts: there is no file {name}")
@@ -420,31 +386,20 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
         )
     elif (recipe.new_vocabulary_size or 0) > config.vocab_size:
         yield f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}"
-    if resolved.switches and recipe.has_weights:
-        before, after = map(shapes_of, (load_config(recipe.model), config))
-        if changed := [name for name in before | after if before.get(name) != after.get(name)]:
-            yield (
-                f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r} "
-                f"({changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
-            )
-    needs_nlq = {"record_stability": "false"} if recipe.record_stability else {}
-    needs_nlq |= {"attn_implementation": "sdpa"} if (recipe.attn_implementation or "").startswith(AUTOMATIC) else {}
-    if not isinstance(config, NLQConfig):
-        for name, instead in needs_nlq.items():
-            yield (
-                f"{name}={getattr(recipe, name)!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}; "
-                f"set {name}: {instead}"
-            )
-    elif find_spec("entmax") is None:
-        used = {layer.attention_activation for layer in config.per_layer_config} & ATTENTION_ACTIVATIONS.keys()
-        if names := sorted(name for name in used if ATTENTION_ACTIVATIONS[name].kind == "simplex"):
-            yield (
-                f"attention_activation={', '.join(map(repr, names))} needs the package entmax: pip install entmax, or use "
-                "another activation"
-            )
+    if resolved.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
+        yield (
+            f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq convert "
+            "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+        )
+    # Others may see the document before, or have no layers to record
+    for name in ("record_stability", "packing") if not isinstance(config, NLQConfig) else ():
+        if (value := getattr(recipe, name)) != getattr(Recipe, name):
+            yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
     if recipe.parametrization == "completep":
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
+        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            yield "parametrization='completep' needs Trainer's optimizer, and DeepSpeed makes its own"
         try:
             check_completep(config, recipe.base_sizes, resolved.training_arguments)
         except ValueError as error:
@@ -458,46 +413,22 @@ def _conflicts_of_arguments(resolved: ResolvedRecipe) -> Iterator[str]:
             tracker()
     except (ImportError, RuntimeError, ValueError) as error:
         yield f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none"
+    if arguments.resume_from_checkpoint is not None:
+        yield "resume_from_checkpoint: a run goes on from the last complete checkpoint in its folder by itself"
     if arguments.push_to_hub:
         yield "push_to_hub would upload more than the model; share the finished run by `nlq publish`"
-    if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
-        yield (
-            f"max_steps={arguments.max_steps} and num_train_epochs={arguments.num_train_epochs} leave nothing to train; "
-            "set one of them above 0"
-        )
-    for name, value in vars(arguments).items():
-        if isinstance(value, int | float):
-            try:
-                check_number(name, value, *_RANGES.get(name, ()))
-            except ValueError as error:
-                yield str(error)
-    if arguments.restore_callback_states_from_checkpoint:
-        yield (
-            "restore_callback_states_from_checkpoint=True would replace the record of the run, which checkpoints keep anyway; "
-            "remove it"
-        )
-    if arguments.prediction_loss_only:
-        yield "prediction_loss_only=True leaves out the perplexity and accuracy that a run reports; remove it"
-    if recipe.streaming:
-        if arguments.max_steps <= 0:
-            yield "streaming needs max_steps"
-        if recipe.max_validation_documents is None:
-            yield "streaming needs max_validation_documents"
-        strategies = ("eval_strategy", "logging_strategy", "save_strategy")
-        if by_epoch := [name for name in strategies if getattr(arguments, name) == "epoch"]:
-            yield f"streaming has no epochs; set {', '.join(by_epoch)} to steps or no"
+    if recipe.streaming and recipe.max_validation_documents is None:
+        yield "streaming needs max_validation_documents"
 
 
 def _conflicts_of_trained(resolved: ResolvedRecipe) -> Iterator[str]:
     """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
     recipe = resolved.recipe
-    try:
-        if recipe.trainable == "new":
+    if recipe.trainable == "new":
+        try:
             added_parameters(recipe.model, resolved.conversion)
-        if recipe.lora is not None:
-            make_lora_config(recipe.lora)
-    except ValueError as error:
-        yield str(error)
+        except ValueError as error:
+            yield str(error)
     if recipe.lora is None:
         return
     if recipe.trainable == "new":
@@ -506,15 +437,3 @@ def _conflicts_of_trained(resolved: ResolvedRecipe) -> Iterator[str]:
         yield f"lora adapts trained weights, and model {recipe.model!r} has none; name a saved model"
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         yield "lora cannot be added to weights that FSDP has cut into shards; train it without FSDP"
-
-
-def unused_rows(resolved: ResolvedRecipe) -> str | None:
-    """Says how many token embeddings the tokenizer will never use, if it is smaller than the model's vocabulary."""
-    recipe, config = resolved.recipe, resolved.config
-    size = recipe.new_vocabulary_size
-    if size is None or size >= config.vocab_size:
-        return None
-    return (
-        f"tokenizer={recipe.tokenizer!r} uses {size:,} of the model's vocab_size={config.vocab_size:,} token embeddings: the "
-        f"other {config.vocab_size - size:,} are wasted; --set vocab_size={size} leaves them out"
-    )

@@ -76,7 +76,7 @@ class RunRecord(TrainerCallback, ExportableState):
     def conditions_of(self, state: TrainerState) -> dict:
         """The conditions of a checkpoint that are known there and here."""
         before = self._kept(state)["conditions"]
-        return {name: before[name] for name, now in self.conditions.items() if now is not None and before[name] is not None}
+        return {name: before[name] for name, now in self.conditions.items() if now is not None}
 
     def restore(self, state: TrainerState) -> None:
         """Takes over the state of a checkpoint."""
@@ -132,7 +132,6 @@ class RecordingTrainer(Trainer):
     def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
         super().__init__(*args, callbacks=[record], **kwargs)
         self.record, self.factors = record, factors
-        self._has_factors = factors is None
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer as `Trainer` does, and gives each parameter its factors."""
@@ -140,12 +139,9 @@ class RecordingTrainer(Trainer):
         optimizer = super().create_optimizer(model)
         if is_new and self.factors is not None:
             split_groups(optimizer, self.model if model is None else model, self.factors)
-            self._has_factors = True
         return optimizer
 
     def training_step(self, model, inputs, *args, **kwargs):
-        if not self._has_factors:
-            raise ValueError("parametrization='completep' needs Trainer's optimizer, and the launcher (DeepSpeed) made its own")
         self.record.add_batch(inputs["input_ids"])
         return super().training_step(model, inputs, *args, **kwargs)
 

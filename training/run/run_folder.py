@@ -1,13 +1,9 @@
 """A folder of results: who writes there, and what it was made from."""
 
-import json
-import os
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,16 +11,13 @@ from filelock import FileLock, Timeout
 
 from ..files import (
     COMPARISON_FILE,
-    HOLDER_FILE,
     LOCK_FILE,
     METRICS_FILE,
     RECIPE_FILE,
     differences,
-    inside,
     is_nonempty,
     read_json,
     read_yaml,
-    write_text,
     write_yaml,
 )
 
@@ -67,32 +60,29 @@ class RunFolder:
 
         Raises:
             FolderIsLocked: if another process holds it.
-            ValueError: if it holds something else (see `made_from`), or its lock is a link that leads out of it, whose target
-                some versions of filelock would empty; then nothing is written there.
+            ValueError: if it holds something else (see `made_from`); then nothing is written there.
         """
         if self.plan is not None:
             self.made_from()
-        lock = FileLock(inside(self.path, self.path / LOCK_FILE))
-        holder, is_new = self.path / HOLDER_FILE, not self.path.exists()
+        lock = FileLock(self.path / LOCK_FILE)
+        is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=patience)
         except (Timeout, FileNotFoundError):  # its holder has just removed the folder, in which it had written nothing
-            where = f"{self.path} is in use by {self._holder()}"
-            raise FolderIsLocked(f"{where}; wait for its end, or choose another folder") from None
+            raise FolderIsLocked(
+                f"{self.path} is in use by another process; wait for its end, or choose another folder"
+            ) from None
         try:
-            began = datetime.now().astimezone().isoformat(" ", "seconds")
-            write_text(holder, json.dumps({"process": os.getpid(), "host": socket.gethostname(), "began": began}) + "\n")
             yield
         finally:
-            holder.unlink(missing_ok=True)
             if is_new and not is_nonempty(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
             lock.release()
 
     def is_held(self) -> bool:
         """Tells whether a process holds the folder."""
-        lock = FileLock(inside(self.path, self.path / LOCK_FILE))
+        lock = FileLock(self.path / LOCK_FILE)
         try:
             if (self.path / LOCK_FILE).is_file():
                 lock.acquire(timeout=0)
@@ -100,13 +90,6 @@ class RunFolder:
         except Timeout:
             return True
         return False
-
-    def _holder(self) -> str:
-        try:
-            holder = json.loads((self.path / HOLDER_FILE).read_text(encoding="utf-8"))
-            return f"process {holder['process']} on {holder['host']}, which began at {holder['began']}"
-        except (OSError, ValueError, KeyError, TypeError):  # it has just come, or just ended, or somebody else wrote the file
-            return "another process"
 
     def made_from(self) -> dict[str, Any] | None:
         """What the folder was made from; `None` for a new one. Raises `ValueError` if it holds something else."""

@@ -44,10 +44,6 @@ def attention_statistics(
     * `first_token_mass`: mean over rows of `p_ij` for the first key `j` that `i` sees, the first token of its document; a row
       of zeros is left out.
     * `zero_rows`: share of the rows whose weights are all 0.
-    * `smallest_log_normalizer`: the minimum of `log Z_i`, with the `exp(b)` of a sink in `Z_i`. Only for the normaliser `sum`,
-      since the others do not depend on the scores, and not for the projections `sparsemax` and `entmax15`. Softmax is computed
-      in an order that is safe for any value; the others divide by `Z_i`. Their sum counts as 0 below some number (see
-      `counts_as_zero`), which is the smallest that is reported.
     * `smallest_score`, `largest_score`: the extremes of `s_ij`, without the `log n` that sigmoid subtracts.
 
     The model is left as it was, its random state included. Scores and what follows are in float32 at least.
@@ -113,8 +109,6 @@ def _layer_statistics(
         "smallest_score": (torch.min, rows["smallest_score"]),
         "largest_score": (torch.max, rows["largest_score"]),
     }
-    if "log_normalizer" in rows:
-        quantities["smallest_log_normalizer"] = (torch.min, chosen["log_normalizer"])
     return {name: reduce(values).item() for name, (reduce, values) in quantities.items() if values.numel()}
 
 
@@ -124,14 +118,14 @@ def _row_statistics(
     """Each quantity by row, `(batch, heads, query)`; NaN for a row of zeros that has none."""
     layer: NLQAttention = call.layer
     visible = visibility.dense()
-    count, sink = visibility.visible_count[:, None], layer.sink
+    count = visibility.visible_count[:, None]
     query, columns = query[..., : key.shape[-1]], query[..., key.shape[-1] :]
     scores, weights = scores_and_weights(layer, query, columns, key, visible, count, layer.scaling, bias, call)
     weights = weights.abs()
     total = weights.sum(dim=-1, keepdim=True)
     shares = weights / total
     first_key = visible.to(torch.uint8).argmax(dim=-1, keepdim=True)
-    rows = {
+    return {
         "total_weight": total.squeeze(-1),
         "entropy": torch.special.entr(shares).sum(dim=-1),
         "largest_weight": weights.amax(dim=-1),
@@ -139,16 +133,6 @@ def _row_statistics(
         "smallest_score": scores.masked_fill(~visible, torch.inf).amin(dim=-1),
         "largest_score": scores.masked_fill(~visible, -torch.inf).amax(dim=-1),
     }
-    if layer.activation.name == "softmax":
-        log_normalizer = scores.masked_fill(~visible, -torch.inf).logsumexp(dim=-1)
-        if sink is not None:
-            log_normalizer = torch.logaddexp(log_normalizer, torch.as_tensor(sink).to(scores).view(-1, 1))
-        rows["log_normalizer"] = log_normalizer
-    elif layer.normalization == "sum" and layer.activation.is_elementwise:
-        limits = torch.finfo(scores.dtype)
-        normalizer = layer.activation.function(scores).masked_fill(~visible, 0.0).sum(dim=-1)
-        rows["log_normalizer"] = normalizer.clamp(min=limits.tiny / limits.eps).log()
-    return rows
 
 
 class StabilityCallback(TrainerCallback):

@@ -261,16 +261,6 @@ def held_out_documents() -> tuple[dict[str, str], ...]:
     return tuple(load_documents(recipe)["validation"])
 
 
-def check_unseen(model: str) -> None:
-    """Raises `ValueError` if the records beside a saved model say that it was trained on documents of the items.
-
-    Args:
-        model: folder or Hub name. Nothing is known of a model without records.
-    """
-    for record in read_trained_on(model):
-        check_held_out(record, f"model {model!r} was trained")
-
-
 def check_held_out(recipe: Mapping[str, Any], who: str) -> None:
     """Raises `ValueError` if a recipe trains on documents of the items; the message begins with `who`."""
     if recipe.get("dataset", Recipe.dataset) != CORPUS:
@@ -293,8 +283,8 @@ def task_dataset(task: str, pretrained: str | None = None, **_: Any) -> dict[str
     Raises:
         ValueError: if the model was trained on documents of the items.
     """
-    if pretrained is not None:
-        check_unseen(str(pretrained))
+    for record in read_trained_on(str(pretrained)) if pretrained is not None else ():
+        check_held_out(record, f"model {str(pretrained)!r} was trained")
     return {"test": Dataset.from_list(make_items(task, held_out_documents()))}
 
 

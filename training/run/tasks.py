@@ -4,8 +4,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from modeling_nlq import kernelize
-from modeling_nlq.activations_nlq import did_you_mean
 
 from ...configuration import find, names
 from ..files import write_text
@@ -59,36 +57,23 @@ def evaluate_tasks(
 
     check_number("num_fewshot", num_fewshot, 0)
     check_number("batch_size", batch_size, 1)
-    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
-        raise ValueError(f"limit={limit} must be a whole number of items, or a share between 0 and 1")
     loaded, tokenizer = load_model(str(model), trust_remote_code)
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
-    with _without_warnings():
-        manager, specs, single = _load_tasks(tasks, str(model))
-        wrapped = HFLM(pretrained=kernelize(loaded), tokenizer=tokenizer, batch_size=batch_size)
+    manager, specs, single = _load_tasks(tasks, str(model))
+    wrapped = HFLM(pretrained=kernelize(loaded), tokenizer=tokenizer, batch_size=batch_size)
     options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
     results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
     counts = results["n-samples"]
     return {**results, "chance": {name: _chance(task, counts[name]["effective"]) for name, task in single.items()}}
 
 
-def task_scores(
-    model: str | Path, tasks: str | Sequence[str] | None = None, *, limit: float | None = None, batch_size: int = 8
-) -> dict[str, dict[str, float | None]]:
-    """Evaluates a saved model on tasks and keeps the numbers, which JSON can hold. Called again, it returns the same.
-
-    Args:
-        model, tasks, limit, batch_size: as in `evaluate_tasks`; by default all shipped tasks.
+def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """The numbers of the results of `evaluate_tasks`, which JSON can hold.
 
     Returns:
         By task or group: each metric, its standard error as `METRIC_stderr` where there is one, `items`, their number, and
         `chance`, the accuracy of guessing, or `None`. A metric of a filter of lm_eval's is named `METRIC,FILTER`.
     """
-    return score_numbers(evaluate_tasks(model, names("tasks") if tasks is None else tasks, limit=limit, batch_size=batch_size))
-
-
-def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """The numbers of the results of `evaluate_tasks`, as `task_scores` returns them."""
     scores = {}
     for task, values in results["results"].items():
         found = {
@@ -137,8 +122,7 @@ def check_tasks(tasks: str | Sequence[str]) -> None:
         ValueError: for an unknown task.
     """
     _require_lm_eval()
-    with _without_warnings():
-        _find_tasks(tasks, "")
+    _find_tasks(tasks, "")
 
 
 def _require_lm_eval() -> None:
@@ -146,6 +130,8 @@ def _require_lm_eval() -> None:
         import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
         raise ImportError(f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})") from error
+    # It warns of a model that is loaded already, and of datasets made by a function
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict[str, Any]]:
@@ -172,17 +158,13 @@ def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]
 
     tasks = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
     own = names("tasks")
-    if not tasks or "" in tasks:
-        raise ValueError(f"tasks={','.join(tasks)!r} must name tasks; shipped are {', '.join(own)}")
     has_others = not all(name in own or Path(name).is_file() for name in tasks)  # to read lm_eval's own list takes seconds
     folder = find("tasks", own[0]).parent
     manager = TaskManager(include_path=str(folder), include_defaults=has_others, metadata={"pretrained": model})
     for name in tasks:
         if name not in manager.all_tasks and not Path(name).is_file():
-            near = did_you_mean(name, manager.all_tasks)
-            raise ValueError(
-                f"there is no task {name!r}; {near}shipped are {', '.join(own)}, and `lm-eval ls tasks` lists the others"
-            )
+            shipped = ", ".join(own)
+            raise ValueError(f"there is no task {name!r}; shipped are {shipped}, and `lm-eval ls tasks` lists the others")
     return tasks, manager
 
 
@@ -191,15 +173,3 @@ def _chance(task: Any, count: int) -> float | None:
     if task.OUTPUT_TYPE != "multiple_choice":
         return None
     return fmean(1 / len(task.doc_to_choice(item)) for item in itertools.islice(task.eval_docs, count))
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Keeps lm_eval from warning of what is meant: a model that is loaded already, and datasets made by a function."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from matplotlib.figure import Figure
 from transformers import (
     AutoModelForCausalLM,
@@ -38,27 +37,17 @@ from ..files import (
     PLOT_FILE,
     STATE_FILE,
     atomic_dir,
-    full_disk_named,
     write_text,
 )
 from ..models import initialize_by_name, source_named
-from ..parameters import Size, measure, size_of
+from ..parameters import Size, listed, measure, size_of
 from ..scrub import without_folders
-from ..storage import is_address
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
-from .data import (
-    BlockCollator,
-    Blocks,
-    check_restart,
-    check_vocabulary,
-    prepare_data,
-    unigram_perplexity,
-    vocabulary_size,
-)
+from .data import BlockCollator, Blocks, check_vocabulary, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
 from .parametrization import completep_factors, scale_initial_values
-from .recipe import ResolvedRecipe, check_recipe, emulated_bf16, unused_rows
+from .recipe import ResolvedRecipe, check_recipe, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -92,8 +81,6 @@ def train_recipe(
         ValueError: as `train` does.
     """
     recipe, arguments = resolved.recipe, resolved.training_arguments
-    if is_address(arguments.output_dir):
-        raise ValueError(f"output_dir={arguments.output_dir} is no folder: an address needs --engine ray")
     place, is_main_process = RunFolder(Path(arguments.output_dir)), arguments.process_index == 0
     folder = place.path
     check_recipe(resolved)
@@ -102,21 +89,19 @@ def train_recipe(
     if place.is_finished():
         logger.warning(f"{folder} is finished: nothing to do")
         return place.metrics()
-    if is_main_process:
-        for warning in filter(None, (unused_rows(resolved), emulated_bf16(vars(arguments)))):
-            logger.warning(warning)
+    if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
+        logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
     size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
     forget_used_kernels()
     if arguments.torch_compile:
         # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record empty
         torch.compiler.reset()
-    with full_disk_named(folder):
-        run = _build(resolved, size, tokenizer_folder or folder, callbacks)
-        _train(run)
-        metrics = _collect(run)
-        if run.trainer.is_world_process_zero():
-            _write_results(run, metrics)
+    run = _build(resolved, size, tokenizer_folder or folder, callbacks)
+    _train(run)
+    metrics = _collect(run)
+    if run.trainer.is_world_process_zero():
+        _write_results(run, metrics)
     return metrics
 
 
@@ -142,9 +127,6 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
-    # Other backends need a GPU, or are NLQ's own, whose restart the tests show
-    if recipe.packing == "documents" and model.config._attn_implementation in ("eager", "sdpa"):
-        check_restart(model)
     factors = None
     if recipe.base_sizes is not None:
         factors = completep_factors(model, recipe.base_sizes)
@@ -177,8 +159,6 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         ]
     for callback in (ChecksumCallback, *callbacks):
         trainer.add_callback(callback)
-    if parse_flag_from_env("ACCELERATE_USE_FSDP") and not trainer.is_fsdp_enabled and trainer.is_world_process_zero():
-        logger.warning(f"FSDP is off, for Accelerate has none for {arguments.device.type}: every process holds the whole model")
     return _Run(resolved, trainer, record, blocks, fingerprint, size)
 
 
@@ -208,11 +188,8 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        if changed := sorted({*found["missing_keys"], *found["unexpected_keys"]}):
-            raise ValueError(
-                f"the weights of model {recipe.model!r} do not fit a language model with these switches (missing or unexpected "
-                f"{changed[0]}); `nlq convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
-            )
+        if missing := sorted(found["missing_keys"]):  # they would be new, without a word
+            raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or "ForCausalLM"
     return resolved.choose_trained(model)
@@ -224,9 +201,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
 def _train(run: _Run) -> None:
     """Trains from the beginning, or from where the run was interrupted."""
     trainer, arguments = run.trainer, run.resolved.training_arguments
-    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    state_dict_type = None if plugin is None else plugin.state_dict_type.name
-    resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, state_dict_type)
+    resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, trainer.is_fsdp_enabled)
     if trainer.is_world_process_zero():  # its shares of a batch may be others than those of an earlier part of the run
         RunFolder(Path(arguments.output_dir)).write(run.resolved.given)
     if resumed is None:
@@ -257,10 +232,6 @@ def _collect(run: _Run) -> dict[str, Any]:
     evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
     config = trainer.model.config  # with a LoRA, of the merged model
     losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
-    unigram = None
-    if trainer.is_world_process_zero() and not recipe.streaming:
-        size = vocabulary_size(trainer.processing_class)
-        unigram = unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, size)
     scores = {name: value for name, value in evaluated.items() if name.startswith(("eval_", "test_"))}
     return {
         # JSON has no NaN
@@ -268,7 +239,6 @@ def _collect(run: _Run) -> dict[str, Any]:
         "test_loss_parts": evaluated.get("loss_parts"),
         "diverged": record.diverged_at is not None or has_diverged(evaluated["eval_loss"], config.vocab_size),
         "diverged_at": record.diverged_at,
-        "unigram_perplexity": unigram,
         "train_loss": losses[-1] if losses else None,
         "steps": trainer.state.global_step,
         "tokens_seen": record.tokens_seen,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..files import CHECKPOINT, LOG, PROGRESS, has_little_space, write_text
+from ..files import CHECKPOINT, LOG, PROGRESS, write_text
 from ..text import one_line
 from .recipe import resolve_recipe
 from .run_folder import FolderIsLocked, RunFolder
@@ -103,13 +103,10 @@ class Progress(TrainerCallback):
 
     def _write(self) -> None:
         self.content["updated"] = time.time()
-        try:
+        with contextlib.suppress(Exception):  # the run itself may still end well
             write_text(self._file, json.dumps(self.content) + "\n")
             if self._report is not None:
                 self._report(dict(self.content))
-        except Exception as error:  # the run itself may still end well
-            with contextlib.suppress(OSError):
-                print(f"progress was not written: {type(error).__name__}: {one_line(error)}", file=sys.stderr, flush=True)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.content.update(step=state.global_step, steps=state.max_steps)
@@ -165,8 +162,7 @@ def run_in_subprocess(
     except FolderIsLocked:
         raise
     except Exception as error:
-        reason = "failed, because the disk is full" if folder.parent.is_dir() and has_little_space(folder.parent) else "failed"
-        raise RunFailed(f"{reason}: {type(error).__name__}: {one_line(error)}") from None
+        raise RunFailed(f"failed: {type(error).__name__}: {one_line(error)}") from None
 
 
 def _redirect_output(log: Path) -> None:

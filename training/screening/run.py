@@ -18,7 +18,6 @@ from ..files import COMPARISON_FILE, RESULTS_FILE, write_text
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..scrub import without_folders
 from ..storage import publish
-from .design import runs_one_at_a_time
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
 from .sections import ScreeningOutcome, write_report
@@ -67,7 +66,6 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
         },
         "design": {**asdict(screening.design), "rows": screening.design.rows.tolist()},
         "rates": list(screening.rates),
-        "runs_one_at_a_time": runs_one_at_a_time(screening.design, len(screening.runs.largest.seeds)),
         "alpha": ALPHA,
         "effects": effects and asdict(effects),
         "diverged": diverged,

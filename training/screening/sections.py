@@ -1,6 +1,5 @@
 """The report of a screening, made from its results alone: sections, figures, and the outcome for terminals."""
 
-import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,17 +8,16 @@ from typing import Any
 import numpy as np
 import yaml
 from matplotlib.figure import Figure
-from scipy import stats
 
-from ..comparison.figures import BASELINE, save, scale_percent
+from ..comparison.figures import BASELINE, save
 from ..comparison.outcome import Outcome
 from ..comparison.render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
-from ..comparison.report import first_warnings, outcome_sentence, verdicts
+from ..comparison.report import outcome_sentence, verdicts, warning_sentences
 from ..comparison.tables import Rows, number, p_value, with_interval
 from ..files import write_text
 from ..text import align
 from .design import RATE, Design
-from .effects import Effects, standard_error
+from .effects import Effects
 from .plan import BEST, OFF
 
 
@@ -40,7 +38,6 @@ class ScreeningOutcome:
         factors: the factors by name.
         design: the design.
         rates: the low and the high learning rate.
-        runs_one_at_a_time: how many runs a comparison of each factor alone takes.
         alpha: the level of the tests.
         effects: those of the factors; `None` if a run diverged.
         diverged: the rows that did.
@@ -54,7 +51,6 @@ class ScreeningOutcome:
     factors: dict[str, Factor]
     design: Design
     rates: list[float]
-    runs_one_at_a_time: int
     alpha: float
     effects: Effects | None
     diverged: list[str]
@@ -78,13 +74,8 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all."""
     figures = []
     if results.effects is not None:
-        left_out = " The options of a choice are left out, for their intervals are wider." * bool(results.design.choices)
-        for name, title, caption, draw in (
-            ("effects", "Effects", _EFFECTS_CAPTION, draw_effects),
-            ("half-normal", "Half-normal plot", _HALF_NORMAL_CAPTION + left_out, draw_half_normal),
-        ):
-            save(draw(results), folder / "figures" / f"{name}.png")
-            figures.append(figure(title, name, caption))
+        save(draw_effects(results), folder / "figures" / "effects.png")
+        figures = [figure("Effects", "effects", "How much lower the loss is with each factor on, with 95 % intervals.")]
     sections = _sections(results, figures)
     write_text(folder / "results.md", to_markdown(results.name, sections))
     write_text(folder / "report.html", to_page(results.name, sections, folder))
@@ -110,7 +101,7 @@ def screening_outcome(results: ScreeningOutcome) -> list[str]:
 def warnings_of(results: ScreeningOutcome) -> list[str]:
     """What a reader must know first: of the runs of the design, and of those that confirm."""
     parts = {"Screening": results.runs, "Confirmation": results.confirmation}
-    return [f"{part}: {text}" for part, found in parts.items() if found for text in first_warnings(found)]
+    return [f"{part}: {text}" for part, found in parts.items() if found for text in warning_sentences(found)]
 
 
 def limits_of(results: ScreeningOutcome) -> list[str]:
@@ -118,7 +109,7 @@ def limits_of(results: ScreeningOutcome) -> list[str]:
     effects = results.effects
     if effects is None or effects.p_of_interactions >= results.alpha:
         return [_NO_VERDICT]
-    noise = math.sqrt(np.mean([error**2 for error in _errors_of_interactions(results)]))
+    noise = 2 * effects.noise / math.sqrt(len(results.design.rows) * len(results.runs.largest.seeds))
     size, noise = (100 * value / effects.mean_loss for value in (effects.interaction_size, noise))
     return [
         _NO_VERDICT,
@@ -127,25 +118,13 @@ def limits_of(results: ScreeningOutcome) -> list[str]:
     ]
 
 
-def _errors_of_interactions(results: ScreeningOutcome) -> list[float]:
-    """The standard errors of all interactions, in nats. Those of options are larger."""
-    seeds, design = len(results.runs.largest.seeds), results.design
-    return [standard_error(design.product(group[0]), seeds, results.effects.noise) for group in design.aliases()]
-
-
 def protocol(results: ScreeningOutcome) -> list[str]:
     """How the numbers were measured."""
     rows, seeds = len(results.design.rows), len(results.runs.largest.seeds)
     low, high = results.rates
-    choices = results.design.choices
     sentences = [
-        f"{len(results.factors)} {'factors and options' if choices else 'factors'} and the learning rate "
-        f"({low:g} or {high:g}) in a two-level fractional factorial design of resolution IV: {rows} models with {seeds} seeds "
-        f"each, {rows * seeds} runs. Each factor alone, compared with a baseline of as many runs, takes "
-        f"{results.runs_one_at_a_time} runs at given rates for intervals of the same width."
-        + "".join(
-            f" The design is repeated without any of {', '.join(options)}, and with each of them." for options in choices
-        ),
+        f"{len(results.factors)} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional factorial "
+        f"design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
         "Runs of one seed are a block"
         + (": they saw the same tokens in the same order." if results.runs.largest.same_tokens else "."),
     ]
@@ -153,8 +132,7 @@ def protocol(results: ScreeningOutcome) -> list[str]:
         sentences.append(
             f"The noise of a run is {results.effects.noise:.2g} nats, with {results.effects.freedom} degrees of "
             "freedom. Intervals are 95 % intervals of one effect each. Holm's method corrects p for all factors. A factor "
-            f"survives if it lowers the loss and its corrected p is below {results.alpha:g}"
-            f"{', and of the options of a choice only the best one' * bool(choices)}. This takes the effect of a "
+            f"survives if it lowers the loss and its corrected p is below {results.alpha:g}. This takes the effect of a "
             "factor to be the same for every seed; if it varies, p is too small."
         )
     return sentences
@@ -165,14 +143,13 @@ def effect_rows(results: ScreeningOutcome) -> Rows:
     if results.effects is None:
         return []
     main = results.effects.main
-    excluded = {name: " or ".join(options) for options in results.design.choices for name in options}
     rows = []
     for name in sorted(main, key=lambda name: (name == RATE, main[name].effect)):
         effect = main[name]
         factor = results.factors.get(name)
         rows.append(
             {
-                "factor": name + (f" (one of {excluded[name]})" if name in excluded else ""),
+                "factor": name,
                 "loss improvement (%)": with_interval(effect.improvement, effect.improvement_interval, "+.2f"),
                 "Holm p": p_value(effect.holm_p),
                 "parameters": "" if factor is None else f"{factor.parameters:+,}",
@@ -213,47 +190,6 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
     axes.set_title(f"{results.name}: main effects", parse_math=False)
     axes.grid(axis="x", alpha=0.25)
     return figure
-
-
-def draw_half_normal(results: ScreeningOutcome) -> Figure:
-    """Absolute effects against half-normal quantiles: effects that are noise lie on a line through 0 (Daniel 1959)."""
-    found = results.effects
-    # Options have wider intervals than other factors
-    options = set(itertools.chain.from_iterable(results.design.choices))
-    points = [(abs(effect.effect), name) for name, effect in found.main.items() if name not in options]
-    points += [
-        (abs(group.effect), " or ".join(" x ".join(pair) for pair in group.aliases))
-        for group in found.interactions
-        if not options & {*itertools.chain.from_iterable(group.aliases)}
-    ]
-    points.sort()
-    quantiles = stats.halfnorm.ppf((np.arange(len(points)) + 0.5) / len(points))
-    sizes = np.array([100 * size / found.mean_loss for size, _ in points])
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(quantiles, sizes, "o", color="#0072B2")
-    error = 100 * min(_errors_of_interactions(results)) / found.mean_loss  # of a factor; those of options are larger
-    axes.plot([0, quantiles[-1]], [0, error * quantiles[-1]], color="#888888", linestyle="--", label="noise alone")
-    for quantile, size, (_, name) in list(zip(quantiles, sizes, points))[-min(6, len(points)) :]:
-        axes.annotate(
-            name if len(name) < 50 else f"{name[:47]}...",
-            (quantile, size),
-            xytext=(-6, 2),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-        )
-    scale_percent(axes, "size of the effect on test loss (%)", [0.0, *sizes])
-    axes.set_xlabel("half-normal quantile")
-    axes.set_title(f"{results.name}: half-normal plot", parse_math=False)
-    axes.legend(frameon=False)
-    return figure
-
-
-_EFFECTS_CAPTION = "How much lower the loss is with each factor on, with 95 % intervals."
-_HALF_NORMAL_CAPTION = (
-    "Sizes of all effects and groups of interactions. Those that are noise lie near the line; others stand above it."
-)
 
 
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:

@@ -1,7 +1,6 @@
 """What a conversion added to a model and a run with `trainable: new` trained, as an adapter that PEFT loads."""
 
 from collections.abc import Collection
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -24,8 +23,7 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
             left -= own
     if left:
         raise ValueError(
-            "an adapter of PEFT holds whole modules, and these new parameters are parts of other modules: "
-            f"{listed(sorted(left))}; publish the whole model, without --adapter"
+            f"an adapter of PEFT holds whole modules, and these new parameters are parts of others: {listed(sorted(left))}"
         )
     return modules
 
@@ -41,8 +39,6 @@ def write_adapter(run: Path, target: Path, modules: Collection[str], base: str |
     Raises:
         ImportError: if PEFT is not installed.
     """
-    if find_spec("peft") is None:
-        raise ImportError("--adapter needs the package peft: pip install peft")
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import DUMMY_TARGET_MODULES
 

@@ -1,8 +1,7 @@
 """`nlq publish`: uploads a model to a repository on the Hub, in one commit of exactly the files that belong to it.
 
 A list of allowed files chooses them: a run folder also holds optimizer states, pickles, logs with names of machines, and any
-other file of the user. `HfApi.upload_folder` would need a copy of the allowed files with the weights, and the patterns of its
-`delete_patterns` match in all folders: a user's own `examples/modeling_nlq.py` would be deleted.
+other file of the user. `HfApi.upload_folder` would need a copy of the allowed files with the weights.
 """
 
 import fnmatch
@@ -16,18 +15,16 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_local_safetensors_metadata,
+    get_token,
 )
-from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq import NLQConfig
@@ -36,11 +33,10 @@ from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in, is_derived
 from ..card import converted_base, render
 from ..comparison.outcome import read_outcome
 from ..comparison.report import verdicts
-from ..comparison.status import CONFIRMATION, SCREENING
+from ..comparison.status import CONFIRMATION
 from ..files import (
     ADAPTER,
     CARD_FILE,
-    COMPARISON_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
     PAGE_FILE,
@@ -54,30 +50,24 @@ from ..files import (
     WEIGHTS,
     code_files,
     files_in,
-    inside,
-    model_files,
     read_json,
     read_yaml,
 )
 from ..parameters import check_parameters, size_of
 from ..run.recipe import without_private
 from ..scrub import check_for_traces, without_folders
-from ..text import first_line, one_line
+from ..text import one_line
 from .adapter import whole_modules, write_adapter
 
 
 _COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
-_WEIGHT_TYPES = ("F64", "F32", "F16", "BF16")
 # Fields that hold the place a tokenizer or a configuration was loaded from
 _PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
 _STATUS = {
     401: "the Hub does not accept the token; log in by `hf auth login`, or set HF_TOKEN",
     403: "this token may not write there; is the owner right, and may the token write?",
-    404: "there is no such owner, repository or revision, or this token may not see it",
-    409: "somebody else changed the repository at the same time; run the same command again",
+    404: "there is no such owner or repository, or this token may not see it",
     412: "somebody else changed the repository at the same time; run the same command again",
-    413: "the Hub takes no file as large as one of these; save the model in smaller shards (max_shard_size)",
-    429: "the Hub has had too many requests; run the same command again a little later",
 }
 
 
@@ -104,7 +94,6 @@ def publish(
     folder: str | Path,
     repo_id: str,
     private: bool | None = None,
-    revision: str | None = None,
     comparison: str | Path | None = None,
     card: str | Path | None = None,
     license: str | None = None,
@@ -120,75 +109,60 @@ def publish(
         folder: folder of a run, a conversion, or any saved NLQ model.
         repo_id: `owner/name`.
         private: make a new repository private; by default its owner's setting counts.
-        revision: branch to publish to, which is created if it does not exist; by default the main one.
-        comparison: folder of `nlq compare` whose verdicts the card reports; by default the one that the run is part of, if any.
+        comparison: folder of `nlq compare` whose verdicts the card reports.
         card: a Markdown file to use as the card; by default the card is generated.
         license: license of the weights, for the card.
         adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model and its code.
         dry_run: stop before anything is sent.
 
     Raises:
-        ValueError: if the folder holds no complete model, or nothing that an adapter could hold, if one of its files is a link
-            that leads out of it, or tells a token or a path of this machine, or if the name of the repository is not valid.
+        ValueError: if the folder holds no complete model, or nothing that an adapter could hold, if one of its files tells a
+            token or a path of this machine, or if the name of the repository is not valid.
         ImportError: for an adapter, if PEFT is not installed.
-        PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged, unless the connection broke
-            while the commit was being sent: then it may have arrived.
+        PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
     folder = Path(folder)
-    _check_place(repo_id, revision)
-    if not folder.is_dir():
-        raise ValueError(f"there is no folder {str(folder)!r}")
     with tempfile.TemporaryDirectory() as scratch:
         contents = _collect(folder, repo_id, comparison, card, license, Path(scratch) if adapter else None)
-        return _send(repo_id, contents, private, revision, dry_run)
+        return _send(repo_id, contents, private, dry_run)
 
 
-def publish_space(
-    page: str | Path, repo_id: str, private: bool | None = None, revision: str | None = None, dry_run: bool = False
-) -> Publication:
+def publish_space(page: str | Path, repo_id: str, private: bool | None = None, dry_run: bool = False) -> Publication:
     """Uploads a page of `nlq explore` as a static Space, in one commit. The page quotes the text that it was made from.
 
     Args:
         page: the file, or the folder of a run or comparison that has one.
-        repo_id, private, revision, dry_run: as in `publish`.
+        repo_id, private, dry_run: as in `publish`.
 
     Raises:
         ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
         PublishingError: as in `publish`.
     """
-    _check_place(repo_id, revision)
-    page = inside(Path(page), Path(page) / PAGE_FILE) if Path(page).is_dir() else Path(page)
+    page = Path(page) / PAGE_FILE if Path(page).is_dir() else Path(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
     text = page.read_text(encoding="utf-8", errors="replace")
     title = re.search(r"<title>(.*?)</title>", text)
-    if title is None or '<meta name="generator" content="nlq explore">' not in text:
+    if title is None:
         raise ValueError(f"{page} is no page of `nlq explore`")
     settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": page}
     check_for_traces(page.parent, contents)
-    return _send(repo_id, contents, private, revision, dry_run, "space")
-
-
-def _check_place(repo_id: str, revision: str | None) -> None:
-    validate_repo_id(repo_id)
-    if repo_id.count("/") != 1:
-        raise ValueError(f"repository {repo_id!r} must have the form owner/name")
-    if revision is not None and (not re.fullmatch(r"\w[\w./-]*", revision) or ".." in revision):
-        raise ValueError(f"revision {revision!r} must be the name of a branch, of letters, digits and _ . / -")
+    return _send(repo_id, contents, private, dry_run, "space")
 
 
 def _send(
     repo_id: str,
     contents: dict[str, Path | bytes],
     private: bool | None,
-    revision: str | None,
     dry_run: bool,
     kind: Literal["model", "space"] = "model",
 ) -> Publication:
-    """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
-    sizes = {name: content.stat().st_size if isinstance(content, Path) else len(content) for name, content in contents.items()}
+    """Makes the repository if it does not exist, and one commit; raises as `publish` does."""
+    if "/" not in repo_id:
+        raise ValueError(f"repository {repo_id!r} must have the form owner/name")
+    sizes = {name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in contents.items()}
     if dry_run:
         return Publication(sizes)
     token = get_token()
@@ -198,18 +172,15 @@ def _send(
     try:
         sdk = "static" if kind == "space" else None
         api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True, space_sdk=sdk)
-        if revision is not None:
-            api.create_branch(repo_id, repo_type=kind, branch=revision, exist_ok=True)
-        before = api.repo_info(repo_id, repo_type=kind, revision=revision)
+        before = api.repo_info(repo_id, repo_type=kind)
         if private and not before.private:
             raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
         there = {file.rfilename for file in before.siblings or []}
         stale = sorted(name for name in there - contents.keys() if kind == "model" and _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        options = {"repo_type": kind, "revision": revision, "parent_commit": before.sha}
-        commit = api.create_commit(repo_id, operations, commit_message=f"Publish {repo_id.split('/')[1]}", **options)
-    except (HTTPError, OSError, RuntimeError, ValueError, KeyError) as error:
+        commit = api.create_commit(repo_id, operations, commit_message="Publish", repo_type=kind, parent_commit=before.sha)
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)
 
@@ -226,12 +197,9 @@ def _collect(
 
     Those of an adapter are made in `adapter_folder`, if one is given, and take the place of the model's.
     """
-    model_files(folder)  # none of them may be a link to elsewhere: before any is read
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
-    if records.get(METRICS_FILE, {}).get("diverged") and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} diverged, and saved no weights: there is nothing to publish")
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{str(folder)!r} holds no config.json: it is no saved model, or its training did not finish")
+        raise ValueError(f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish")
     settings = read_json(folder / "config.json")
     auto_map = classes_in(folder, settings.get("auto_map") or {})
     # A derived configuration may have a type of its own
@@ -241,11 +209,13 @@ def _collect(
         )
     model, weights = _check_weights(folder, settings, auto_map)
     given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
-    if isinstance((given or {}).get("training"), dict):
-        given["training"] = without_private(given["training"])  # a recipe may be written by hand, or by another version
+    if given is not None:
+        given["training"] = without_private(given.get("training") or {})
     contents: dict[str, Path | bytes] = {}
     if adapter_folder is None:
-        files, patterns = {*weights, *_code(folder)}, (*SETTINGS, *TOKENIZER, *RECORDS)
+        files, patterns = {*weights, *code_files(folder)}, (*SETTINGS, *TOKENIZER, *RECORDS)
+        if missing := sorted(path.name for path in files if not path.is_file()):
+            raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
     else:
         files, patterns = set(), (*TOKENIZER, *RECORDS)
         contents = {path.name: path for path in _adapter(folder, adapter_folder, model, given, records)}
@@ -256,18 +226,18 @@ def _collect(
             kept = {key: value for key, value in read_json(folder / name).items() if key not in _PLACES}
             if name == "config.json":
                 kept["auto_map"] = auto_map
-            contents[name] = _json(without_folders(kept))
+            contents[name] = _json(kept)
     for name, record in records.items():
         contents[name] = _json(without_folders(record))
     if given is not None:
         contents[RECIPE_FILE] = yaml.safe_dump(without_folders(given), sort_keys=False).encode()
 
     text = None
-    if (comparison_folder := _find_comparison(folder, comparison)) is not None:
-        text, report = _report(folder.resolve(), comparison_folder)
+    if comparison is not None:
+        text, report = _report(folder.resolve(), Path(comparison).resolve())
         contents |= report
     if card is not None:
-        contents[CARD_FILE] = _read_card(Path(card))
+        contents[CARD_FILE] = Path(card).read_bytes()
     else:
         contents[CARD_FILE] = str(
             render(
@@ -295,25 +265,11 @@ def _report(run: Path, folder: Path) -> tuple[str, dict[str, Path | bytes]]:
     contents: dict[str, Path | bytes] = {f"comparison/{path.relative_to(folder).as_posix()}": path for path in files}
     if isinstance(report := contents.get("comparison/results.md"), Path):
         contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
-    try:
-        results = read_json(inside(folder, folder / RESULTS_FILE))
-        text = verdicts(read_outcome(results), variant, name, scale if "scales" in results else None)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / RESULTS_FILE} is no result of `nlq compare`: it lacks {error}") from error
+    results = read_json(folder / RESULTS_FILE)
+    if "design" in results:
+        raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
+    text = verdicts(read_outcome(results), variant, name, scale if "scales" in results else None)
     return f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md).", contents
-
-
-def _code(folder: Path) -> set[Path]:
-    code = code_files(folder)
-    if missing := sorted(path.name for path in code if not path.is_file()):
-        raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
-    for path in sorted(code):
-        if wrong := [name for name in get_relative_imports(path) if folder / f"{name}.py" not in code]:
-            raise ValueError(
-                f"{path}: a line of its text begins `from .{wrong[0]} import`, which Transformers' loader takes for an import; "
-                "reword the line"
-            )
-    return code
 
 
 def _adapter(
@@ -322,8 +278,8 @@ def _adapter(
     """Makes the adapter of a run in the folder `target`, and returns its files."""
     if (given or {}).get("trainable") != "new" or not records.keys() >= {METRICS_FILE, CONVERSION_FILE}:
         raise ValueError(
-            f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none; publish the whole "
-            "model, without --adapter (a LoRA lies in the run's folder `adapter`, for `hf upload`)"
+            f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none (a LoRA lies in the "
+            "run's folder `adapter`, for `hf upload`)"
         )
     modules = whole_modules(model, records[CONVERSION_FILE]["added"])
     return write_adapter(folder, target, modules, converted_base(given, records[METRICS_FILE]))
@@ -336,78 +292,28 @@ def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, s
     parameters that the files have beside those of ours.
 
     Raises:
-        ValueError: unless the files are complete and hold exactly the parameters of the model, if its class is ours, as finite
-            numbers.
+        ValueError: unless the files are complete and hold exactly the parameters of the model, if its class is ours.
     """
-    class_name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
-    models = {name.partition(".")[2] for auto_class, name in AUTO_MAP.items() if auto_class != "AutoConfig"}
-    is_ours = class_name in models
-    if not is_ours:
-        derived = {auto_map[auto_class].partition(".")[2]: name.partition(".")[2] for auto_class, name in AUTO_MAP.items()}
-        class_name = derived.get(class_name, class_name)
-    if class_name not in models:
-        raise ValueError(f"{folder}: architectures names {class_name!r}, which is none of {', '.join(sorted(models))}")
+    name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
+    classes = {
+        path[auto_class].partition(".")[2]: own.partition(".")[2]
+        for path in (auto_map, AUTO_MAP)
+        for auto_class, own in AUTO_MAP.items()
+    }
+    if name not in classes:
+        raise ValueError(f"{folder}: architectures names {name!r}, which is none of {', '.join(sorted(classes))}")
     with torch.device("meta"):
-        model = getattr(modeling_nlq, class_name)(NLQConfig.from_pretrained(folder))
-    model.config.architectures = [class_name]
-    # In the order in which Transformers looks for them
-    index = folder / "model.safetensors.index.json"
-    files = [folder / "model.safetensors"]
-    if not files[0].is_file() and index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} is damaged: it has no 'weight_map'")
-        files = [inside(folder, folder / str(name)) for name in sorted(set(map(str, weight_map.values())))]
-    shapes: dict[str, list[int]] = {}
-    for path in files:
-        if not path.is_file():
-            raise ValueError(f"{folder} holds no {path.name}: its training did not finish, or it was saved as something else")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118
-                    shapes[key] = file.get_slice(key).get_shape()
-                    if (dtype := file.get_slice(key).get_dtype()) not in _WEIGHT_TYPES:
-                        raise ValueError(f"{path}: {key} has the type {dtype}; it must be one of {', '.join(_WEIGHT_TYPES)}")
-                    if not file.get_tensor(key).isfinite().all():
-                        raise ValueError(f"{path}: {key} holds NaN or infinity: the model diverged")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-    try:
-        if is_ours:
-            check_parameters(model, shapes)
-        else:
-            added = [shapes[name] for name in shapes.keys() - model.state_dict().keys()]
-            model.added = torch.nn.ParameterList(torch.empty(shape, device="meta") for shape in added)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
-    return model, files if files[0].name == "model.safetensors" else [index, *files]
-
-
-def _find_comparison(folder: Path, given: str | Path | None) -> Path | None:
-    """The folder of the comparison to report: the given one, or the one that holds the run, perhaps at one of its scales."""
-    if given is not None:
-        if not (Path(given) / RESULTS_FILE).is_file():
-            raise ValueError(f"{str(given)!r} holds no {RESULTS_FILE}: it is no finished comparison")
-        if "design" in read_json(Path(given) / RESULTS_FILE):
-            raise ValueError(f"{str(given)!r} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
-        return Path(given).resolve()
-    parents = folder.resolve().parents
-    if len(parents) < 3 or parents[1].name != "runs":
-        return None
-    place = parents[4] if len(parents) > 4 and parents[3].name == "scales" else parents[2]
-    if place.name == SCREENING and (place.parent / COMPARISON_FILE).is_file():
-        return None  # a row of a design has no verdict
-    return place if (place / RESULTS_FILE).is_file() else None
-
-
-def _read_card(path: Path) -> bytes:
-    try:
-        license = ModelCard.load(path).data.license
-        if not isinstance(license, str | None):
-            raise ValueError(f"license: {license!r} must be a name that the Hub knows")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"card {str(path)!r} cannot be read: {first_line(error)}") from error
-    return path.read_bytes()
+        model = getattr(modeling_nlq, classes[name])(NLQConfig.from_pretrained(folder))
+    model.config.architectures = [classes[name]]
+    found = get_local_safetensors_metadata(folder)
+    shapes = {key: tensor.shape for file in found.files_metadata.values() for key, tensor in file.tensors.items()}
+    if classes[name] == name:
+        check_parameters(model, shapes)
+    else:
+        added = shapes.keys() - model.state_dict().keys()
+        model.added = torch.nn.ParameterList(torch.empty(shapes[key], device="meta") for key in sorted(added))
+    index = ["model.safetensors.index.json"] if found.sharded else []
+    return model, [folder / file for file in (*index, *found.files_metadata)]
 
 
 def _may_be_ours(name: str) -> bool:
@@ -417,22 +323,13 @@ def _may_be_ours(name: str) -> bool:
 
 def _explain(error: BaseException) -> str:
     """Explains an error of the Hub or of the connection in one line."""
-    if isinstance(error, KeyError):
-        return f"the Hub's answer makes no sense, it lacks {error}"
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
         error = error.__cause__  # of a large file
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set"
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, LocalTokenNotFoundError) or (isinstance(error, RepositoryNotFoundError) and status == 401):
-        return _STATUS[401]
     if isinstance(error, HfHubHTTPError):
-        said = f" ({' '.join(error.server_message.split())})" if error.server_message else ""
-        other = "the Hub has a problem of its own; run the same command again" if status >= 500 else "the Hub refused"
-        return f"{status}: {_STATUS.get(status, other)}{said}"
+        status, said = error.response.status_code, " ".join((error.server_message or "no reason given").split())
+        return f"{status}: {_STATUS.get(status, 'the Hub refused')} ({said})"
     if isinstance(error, HTTPError):
-        kind = type(error).__name__
-        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({kind}); run the same command again"
+        return f"the connection to {constants.ENDPOINT} could not be made, or broke ({type(error).__name__})"
     return one_line(error)
 
 

@@ -536,8 +536,6 @@ struct Arguments {
       const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& last_key,
       const Optional& key_is_valid, const Optional& first_key, const Optional& visible, std::string_view activation,
       std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
-    check_states(query, key, value);
-    TORCH_CHECK(query.scalar_type() == key.scalar_type() && key.scalar_type() == value.scalar_type(), "types differ");
     call.threads = at::get_num_threads();
     call.batch = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.width = query.size(3);
     call.key_value_heads = key.size(1), call.keys = key.size(2);

@@ -7,7 +7,6 @@ import threading
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from ...activations_nlq import get_attention_activation
 from ...attention_nlq import LARGEST_SUM, eager_attention_forward
@@ -43,13 +42,12 @@ def _load(name: str) -> bool:
 
 @functools.cache
 def _load_once(name: str) -> bool:
-    is_loaded = all(hasattr(operators, operator) for operator in FAKES[name])  # by an earlier import of this package
-    if is_loaded or not load(name, NAMESPACE):
-        return is_loaded
-    for operator, fake in FAKES[name].items():
+    if hasattr(operators, name):  # by an earlier import of this package
+        return True
+    if not load(name, NAMESPACE):
+        return False
+    for operator, fake in FAKES.items() if name == "attention" else ():
         torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
-    for operator, count in FLOPS[name].items():
-        register_flop_formula(getattr(operators, operator))(count)
     return True
 
 
@@ -223,33 +221,5 @@ def _new_gradients(gradient, query, key, value, *others):
     return tuple(states.new_empty(states.shape) for states in (query, key, value))
 
 
-def _new_loss(logits, targets, weights):
-    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    return losses, logits.new_empty(0 if weights is None else logits.shape)
-
-
-# By file and operator: what it returns, empty
-FAKES = {
-    "attention": {"attention": _new_attention, "attention_backward": _new_gradients},
-    "one_query": {"one_query": lambda query, *others: query.new_empty(*query.shape[:1], 1, *query.shape[1::2])},
-    "loss": {"loss": _new_loss},
-    "linear": {"linear": lambda x, w, bias: x.new_empty(*x.shape[:-1], w.shape[0])},
-}
-
-
-def _attention_flops(query_shape, key_shape, *others, out_shape=None, **kwargs) -> int:
-    batch, heads, queries, head_dim = query_shape
-    return 4 * batch * heads * queries * key_shape[2] * head_dim
-
-
-def _backward_flops(gradient_shape, *shapes, **kwargs) -> int:
-    return 5 * _attention_flops(*shapes) // 2  # the scores and two products for each of the two forward products
-
-
-# The same: its floating-point operations, without the gain from what a mask hides, as PyTorch counts its own attention
-FLOPS = {
-    "attention": {"attention": _attention_flops, "attention_backward": _backward_flops},
-    "one_query": {"one_query": _attention_flops},
-    "loss": {},
-    "linear": {"linear": lambda x_shape, w_shape, *others, **kwargs: 2 * math.prod(x_shape) * w_shape[0]},
-}
+# What the operators that enter a compiled graph return, empty
+FAKES = {"attention": _new_attention, "attention_backward": _new_gradients}

@@ -34,9 +34,6 @@ void compute(
 // their weighted sum, of the shape of the logits, or (0)
 std::tuple<at::Tensor, at::Tensor> loss(
     const at::Tensor& logits, const at::Tensor& targets, const Optional& weights) {
-  TORCH_CHECK(
-      logits.dim() == 2 && targets.numel() == logits.size(0) && (!weights || weights->numel() == logits.size(0)),
-      "logits=", logits.sizes(), " must be (tokens, vocabulary), with a target and a weight for each token");
   const at::Tensor rows = logits.contiguous(), labels = targets.to(at::kLong).contiguous();
   for (int64_t i = 0; i < labels.numel(); i++) {
     const int64_t label = labels.data_ptr<int64_t>()[i];

@@ -119,8 +119,6 @@ at::Tensor one_query(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& visible,
     const Optional& count, std::string_view activation, std::string_view normalization,
     bool subtracts_log_count, bool is_homogeneous, double scaling) {
-  check_states(query, key, value);
-  TORCH_CHECK(query.size(2) == 1, "query=", query.sizes(), " must be a single one");
   const int64_t batch = query.size(0), heads = query.size(1), keys = key.size(2), width = query.size(3);
   const at::Tensor queries = with_rows(query), all_keys = with_rows(key), values = with_rows(value);
   const at::Tensor output = query.new_empty({batch, 1, heads, width});

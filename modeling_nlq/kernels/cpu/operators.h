@@ -35,13 +35,6 @@ constexpr float ZERO_LIMIT = FLT_MIN / FLT_EPSILON;
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-[[maybe_unused]] void check_states(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value) {
-  TORCH_CHECK(
-      query.dim() == 4 && key.dim() == 4 && key.sizes() == value.sizes() && query.size(0) == key.size(0) &&
-          query.size(3) == key.size(3) && key.size(1) > 0 && query.size(1) % key.size(1) == 0,
-      "query=", query.sizes(), ", key=", key.sizes(), ", value=", value.sizes(), " do not fit together");
-}
-
 // The index of an activation among rows that begin with its name
 template <class Rows>
 int64_t find_activation(const Rows& rows, std::string_view activation) {

@@ -1,7 +1,5 @@
 """Downstream tasks of comparisons: each reported run is evaluated once, and scores are judged like losses."""
 
-import json
-
 import pytest
 from support.lm_eval_command import lm_eval_results
 from support.planted import PlantedEngine
@@ -12,44 +10,6 @@ from modeling_nlq.training.comparison.outcome import TaskOutcome
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.run.task_items import TASKS
-from modeling_nlq.training.run.tasks import evaluate_tasks, score_numbers
-
-
-@pytest.fixture
-def task_file(tmp_path) -> str:
-    """An ordinary task of lm_eval, over a file of eight items."""
-    items = [{"context": f"def f{n}(", "choices": ["self):", "0, 1]", "import"], "answer": n % 3} for n in range(8)]
-    (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
-    fields = {
-        "task": "endings",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "context",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    (tmp_path / "endings.yaml").write_text(json.dumps(fields))  # JSON is YAML
-    return str(tmp_path / "endings.yaml")
-
-
-@pytest.mark.slow
-def test_report_has_the_numbers_of_lm_eval(make_file, small_index, task_file, tmp_path):
-    file = make_file(tasks=[task_file], seeds=[0], learning_rates=[1e-2])
-    folder = tmp_path / "results"
-    results = run_and_report(load_comparison(file), folder)
-    found = results["tasks"]["endings"]["acc"]
-    assert (found["items"], found["chance"], found["higher_is_better"]) == (8, pytest.approx(1 / 3), True)
-    for name, model in results["models"].items():
-        own = score_numbers(evaluate_tasks(folder / model["runs"][0]["folder"], [task_file]))["endings"]
-        assert found["scores"][name] == {"0": own["acc"]}
-        assert f"{own['acc']:.4f}" in (folder / "results.md").read_text()
-    scores = folder / results["models"]["base"]["runs"][0]["folder"] / "tasks.json"
-    before = scores.stat().st_mtime_ns
-    assert run_comparison(load_comparison(file), folder)["tasks"] == results["tasks"]
-    assert scores.stat().st_mtime_ns == before
 
 
 @pytest.mark.slow
@@ -98,6 +58,9 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     file = make_file(tasks=["nlq_brackets"], seeds=seeds)
     results = run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(lambda comparison, run: 3.0))
     metrics = results["tasks"]["nlq_brackets"]
+    with monkeypatch.context() as patch:  # each run is evaluated once
+        patch.setattr(downstream, "evaluate_tasks", None)
+        assert run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(None)) == results
     assert {name: found["statistics"]["effects"]["twin"]["verdict"] for name, found in metrics.items()} == {
         "acc": "better",
         "bits,strict-match": "better",
@@ -124,9 +87,8 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (["nlq_bracket"], "there is no task 'nlq_bracket'; did you mean 'nlq_brackets'"),
+        (["nlq_bracket"], "there is no task 'nlq_bracket'; shipped are"),
         ("nlq_brackets", "tasks='nlq_brackets' must be a list of names of tasks"),
-        ([], r"tasks=\[\] must be a list"),
     ],
 )
 def test_bad_input(make_file, small_index, tasks, message):

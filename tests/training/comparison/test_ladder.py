@@ -82,9 +82,6 @@ class TestPlan:
         for read in (ladder, load_outline(ladder.given)):
             assert [scale.seeds for scale in read.scales.values()] == [[3, 4]] * 4
             assert not any(scale.variants["twin"].has_own_start for scale in read.scales.values())
-        given = {**ladder.given, "scales": {**ladder.given["scales"], "small": SCALES["small"]}}
-        with pytest.raises(ValueError, match="lacks 'seeds'"):
-            load_outline(given)
 
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -95,8 +92,6 @@ class TestPlan:
                 {"scales": {**SCALES, "large": {**SCALES["large"], "tokenizer": "bpe:300"}}},
                 "scale 'large' has the tokenizer 'bpe:300', scale 'small' 'bpe:",
             ),
-            ({"scales": {**SCALES, "b": {"widht": 3}}}, "scale 'b': unknown field 'widht'"),
-            ({"scales": {**SCALES, "../b": {}}}, "scale '../b': a name must be made of"),
             (
                 {"scales": {**SCALES, "b": {"models": {"twn": {}}}}},
                 "scale 'b': models: unknown field 'twn'; did you mean 'twin'",
@@ -110,13 +105,6 @@ class TestPlan:
         assert main(["compare", ladder_file(**fields), "--output_dir", str(tmp_path / "none")]) == 1
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1 and not (tmp_path / "none").exists()
-
-    def test_argument_that_a_scale_sets_too(self, ladder_file):
-        for overrides, name in (({"block_size": 32}, "block_size=32"), ({"switches": {"hidden_size": 8}}, "hidden_size=8")):
-            scales = {**SCALES, "small": {**SCALES["small"], "block_size": 64}}
-            with pytest.raises(ValueError, match=f"arguments: {name}, which .*scale 'small' sets, too; change it there"):
-                load_comparison(ladder_file(scales=scales), overrides)
-        assert load_comparison(ladder_file(), {"block_size": 32}).scales["small"].variants["base"].content["block_size"] == 32
 
     def test_names_like_numbers_and_starts_of_a_scale(self, ladder_file, tmp_path, capsys):
         """The folder's own file is read as it was written, and a scale may say where its searches begin."""
@@ -152,7 +140,7 @@ class TestRuns:
             assert text in page and text in table
         assert not re.search(r"(src|href)=.(?!data:)", page)
         figures = {path.name for path in (tmp_path / "ladder/figures").iterdir()}
-        assert figures == {"losses.png", "multipliers.png", "improvements.png", "bowls.png"}
+        assert figures == {"losses.png", "improvements.png", "bowls.png"}
 
     def test_interrupted_ladder_goes_on(self, ladder_file, tmp_path):
         file = ladder_file(seeds=[0, 1])
@@ -213,7 +201,10 @@ class TestRuns:
         assert len(engine.made) == len(set(engine.made))
         assert [found["seeds"] for found in results["scales"].values()] == [[0, 1, 2, 3]] * 2
         assert [found["added_seeds"] for found in results["scales"].values()] == [[2, 3], [3]]
-        for said in ("Scale small: Seeds 2, 3 were added after a finished", "Scale middle: Seed 3 was added after a finished"):
+        for said in (
+            "Scale small: These seeds were added after a finished report: 2, 3",
+            "Scale middle: These seeds were added",
+        ):
             assert said in (tmp_path / "report.html").read_text()
         again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["small"]["added_seeds"] == [2, 3]

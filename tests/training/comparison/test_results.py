@@ -1,13 +1,11 @@
 """The results of a comparison: they show a planted difference, and equal a computation that starts at the runs."""
 
 import json
-import math
 import shutil
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 from transformers import AutoModelForCausalLM
 
 from modeling_nlq.training.comparison.plan import Run
@@ -86,37 +84,3 @@ class TestRuns:
             change(metrics_file, diverged=True, diverged_at=3)
         assert run_comparison(comparison, copy)["tokens_per_run"] == comparison.largest.tokens_per_run
         assert comparison.largest.tokens_per_run == results["tokens_per_run"] == 8 * 8 * 64
-
-
-class TestStatistics:
-    """What is reported equals a computation that starts at the losses in `results.json`."""
-
-    @pytest.fixture(scope="class")
-    def results(self, finished):
-        return json.loads((finished[0] / "results.json").read_text())
-
-    def losses(self, results, name):
-        return [run["test_loss"] for run in results["models"][name]["runs"]]
-
-    def test_intervals_and_corrected_p_values(self, results):
-        # Twin and "one rate absurd" may equal the baseline to the last bit: their differences have no variance
-        base = self.losses(results, "base")
-        p_values = {}
-        for name in ("twin", "planted", "one rate absurd"):
-            effect = results["statistics"]["effects"][name]
-            differences = [loss - other for loss, other in zip(self.losses(results, name), base)]
-            assert effect["mean_difference"] == pytest.approx(sum(differences) / 3, abs=1e-12)
-            p_values[name] = 1.0
-            if any(differences):
-                mean, error = np.mean(differences), np.std(differences, ddof=1) / math.sqrt(3)
-                p_values[name] = 2 * stats.t.sf(abs(mean / error), 2)
-                low, high = mean + np.array([-1, 1]) * stats.t.ppf(0.975, 2) * error
-                percent = 100 * np.array([-high, -low]) / np.mean(base)
-                assert effect["loss_improvement_interval"] == pytest.approx(percent, abs=1e-9)
-                perplexity = 100 * (1 - np.exp([high, low]))
-                assert effect["perplexity_improvement_interval"] == pytest.approx(perplexity, abs=1e-9)
-            assert effect["p"] == pytest.approx(p_values[name])
-        corrected = 0.0
-        for rank, name in enumerate(sorted(p_values, key=p_values.get)):
-            corrected = max(corrected, min(1.0, (3 - rank) * p_values[name]))
-            assert results["statistics"]["effects"][name]["holm_p"] == pytest.approx(corrected)

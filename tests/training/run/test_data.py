@@ -1,18 +1,13 @@
-"""Blocks of tokens, batches, tokenizers and the unigram baseline."""
+"""Blocks of tokens, batches and tokenizers."""
 
 import dataclasses
-import json
-import math
 
 import numpy as np
 import pytest
-import torch
-from datasets import Dataset
 from support.corpora import RIGHT, byte_tokenizer, write_documents
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoTokenizer
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
-from modeling_nlq.training.run.data import BlockCollator, check_restart, make_blocks, make_tokenizer, unigram_perplexity
+from modeling_nlq.training.run.data import BlockCollator, make_blocks, make_tokenizer
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
 from nlq import main
@@ -48,24 +43,6 @@ class TestBlocks:
         assert batch["labels"].tolist() == [[5, 6, 0, -100, 8, 9, 0, -100, -100]]
         assert "position_ids" not in BlockCollator(end_of_text=0)(rows)
 
-    def test_packed_documents_see_themselves_only(self):
-        model = NLQForCausalLM(NLQConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)).eval()
-        batch = BlockCollator(end_of_text=0, restart=True)([{"input_ids": [5, 6, 0, 7, 8, 9, 0]}])
-        packed = model(**batch)
-        alone = model(torch.tensor([[7, 8, 9, 0]]))
-        assert torch.allclose(packed.logits[:, 3:], alone.logits, atol=1e-6)
-
-    def test_unigram_baseline(self, corpus):
-        recipe = Recipe(model="tiny-linear", dataset=str(corpus), tokenizer="bpe:512", block_size=64, validation_fraction=0.2)
-        documents = load_documents(recipe)
-        tokenizer = make_tokenizer(recipe, documents)
-        blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
-        seen = blocks["train"].dataset["input_ids"][:].ravel()
-        held_out = blocks["validation"].dataset["input_ids"][:].ravel()
-        frequency = {token: (np.sum(seen == token) + 1) / (len(seen) + 512) for token in set(held_out.tolist())}
-        expected = math.exp(-np.mean([math.log(frequency[token]) for token in held_out.tolist()]))
-        assert unigram_perplexity(blocks["train"].dataset, blocks["validation"].dataset, 512) == pytest.approx(expected)
-
     @pytest.mark.parametrize("saved", [False, True], ids=["made here", "saved"])
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
     def test_end_of_text_in_a_document_is_no_boundary(self, saved, streaming, tmp_path):
@@ -84,18 +61,11 @@ class TestBlocks:
         assert whole.count("before <|endoftext|> after") >= count - 1
 
 
-def test_tokenizer_without_a_fast_form():
-    recipe = Recipe(model="tiny-linear", tokenizer="bytes")
-    with pytest.raises(ValueError, match="tokenizer 'bytes' is a ByT5Tokenizer: only fast tokenizers can be used"):
-        make_blocks(Dataset.from_dict({"text": RIGHT}), ByT5Tokenizer(), recipe)
-
-
 class TestIdsWithGaps:
     def test_run_finishes(self, recipe_file, tmp_path):
         byte_tokenizer(end_of_text=511).save_pretrained(tmp_path / "tokenizer")
         arguments = ["train", str(recipe_file), "--tokenizer", str(tmp_path / "tokenizer"), "--max_steps", "1"]
         assert main([*arguments, "--save_strategy", "no", "--output_dir", str(tmp_path / "run")]) == 0
-        assert json.loads((tmp_path / "run" / "metrics.json").read_text())["unigram_perplexity"] > 1
 
     def test_ids_beyond_the_vocabulary(self, run, recipe_file, tmp_path, capsys):
         byte_tokenizer(end_of_text=600).save_pretrained(tmp_path / "tokenizer")
@@ -112,15 +82,3 @@ def test_stream_too_small_for_a_block(recipe_file, tmp_path, capsys):
     arguments = ["--dataset", str(small), "--streaming", "true", "--max_validation_documents", "2"]
     assert main(["train", str(recipe_file), *arguments, "--output_dir", str(tmp_path / "run")]) == 1
     assert "small.jsonl' has too few tokens in a split: block_size=64 fits none" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [LlamaConfig, GPT2Config, NLQConfig, OPTConfig])
-def test_models_whose_attention_restarts_with_positions(kind):
-    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "dropout": 0.1}
-    model = AutoModelForCausalLM.from_config(kind(**sizes, max_position_embeddings=8)).train()
-    if kind is OPTConfig:
-        with pytest.raises(ValueError, match="that of type 'opt' does not; set packing: stream"):
-            check_restart(model)
-    else:
-        check_restart(model)
-    assert model.training

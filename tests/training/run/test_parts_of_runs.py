@@ -1,12 +1,10 @@
 """Runs of models with a part of the user's own: the recipe holds its file, so every process has the same."""
 
-import sys
-
 import pytest
 import yaml
 from support.own_parts import DISTANCE
 
-from modeling_nlq import activations_nlq, parts_user_nlq
+from modeling_nlq import parts_user_nlq
 from modeling_nlq.training import train
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
@@ -85,23 +83,6 @@ def test_another_machine_needs_no_file(recipe, new_process, tmp_path):
     assert resolved.config.attention_parts == ["distance"]
     with pytest.raises(ValueError, match=r"^parts: there is no file my_idea.py$"):
         load_recipe(recipe)
-
-
-def test_a_file_may_register_an_activation(recipe, new_process, tmp_path, monkeypatch):
-    monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
-    (tmp_path / "my_idea.py").write_text(
-        "import torch\nfrom modeling_nlq import register_attention_activation\n"
-        "register_attention_activation('bell', lambda s: torch.exp(-s * s), non_negative=True)\n"
-    )
-    content = yaml.safe_load(recipe.read_text())
-    recipe.write_text(yaml.safe_dump({**content, "switches": {"attention_activation": "bell"}}))
-    given = load_recipe(recipe, {"output_dir": str(tmp_path / "run")}).given
-    assert train(recipe, output_dir=tmp_path / "run")["steps"] == 2
-    # What an engine sends registers it elsewhere
-    monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
-    for name in [name for name in sys.modules if "my_idea" in name]:
-        del sys.modules[name]
-    assert resolve_recipe(given, {"output_dir": str(tmp_path / "run")}).config.attention_activation == "bell"
 
 
 @pytest.mark.parametrize("holds", [True, False])

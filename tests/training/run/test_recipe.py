@@ -1,15 +1,12 @@
 """Recipes: overrides from the command line and from Python, and conflicts found before data are prepared."""
 
-import re
-
 import numpy as np
 import pytest
 
 from modeling_nlq.configuration import descriptions, names
 from modeling_nlq.training import models
-from modeling_nlq.training.run import recipe as recipe_module
 from modeling_nlq.training.run import trainer as trainer_module
-from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides, unused_rows
+from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides
 from nlq import main
 
 
@@ -29,25 +26,14 @@ class TestOverrides:
         overrides = read_overrides([*WORDS, "--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}', "--set", "sliding_window=3"])
         assert read_overrides(override_words(overrides)) == overrides
 
-    @pytest.mark.parametrize("name, value", [("weight_decay", None), ("max_steps", [1]), ("test_fraction", {"a": 1})])
-    def test_numbers(self, name, value):
+    def test_numbers_of_numpy(self):
         overrides = {"learning_rate": np.float32(0.5), "max_steps": np.int64(3)}
         assert load_recipe("demo", overrides).training_arguments.max_steps == 3
-        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be a number")):
-            load_recipe("demo", {name: value})
-
-    @pytest.mark.parametrize("name", ["a" * 201, "x?", "x. "])
-    def test_name_of_the_file_names_the_folder(self, name, recipe_file, tmp_path):
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(recipe_file.read_text())
-        with pytest.raises(ValueError, match=r"set output_dir, or rename the file: recipe .*: a name must be made of"):
-            load_recipe(path)
-        assert load_recipe(path, {"output_dir": str(tmp_path / "run")})
 
     def test_unknown_fields(self):
         with pytest.raises(ValueError, match="arguments: unknown field 'learning_rat'; did you mean 'learning_rate'"):
             load_recipe("demo", {"learning_rat": 1.0})
-        with pytest.raises(ValueError, match="no field 'attention_activaton' to set; did you mean 'attention_activation'"):
+        with pytest.raises(ValueError, match="no field 'attention_activaton'; did you mean 'attention_activation'"):
             models.load_config("tiny-linear", {"attention_activaton": "relu"})
 
 
@@ -55,15 +41,6 @@ class TestBeforeData:
     @pytest.fixture(autouse=True)
     def no_data(self, monkeypatch):
         monkeypatch.setattr(trainer_module, "prepare_data", lambda *_, **__: pytest.fail("prepared data"))
-
-    @pytest.mark.parametrize(
-        "switches", [["attention_activation=sparsemax"], ["per_layer_config={1: {attention_activation: entmax15}}"]]
-    )
-    def test_missing_package(self, switches, recipe_file, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(recipe_module, "find_spec", lambda name: None)
-        arguments = [word for switch in switches for word in ("--set", switch)]
-        assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *arguments]) == 1
-        assert "needs the package entmax: pip install entmax, or use another" in capsys.readouterr().err
 
     def test_backend_that_cannot_compute_the_activation(self, recipe_file, tmp_path, capsys):
         arguments = ["--attn_implementation", "sdpa", "--set", "attention_activation=relu"]
@@ -80,12 +57,6 @@ class TestBeforeData:
     def test_new_tokenizer_for_saved_weights(self, run, recipe_file, tmp_path, capsys):
         assert main(["train", str(recipe_file), "--model", str(run[0]), "--output_dir", str(tmp_path / "run")]) == 1
         assert f"the weights of '{run[0]}' know another; set --tokenizer {run[0]}" in capsys.readouterr().err
-
-
-def test_small_tokenizer_wastes_rows():
-    assert unused_rows(load_recipe("demo")) is None
-    message = unused_rows(load_recipe("demo", {"tokenizer": "bpe:1024"}))
-    assert "'bpe:1024' uses 1,024 of the model's vocab_size=8,192" in message and "--set vocab_size=1024" in message
 
 
 @pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons"), ("evaluate", "tasks")])

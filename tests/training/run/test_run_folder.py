@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -32,10 +31,7 @@ def test_second_training_is_refused_until_the_first_dies(recipe_file, tmp_path, 
             time.sleep(0.1)
         for steps in ("100000", "1"):  # the same recipe, and another
             assert main([*arguments, steps]) == 1
-            error = capsys.readouterr().err.splitlines()[-1]
-            assert error.startswith(
-                f"nlq: error: {folder} is in use by process {first.pid} on {socket.gethostname()}, which began"
-            )
+            assert f"nlq: error: {folder} is in use by another process; wait" in capsys.readouterr().err
         assert RunFolder(folder).is_held()
     finally:
         os.kill(first.pid, signal.SIGKILL)
@@ -69,26 +65,6 @@ def test_conversion_into_a_folder_that_another_process_holds(run, tmp_path):
         with pytest.raises(FolderIsLocked):
             train(run[0] / "recipe.yaml", output_dir=tmp_path / "target")
     assert not (tmp_path / "target").exists()
-
-
-def test_holder_that_cannot_be_read(tmp_path):
-    folder = RunFolder(tmp_path / "target", plan=None)
-    for content in ("[]", "{}", '"x"', '{"process"'):
-        with folder.held():
-            (folder.path / ".lock.json").write_text(content)
-            with pytest.raises(FolderIsLocked, match="in use by another process"), folder.held():
-                pass
-
-
-def test_lock_that_is_a_link(tmp_path):
-    """The oldest filelock empties what it names."""
-    victim, folder = tmp_path / "victim", tmp_path / "target"
-    victim.write_text("all I have")
-    folder.mkdir()
-    (folder / ".lock").symlink_to(victim)
-    with pytest.raises(ValueError, match="leads out of"), RunFolder(folder, plan=None).held():
-        pass
-    assert victim.read_text() == "all I have" and sorted(path.name for path in folder.iterdir()) == [".lock"]
 
 
 @pytest.mark.parametrize("content", [[], ["thesis.tex"]])

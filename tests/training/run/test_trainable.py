@@ -1,7 +1,6 @@
 """`trainable: new`: only what a conversion added is trained, and the rest stays as it was."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -129,11 +128,10 @@ def test_interrupted_run_ends_alike(changes, tune, tuned, tmp_path):
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_changes_nothing(use_reentrant, tune, tuned, tmp_path):
+def test_checkpointing_changes_nothing(tune, tuned, tmp_path):
     """The first layer has gradients, though its input comes from frozen embeddings."""
     gradients = Gradients()
-    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     resolved = load_recipe(tune, {"output_dir": tmp_path / "run", "save_strategy": "no", **changes})
     train_recipe(resolved, callbacks=[gradients])
     assert gradients.found == tuned[2].found
@@ -197,23 +195,11 @@ class TestBadInput:
         monkeypatch.setattr("modeling_nlq.training.run.lora.find_spec", lambda name: None)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        words = ("pip install peft", *(["without FSDP"] if environment else []))
+        words = ["without FSDP"] if environment else []
         self.check(tune, tmp_path / "run", capsys, *words, "trainable='new' both say", lora="{r: 8}")
         self.check(recipe_file, tmp_path / "run", capsys, *words, "has none; name a saved model", lora="{r: 8}")
-
-    @pytest.mark.parametrize(
-        "changes, message",
-        [
-            ({"added": []}, "added no parameters"),
-            ({"enlarged": ["model.layers.0.mlp.fc1.weight"]}, "enlarged model.layers.0.mlp.fc1.weight"),
-            ({"added": ["lm_tail"]}, "no parameter 'lm_tail'"),
-        ],
-    )
-    def test_conversions_that_do_not_fit(self, changes, message, upcycled, tune, tmp_path, capsys):
-        folder = shutil.copytree(upcycled, tmp_path / "converted")
-        record = json.loads((folder / "conversion.json").read_text())
-        (folder / "conversion.json").write_text(json.dumps({**record, **changes}))
-        self.check(tune, tmp_path / "run", capsys, message, model=folder, tokenizer=folder)
+        if not environment:
+            self.check(tune, tmp_path / "run", capsys, "pip install peft", trainable="all", lora="{r: 8}")
 
 
 class TestAdapter:
@@ -224,10 +210,8 @@ class TestAdapter:
         line = capsys.readouterr().err
         assert line.count("\n") == 1 and all(word in line for word in words), line
 
-    def test_of_other_models(self, run, tuned, monkeypatch, capsys):
-        self.check(run[0], capsys, "what a finished run with `trainable: new` trained", "without --adapter")
-        monkeypatch.setattr("modeling_nlq.training.sharing.adapter.find_spec", lambda name: None)
-        self.check(tuned[0], capsys, "pip install peft")
+    def test_of_other_models(self, run, capsys):
+        self.check(run[0], capsys, "what a finished run with `trainable: new` trained")
 
     def test_parts_of_modules(self, gpt2, tune, tuned, tmp_path, capsys):
         """A sink is a parameter of the attention itself, and PEFT saves modules."""
@@ -238,7 +222,7 @@ class TestAdapter:
         train(tune, output_dir=tmp_path / "run", model=str(tmp_path / "learned"), max_steps=1, save_strategy="no")
         names = [f"model.layers.{layer}.self_attn.sink_bias" for layer in range(2)]
         capsys.readouterr()
-        self.check(tmp_path / "run", capsys, f"parts of other modules: {', '.join(names)};")
+        self.check(tmp_path / "run", capsys, f"parts of others: {', '.join(names)}")
 
     def test_attention_parts_are_whole_modules(self):
         """Each for itself, because PEFT takes no container of them."""
@@ -285,5 +269,5 @@ def test_plan_of_a_comparison(comparison_file, upcycled):
     assert header.split()[:3] == ["model", "parameters", "trained"]
     assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [f"{size.total:,}", f"{size.trained:,}"]
     assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole
-    with pytest.raises(ValueError, match="model 'new': trainable='new' trains what a conversion added"):
+    with pytest.raises(ValueError, match="model 'new': trainable='new' trains what `nlq convert` added"):
         load_comparison(comparison_file, {"model": "tiny-linear", "tokenizer": str(upcycled)})

@@ -11,13 +11,10 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from support.runs import logged_losses
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, Trainer
+from transformers import Trainer
 from transformers.models.auto import modeling_auto
 
 from modeling_nlq.training import files, train
-from modeling_nlq.training.models import load_config
-from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.run.trainer import train_recipe
 from nlq import main
 
 
@@ -38,7 +35,6 @@ class TestRun:
         assert stored["steps"] == 8 and stored["tokens_seen"] == 8 * 8 * 64 and stored["versions"]["torch"]
         assert re.fullmatch(r"code of the package [\d.]+; attention by \w+; loss by (cpp|pytorch)", stored["kernels"])
         assert f"({stored['kernels']})" in (folder / "README.md").read_text()
-        assert 1 < stored["eval_perplexity"] < stored["unigram_perplexity"] * 2
         assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
 
     def test_token_stream_is_the_hash_of_the_batches(self, run, recipe_file, monkeypatch):
@@ -57,10 +53,6 @@ class TestRun:
         assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens_seen"] / metrics["train_seconds"])
         assert metrics["peak_memory"] > 2**20
 
-    def test_folder_loads(self, run):
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(run[0]), AutoTokenizer.from_pretrained(run[0])
-        assert model.config.eos_token_id == tokenizer.eos_token_id and tokenizer.model_max_length == 64
-
     def test_card(self, run):
         card = ModelCard.load(run[0] / "README.md")
         assert card.data.library_name == "transformers" and "nlq" in card.data.tags
@@ -68,14 +60,6 @@ class TestRun:
         assert results["loss"] == pytest.approx(run[1]["eval_loss"])
         assert "`query_projection` | `nonlinear`" in card.text and "{{" not in card.text
         assert str(run[0].parent) not in card.content
-
-    def test_configuration_is_loaded_once(self, recipe_file, tmp_path, monkeypatch):
-        resolved, calls = load_recipe(recipe_file, {"output_dir": tmp_path / "run", "max_steps": 1}), []
-        config = load_config(resolved.recipe.model)
-        read = PreTrainedConfig.get_config_dict
-        monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda *given: calls.append(given) or read(*given))
-        train_recipe(resolved)
-        assert calls == [(resolved.recipe.model,)] and resolved.config.to_dict() == config.to_dict()
 
     def test_finished_run_is_not_repeated(self, run, recipe_file, monkeypatch):
         before = times(run[0])
@@ -117,7 +101,7 @@ class TestRun:
     def test_streaming(self, recipe_file, tmp_path):
         stream = {"streaming": True, "max_validation_documents": 3, "max_steps": 2, "save_strategy": "no"}
         metrics = train(recipe_file, output_dir=tmp_path / "run", **stream)
-        assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"]) and metrics["unigram_perplexity"] is None
+        assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"])
 
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
         saved = {"model": run[0], "tokenizer": run[0]}
@@ -171,24 +155,3 @@ def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path, monkey
         assert metrics["eval_perplexity"] == pytest.approx(math.e ** metrics["eval_loss"])
     assert histories[0] == pytest.approx(logged_losses(run[0]), rel=1e-4)
     assert histories[1][-1] != pytest.approx(histories[0][-1], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(28, "No space left on device"),
-        RuntimeError("[enforce fail at inline_container.cc:820] . unexpected pos 512 vs 400"),
-        Exception("No space left on device (os error 28)"),
-    ],
-    ids=["file", "archive", "tokenizer"],
-)
-def test_full_disk(error, recipe_file, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(Trainer, "_save_optimizer_and_scheduler", fail)
-    monkeypatch.setattr(files, "has_little_space", lambda _: True)
-    folder = tmp_path / "run"
-    arguments = ["--max_steps", "1", "--save_steps", "1", "--eval_strategy", "no"]
-    assert main(["train", str(recipe_file), "--output_dir", str(folder), *arguments]) == 1
-    assert f"nlq: error: the disk of {folder} is full; make room" in capsys.readouterr().err

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 from support.runs import logged_losses
-from transformers import TrainerCallback
 
-from modeling_nlq.training.files import PROGRESS, read_json
+from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.run_folder import FolderIsLocked, RunFolder
-from modeling_nlq.training.run.unattended import Progress, RunFailed, RunSpec, beside, run_in_subprocess
+from modeling_nlq.training.run.unattended import RunFailed, RunSpec, run_in_subprocess
 
 
 def make(order: RunSpec, sender) -> None:
@@ -66,10 +65,3 @@ def test_run_that_fails(order):
     progress = read_json(Path(f"{order.folder}.progress.json"))
     assert progress["state"] == "failed" and isinstance(error, RunFailed) and str(error) == f"failed: {progress['error']}"
     assert "Traceback" in Path(f"{order.folder}.log").read_text()
-
-
-def test_storage_that_fails_does_not_end_the_run(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    with Progress(beside(tmp_path / "file" / "x", PROGRESS), 0.01) as progress:
-        assert isinstance(progress, TrainerCallback)
-    assert "progress was not written" in capsys.readouterr().err

@@ -23,8 +23,8 @@ from modeling_nlq.training.comparison.outcome import from_json
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import CONFIRMATION
-from modeling_nlq.training.screening.design import RATE, make_design, merged_change, runs_one_at_a_time
-from modeling_nlq.training.screening.effects import analyse_effects, standard_error
+from modeling_nlq.training.screening.design import RATE, make_design
+from modeling_nlq.training.screening.effects import analyse_effects
 from modeling_nlq.training.screening.run import run_and_report, run_screening
 from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
 from nlq import main
@@ -33,10 +33,10 @@ from nlq import main
 NAMES = [f"f{index}" for index in range(15)]
 
 
-@settings(max_examples=20, deadline=None)
-@given(count=st.integers(2, 15), fold=st.booleans())
-def test_designs(count, fold):
-    design = make_design(NAMES[:count], fold)
+@settings(max_examples=10, deadline=None)
+@given(count=st.integers(2, 15))
+def test_designs(count):
+    design = make_design(NAMES[:count])
     rows = design.rows
     assert design.factors == [*NAMES[:count], RATE]
     assert (rows[0] == -1).all() and set(np.unique(rows)) == {-1, 1}
@@ -50,8 +50,6 @@ def test_designs(count, fold):
     for group in groups:
         products = [np.prod([rows[:, design.factors.index(name)] for name in pair], axis=0) for pair in group]
         assert all(abs(product @ products[0]) == len(rows) for product in products)
-    if fold:
-        assert all(len(group) == 1 for group in groups if any(RATE in pair for pair in group))
 
 
 def least_squares(design, losses):
@@ -102,66 +100,11 @@ def test_planted_truths():
     assert found.interaction_size**2 == pytest.approx(np.mean([group.effect**2 for group in found.interactions]))
 
 
-@pytest.mark.parametrize("choices", [[], [["x", "y"]]], ids=["factors", "a choice"])
-def test_interactions_are_seldom_found_where_there_are_none(choices):
-    design, rng = make_design(NAMES[:3], choices=choices), np.random.default_rng(0)
+def test_interactions_are_seldom_found_where_there_are_none():
+    design, rng = make_design(NAMES[:3]), np.random.default_rng(0)
     found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2))) for _ in range(400)]
     assert stats.kstest([effects.p_of_interactions for effects in found], "uniform").pvalue > 0.01
-    errors = [standard_error(design.product(group[0]), 2, 1.0) for group in design.aliases()]
-    assert np.mean([effects.interaction_size**2 for effects in found]) == pytest.approx(np.mean(np.square(errors)), rel=0.1)
-
-
-def test_choices():
-    """The design is repeated for each option; effects are those of least squares, and the best option survives."""
-    design = make_design(["a", "b", "c"], choices=[["x", "y"]])
-    assert design.factors == ["a", "b", "c", "x", "y", RATE]
-    whole = make_design(["a", "b", "c"]).rows
-    for level, own in enumerate(([-1, -1], [1, 0], [0, 1])):
-        block = design.rows[level * len(whole) : (level + 1) * len(whole)]
-        assert (block[:, [0, 1, 2, 5]] == whole).all() and (block[:, 3:5] == own).all()
-    assert not any({"x", "y"} == set(pair) for group in design.aliases() for pair in group)
-    assert all(len(group) == 1 for group in design.aliases() if {"x", "y"} & set(group[0]))
-    rng = np.random.default_rng(0)
-    losses = 4 - 0.1 * (design.rows[:, 3] > 0) - 0.3 * (design.rows[:, 4] > 0) - 0.2 * (design.rows[:, 0] > 0)
-    losses = losses[:, None] + 0.01 * rng.normal(size=(len(design.rows), 3)) + rng.normal(size=(1, 3))
-    found = analyse_effects(design, losses)
-    assert found.survivors == ["a", "y"], "x helps too, and y more"
-    rows, seeds = losses.shape
-    indicators = np.column_stack([design.rows[:, :3] / 2, design.rows[:, 3:5] > 0, design.rows[:, 5:] / 2])
-    inputs = np.column_stack(
-        [np.repeat(np.column_stack([np.ones(rows), indicators]), seeds, axis=0), np.tile(np.eye(seeds)[:, 1:], (rows, 1))]
-    ).astype(float)
-    coefficients = np.linalg.lstsq(inputs, losses.ravel(), rcond=None)[0][1:7]
-    covariance = found.noise**2 * np.linalg.inv(inputs.T @ inputs)
-    for name, effect, error in zip(design.factors, coefficients, np.sqrt(np.diag(covariance))[1:7]):
-        assert found.main[name].effect == pytest.approx(effect)
-        half = (found.main[name].high - found.main[name].low) / 2
-        assert half == pytest.approx(stats.t.ppf(0.975, found.freedom) * error)
-    # 24 rows: 12 runs each for a, b, c and the baseline; x and y, of 8 rows, need 6 beside them: 1 / 6 + 1 / 12 = 2 / 8
-    assert runs_one_at_a_time(design, seeds) == (3 * 12 + 2 * 6 + 12) * seeds
-    assert found.p_of_interactions > 0.01
-
-
-def test_interactions_with_an_option_are_found():
-    """Effects that average to nothing: a warning says so, and the largest interactions are the planted ones."""
-    design = make_design(["a", "b"], choices=[["x", "y"]])
-    on = {name: design.rows[:, index] > 0 for index, name in enumerate(design.factors)}
-    rng = np.random.default_rng(0)
-    losses = (4 + 0.5 * (on["a"] & on["x"]) - 0.5 * (on[RATE] & on["x"]))[:, None] + 0.01 * rng.normal(
-        size=(len(design.rows), 2)
-    )
-    found = analyse_effects(design, losses)
-    assert found.p_of_interactions < 1e-6
-    largest = sorted(found.interactions, key=lambda group: -abs(group.effect))[:2]
-    assert {frozenset(group.aliases[0]) for group in largest} == {frozenset({"a", "x"}), frozenset({"x", RATE})}
-
-
-def test_merged_changes():
-    factors = {"a": {"switches": {"x": 1}}, "b": {"switches": {"y": 2}, "training": {"z": 3}}, "c": {"switches": {"x": 2}}}
-    assert merged_change(factors, ["a", "b"]) == {"switches": {"x": 1, "y": 2}, "training": {"z": 3}}
-    assert merged_change(factors, []) == {}
-    with pytest.raises(ValueError, match="factors 'a' and 'c' exclude each other: they set x=1 and x=2"):
-        merged_change(factors, ["a", "b", "c"])
+    assert np.mean([effects.interaction_size**2 for effects in found]) == pytest.approx(4 / len(design.rows) / 2, rel=0.1)
 
 
 @pytest.fixture
@@ -197,8 +140,7 @@ def test_the_plan(make_screening):
     assert confirmation.variants["best"].content["switches"] == {**off, **changes}
     assert confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
     text = "\n".join(screening.describe())
-    assert "16 runs" in text and "one factor at a time, the same intervals take 32 runs" in text
-    assert "cannot be told apart" in text
+    assert "16 runs" in text and "cannot be told apart" in text
 
 
 def planted(effect_of):
@@ -217,11 +159,11 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     factors = {
         "gate": _switch(attention_gate="headwise"),
         "harm": _switch(initializer_range=0.1),
-        "position": {"one_of": {"none": _switch(position_embedding="none"), "rope": _switch(position_embedding="rope")}},
+        "rope": _switch(position_embedding="rope"),
     }
     file, folder = make_screening(factors=factors, name="planted"), tmp_path / "out"
     engine = planted(lambda name, _: 4.0 - 0.5 * ("gate" in name or name == "best") + 0.5 * ("harm" in name))
-    for most in (5, 50):  # killed in the middle of the design, and while what survives is confirmed
+    for most in (5, 20):  # killed in the middle of the design, and while what survives is confirmed
         engine.most_runs = most
         with pytest.raises(Interrupted):
             run_and_report(load_plan(file, {"explore": False}), folder, engine)
@@ -235,10 +177,9 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     assert json.loads((folder / "results.json").read_text()) == results
     golden = Path(__file__).with_name("golden")
     check_golden({golden / "report.md": (folder / "results.md").read_text(), golden / "terminal.txt": describe(outcome)})
-    assert {path.name for path in (folder / "figures").iterdir()} == {"effects.png", "half-normal.png"}
-    assert "Half-normal plot" in (folder / "report.html").read_text()
+    assert {path.name for path in (folder / "figures").iterdir()} == {"effects.png"}
     assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
-    assert "48 of 48 runs finished" in capsys.readouterr().out
+    assert "23 of 23 runs finished" in capsys.readouterr().out
     assert run_and_report(load_plan(file, {"explore": False}), folder, engine) == results and len(engine.made) == made
     with pytest.raises(ValueError, match="holds another comparison"):
         run_and_report(load_plan(make_screening(seeds=[0, 1, 2])), folder, engine)
@@ -267,38 +208,23 @@ def _switch(**switches):
     "fields, message",
     [
         ({"models": {"a": None}}, "factors and models exclude each other"),
-        ({"stop": "early"}, "factors and stop exclude each other"),
-        (
-            {"factors": {"one": _switch(attention_gate="headwise")}},
-            "factors holds 1 changes besides one_of; it must hold 2 to 15",
-        ),
-        ({"factors": {"a": {"one_of": {"b": _switch(norm_type="rmsnorm")}}}}, "one_of=.* must hold two or more options"),
-        (
-            {"factors": {"a": _switch(norm_type="rmsnorm"), "c": {"one_of": {"a": {}, "b": {}}}}},
-            "an option and a factor, have the name 'a'",
-        ),
+        ({"factors": {"one": _switch(attention_gate="headwise")}}, "factors holds 1 changes; it must hold 2 to 15"),
         ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
         ({"seeds": [0]}, "a screening needs two or more"),
-        ({"fold": "yes"}, "fold='yes' must be true or false"),
         ({"confirm": {"seeds": [0]}}, r"confirm: seeds=\[0\] must be 3 or more"),
-        ({"factors": {"a": {"switches": [1]}, "b": _switch(norm_type="rmsnorm")}}, "factor 'a': switches"),
-        ({"factors": {"a" * 150: _switch(norm_type="rmsnorm"), "b" * 60: {}}}, "too long together"),
-        ({"confirm": {"models": {}}}, "confirm: .*models"),
-        ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "confirm: stop='late'"),
-        ({"factors": {"a": True, "b": _switch(norm_type="rmsnorm")}}, "factor 'a' must hold fields and values, not True"),
+        ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "stop='late' must be early"),
         (
             {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
             "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and attention_gate='elementwise'",
         ),
         (
             {"factors": {"a": _switch(attention_activation="sigmoid"), "sink": _switch(attention_sink="zero")}},
-            "factors 'a' and 'sink' exclude each other: attention_sink='zero' needs attention_activation='softmax'",
+            "attention_sink='zero' needs attention_activation='softmax'",
         ),
         (
             {"factors": {"a": _switch(position_embedding="learned"), "b": _switch(norm_type="rmsnorm")}},
             "factor 'a' changes nothing",
         ),
-        ({"factors": {"a": _switch(norm_type="rmsnorm"), "b": _switch(norm_type="rmsnorm")}}, "factor 'b' is the same as 'a'"),
         ({"factors": {"a": {"tokenizer": "bpe:300"}, "b": {}}}, "tokenizer"),
         ({"factors": {"a+b": _switch(norm_type="rmsnorm"), "c": {}}}, r"factor 'a\+b': the name must be another one"),
     ],

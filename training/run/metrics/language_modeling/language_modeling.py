@@ -6,21 +6,9 @@ import datasets
 import evaluate
 
 
-_DESCRIPTION = """How well a language model predicts held-out text.
-
-loss: mean negative log-likelihood of a token, in nats.
-perplexity: exp(loss).
-bits_per_byte: loss / ln 2 / bytes_per_token; unlike the loss it can be compared between tokenizers.
-token_accuracy: share of tokens that the model finds the likeliest.
-"""
-
-_INPUTS = """
-Args:
-    negative_log_likelihood: its sum over any group of predicted tokens, in nats.
-    correct: number of the group's tokens that were the likeliest.
-    tokens: number of the group's predicted tokens.
-    bytes_per_token: UTF-8 bytes of the text over its tokens (given to `compute`); without it no bits_per_byte.
-"""
+_DESCRIPTION = """loss (nats per token), perplexity, bits_per_byte (comparable between tokenizers), token_accuracy, of groups of
+tokens: their summed negative_log_likelihood in nats, how many were the likeliest (correct), and how many there are (tokens).
+compute takes bytes_per_token, the UTF-8 bytes of the text over its tokens; without it there is no bits_per_byte."""
 
 
 class LanguageModeling(evaluate.Metric):
@@ -28,7 +16,7 @@ class LanguageModeling(evaluate.Metric):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
             citation="",
-            inputs_description=_INPUTS,
+            inputs_description="",
             features=datasets.Features(
                 {
                     "negative_log_likelihood": datasets.Value("float64"),

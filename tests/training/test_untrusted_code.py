@@ -1,0 +1,55 @@
+"""Code that lies beside a model or a tokenizer runs only where the user says so."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.gguf_cases import make_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nlq import main
+
+
+GENERATE = ["generate", "{}", "the ", "--max_new_tokens", "2"]
+COMMANDS = [GENERATE, ["evaluate", "{}"], ["explore", "{}", "--text", "the fox"], ["train", "{}/recipe.yaml"]]
+
+
+def change_json(file: Path, **fields) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
+@pytest.mark.parametrize("arguments", COMMANDS, ids=lambda arguments: arguments[0])
+def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
+    """Never by a question on the terminal, and where there is an option, only with it."""
+    folder, planted = tmp_path / f"{what}_{arguments[0]}", tmp_path / "planted"
+    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    shutil.copytree(folder, tmp_path / "plain")
+    if what == "model":
+        auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+        change_json(folder / "config.json", model_type="evil", auto_map=auto_map)
+    else:
+        change_json(folder / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]})
+    (folder / "evil.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class C(LlamaConfig):\n    model_type = 'evil'\n"
+        "class M(LlamaForCausalLM):\n    config_class = C\n"
+        "class T(PreTrainedTokenizerFast):\n    pass\n"
+        f"open({str(planted)!r}, 'w').close()\n"
+    )
+    recipe = {"model": str(folder if what == "model" else tmp_path / "plain"), "tokenizer": str(folder)}
+    recipe |= {"dataset": str(corpus), "block_size": 16, "training": {"max_steps": 1, "output_dir": str(tmp_path / "run")}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = [argument.format(folder) for argument in arguments]
+    assert main(words) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
+    assert len(errors) == 1 and not planted.exists()
+    if arguments is GENERATE:
+        assert "--trust-remote-code" in errors[0]
+        assert main([*words, "--trust-remote-code"]) == 0 and planted.exists()
