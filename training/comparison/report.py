@@ -337,7 +337,8 @@ def noise_floor_sentence(found: ScaleOutcome) -> str:
     )
     if (share := found.noise_from_text) is None:
         return f"{sentence}."
-    return f"{sentence}; about {100 * share:.0f} % of this variance comes from the choice of the test text."
+    percent = "less than 1" if share < 0.005 else f"about {100 * share:.0f}"
+    return f"{sentence}; {percent} % of this variance comes from the choice of the test text."
 
 
 def protocol_sentences(found: ScaleOutcome) -> list[str]:
