@@ -518,6 +518,8 @@ def _check_layer(layer: NLQConfig) -> None:
                 f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={layer.hidden_size}, "
                 f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
             )
+    if (layer.projection_bottleneck_size or 0) < 1:
+        raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size} must be at least 1")
     if layer.sliding_window is not None and layer.sliding_window < 2:  # Transformers' cache does not take 1
         raise ValueError(f"sliding_window={layer.sliding_window} must be at least 2 tokens, or None")
     _check_function(layer, "projection_activation", is_optional=False)

@@ -229,13 +229,13 @@ def inside(folder: Path, path: Path) -> Path:
 
 
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    """The files of a folder by patterns."""
-    return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    """The files of a folder by patterns; raises `ValueError` if one is a link that leads out of the folder."""
+    return {inside(folder, path) for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a saved model: weights, settings, code, tokenizer and records. The card is not one of them."""
-    code = {path for path in code_files(folder) if path.is_file()}
+    """The files of a saved model: weights, settings, code, tokenizer and records, without the card; raises as `files_in`."""
+    code = {inside(folder, path) for path in code_files(folder) if path.is_file()}
     return sorted(code | files_in(folder, (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)))
 
 

@@ -48,6 +48,7 @@ FAMILY_CASES = {
     "mistral-window_and_wide_heads": {"sliding_window": WINDOW + 1, "head_dim": 10, "tie_word_embeddings": True},
     "mistral-without_window": {"eos_token_id": [2, 3], "sliding_window": None, "head_dim": 6, "hidden_act": "gelu"},
     "cwm-windows": {"sliding_window": WINDOW, "head_dim": 6, "mlp_bias": True},
+    "cwm-every_layer": {"sliding_window": WINDOW + 1, "head_dim": 4, "layer_types": _LAYERS[:1] * 3},
     "qwen2-grouped": {},
     "qwen2-windows_in_upper_layers": {
         "use_sliding_window": True,

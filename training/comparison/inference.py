@@ -34,6 +34,8 @@ WITHIN_NOISE = "within noise"
 EQUIVALENT = "equivalent"
 AT_BOUNDARY = "no verdict: its best rate is at the boundary"
 BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
+# Of the test text, each of some 20,000 tokens where the text has 200,000.
+_TEXT_PARTS = 10
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,37 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
         f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is plausible; "
         f"take at least {enough} seeds"
     )
+
+
+def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
+    """The share of the variance between the seeds of a model that is due to the choice of the test text, not to training.
+
+    Neighbouring parts may be of one document, so their e_sp are not independent. Parts are merged in order to `_TEXT_PARTS` at
+    most, which depend on each other much less.
+
+    The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
+    replication, Fisher 1925). That a part is hard for all seeds, b_p, leaves their order alone. But a seed may do well on the
+    one part and badly on the other, e_sp, and another text would have other such parts. The mean over P parts keeps
+    var(e) / P of it, so the share is the mean square of the residuals over that of the seeds: 1 / F.
+
+    Args:
+        parts: `parts[seed][part]`, losses in nats per token, of parts of equal size. All seeds have the same parts.
+
+    Returns:
+        At most 1; None with fewer than two seeds or parts, or if all seeds have the same mean.
+    """
+    losses = np.array(parts, dtype=float)
+    if losses.ndim != 2 or min(losses.shape) < 2:
+        return None
+    merged = np.array_split(losses, min(_TEXT_PARTS, losses.shape[1]), axis=1)
+    losses = np.stack([part.mean(axis=1) for part in merged], axis=1)
+    seeds, count = losses.shape
+    by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
+    residuals = losses - by_seed - by_part + losses.mean()
+    between = _deviation(by_seed.ravel())
+    if not between:
+        return None
+    return min(1.0, float((residuals**2).sum() / ((seeds - 1) * (count - 1)) / (count * between**2)))
 
 
 def _describe(runs: dict[int, float | None], reference: dict[int, float | None], reason_untested: str) -> Effect:

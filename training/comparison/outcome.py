@@ -11,7 +11,7 @@ import numpy as np
 from ..files import STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
 from ..scrub import without_folders
-from .inference import Analysis, Interim, analyse, analyse_early
+from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
 from .plan import Comparison, Run, Scale
 from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
@@ -44,7 +44,9 @@ class RunOutcome:
     Attributes:
         folder: in that of its scale.
         diverged_at: the step at which it was stopped; `None` if it was not.
-        test_loss, validation_loss, train_loss: in nats per token; that on the test split is `None` if it diverged.
+        test_loss, test_loss_parts: on the test split, as a whole and in parts of equal size; `None` if it diverged.
+        validation_loss, train_loss: in nats per token, as all losses.
+        bits_per_byte, token_accuracy: on the test split.
         tokens_seen, token_stream: the number of tokens, and a hash of them in their order.
         train_seconds, tokens_per_second: of training steps.
         peak_memory: in bytes.
@@ -58,12 +60,16 @@ class RunOutcome:
     test_loss: float | None
     validation_loss: float | None
     train_loss: float | None
+    bits_per_byte: float | None
+    token_accuracy: float | None
+    test_loss_parts: list[float] | None
     steps: int
     tokens_seen: int
     token_stream: str
     train_seconds: float | None
     tokens_per_second: float | None
     peak_memory: int | None
+    attn_implementation: str
     history: History
 
 
@@ -150,6 +156,8 @@ class ScaleOutcome:
             early.
         statistics: the result of `analyse` for the test losses; with `stop: early` that of each model's last analysis.
         interim: with `stop: early`, what was known at each interim analysis, by model, else `None`.
+        noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of them
+            has no losses of parts of the text.
         added_seeds: the seeds that were added after a finished report.
         tasks: by task and metric.
     """
@@ -171,6 +179,7 @@ class ScaleOutcome:
     models: dict[str, ModelOutcome]
     statistics: Analysis
     interim: dict[str, list[Interim]] | None = None
+    noise_from_text: float | None = None
     added_seeds: list[int] = field(default_factory=list)
     tasks: dict[str, dict[str, TaskOutcome]] = field(default_factory=dict)
 
@@ -298,6 +307,7 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
     same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
     sample = finished.metrics(runs[0])
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
+    parts = [run.test_loss_parts for run in models[scale.baseline].finished]
     if scale.stop is None:
         at_boundary = [name for name, model in models.items() if model.is_at_boundary]
         analysis, interims = analyse(losses, scale.baseline, at_boundary=at_boundary), None
@@ -318,6 +328,7 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
         models=models,
         statistics=analysis,
         interim=interims,
+        noise_from_text=None if None in parts else noise_from_text(parts),
         **more,
     )
 
@@ -354,8 +365,11 @@ def _read_run(finished: RunStore, run: Run) -> RunOutcome:
         learning_rate=run.learning_rate,
         # The loss of a model that diverged is not reported
         test_loss=None if metrics["diverged"] else metrics["test_loss"],
+        test_loss_parts=None if metrics["diverged"] else metrics.get("test_loss_parts"),
         validation_loss=metrics.get("eval_loss"),
-        **{name: metrics[name] for name in (*same, "tokens_per_second", "peak_memory")},
+        bits_per_byte=metrics.get("test_bits_per_byte"),
+        token_accuracy=metrics.get("test_token_accuracy"),
+        **{name: metrics[name] for name in (*same, "tokens_per_second", "peak_memory", "attn_implementation")},
         history=History(
             **{name: _without_nan(curve) for name, curve in curves.items()},
             loss_spikes=loss_spikes(curves["train_loss"]),

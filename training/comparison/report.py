@@ -327,14 +327,18 @@ def selection_sentences(found: ScaleOutcome) -> list[str]:
 
 
 def noise_floor_sentence(found: ScaleOutcome) -> str:
-    """How much the losses of the baseline vary."""
+    """How much the losses of the baseline vary, and how much of it is due to the choice of the test text."""
     statistics = found.statistics
     if statistics.noise_floor is None:
         return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {found.baseline}."
-    return (
+    sentence = (
         f"Noise floor: the test loss of the baseline {found.baseline} varies by {statistics.noise_floor:.2g} nats from seed "
-        f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)."
+        f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
+    if (share := found.noise_from_text) is None:
+        return f"{sentence}."
+    percent = "less than 1" if share < 0.005 else f"about {100 * share:.0f}"
+    return f"{sentence}; {percent} % of this variance comes from the choice of the test text."
 
 
 def protocol_sentences(found: ScaleOutcome) -> list[str]:

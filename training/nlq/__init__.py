@@ -376,6 +376,7 @@ def publish(
     comparison: str | None = _option("Results folder of nlq compare, whose verdicts go into the card."),
     card: str | None = _option("A Markdown file to use as the card; by default the card is generated."),
     license: str | None = _option("Of the weights, as the Hub names it; by default apache-2.0 for new weights."),
+    revision: str | None = _option("Branch to publish to; by default the main one."),
     dry_run: bool = _flag("List the files and their sizes, and stop."),
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
@@ -383,7 +384,7 @@ def publish(
     """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card."""
     from modeling_nlq.training.sharing.publishing import publish, publish_space
 
-    options = {"private": private or None, "dry_run": dry_run}
+    options = {"private": private or None, "revision": revision, "dry_run": dry_run}
     of_models = {"comparison": comparison, "card": card, "license": license, "adapter": adapter}
     if space:
         _refuse("{} and --space exclude each other: a Space holds the page alone", **of_models)

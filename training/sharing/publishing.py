@@ -98,6 +98,7 @@ def publish(
     card: str | Path | None = None,
     license: str | None = None,
     adapter: bool = False,
+    revision: str | None = None,
     dry_run: bool = False,
 ) -> Publication:
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
@@ -113,6 +114,7 @@ def publish(
         card: a Markdown file to use as the card; by default the card is generated.
         license: license of the weights, for the card.
         adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model and its code.
+        revision: the branch, which is made if it does not exist; by default the main one.
         dry_run: stop before anything is sent.
 
     Raises:
@@ -124,15 +126,17 @@ def publish(
     folder = Path(folder)
     with tempfile.TemporaryDirectory() as scratch:
         contents = _collect(folder, repo_id, comparison, card, license, Path(scratch) if adapter else None)
-        return _send(repo_id, contents, private, dry_run)
+        return _send(repo_id, contents, private, revision, dry_run)
 
 
-def publish_space(page: str | Path, repo_id: str, private: bool | None = None, dry_run: bool = False) -> Publication:
+def publish_space(
+    page: str | Path, repo_id: str, private: bool | None = None, revision: str | None = None, dry_run: bool = False
+) -> Publication:
     """Uploads a page of `nlq explore` as a static Space, in one commit. The page quotes the text that it was made from.
 
     Args:
         page: the file, or the folder of a run or comparison that has one.
-        repo_id, private, dry_run: as in `publish`.
+        repo_id, private, revision, dry_run: as in `publish`.
 
     Raises:
         ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
@@ -149,17 +153,18 @@ def publish_space(page: str | Path, repo_id: str, private: bool | None = None, d
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": page}
     check_for_traces(page.parent, contents)
-    return _send(repo_id, contents, private, dry_run, "space")
+    return _send(repo_id, contents, private, revision, dry_run, "space")
 
 
 def _send(
     repo_id: str,
     contents: dict[str, Path | bytes],
     private: bool | None,
+    revision: str | None,
     dry_run: bool,
     kind: Literal["model", "space"] = "model",
 ) -> Publication:
-    """Makes the repository if it does not exist, and one commit; raises as `publish` does."""
+    """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
     if "/" not in repo_id:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
     sizes = {name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in contents.items()}
@@ -172,14 +177,17 @@ def _send(
     try:
         sdk = "static" if kind == "space" else None
         api.create_repo(repo_id, repo_type=kind, private=private, exist_ok=True, space_sdk=sdk)
-        before = api.repo_info(repo_id, repo_type=kind)
+        if revision is not None:
+            api.create_branch(repo_id, repo_type=kind, branch=revision, exist_ok=True)
+        before = api.repo_info(repo_id, repo_type=kind, revision=revision)
         if private and not before.private:
             raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
         there = {file.rfilename for file in before.siblings or []}
         stale = sorted(name for name in there - contents.keys() if kind == "model" and _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        commit = api.create_commit(repo_id, operations, commit_message="Publish", repo_type=kind, parent_commit=before.sha)
+        options = {"repo_type": kind, "revision": revision, "parent_commit": before.sha}
+        commit = api.create_commit(repo_id, operations, commit_message="Publish", **options)
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
         raise PublishingError(f"{repo_id} was not published: {_explain(error)}".replace(token, "***")) from None
     return Publication(sizes, commit.commit_url, commit.oid)

@@ -17,6 +17,7 @@ from modeling_nlq.training.comparison.inference import (
     critical_t,
     detectable_effect,
     holm,
+    noise_from_text,
     power_warning,
     smallest_difference,
 )
@@ -236,3 +237,41 @@ class TestPlan:
         quantiles = stats.chi2.ppf((np.arange(200_000) + 0.5) / 200_000, freedom)
         found = special.ndtr(shift - critical_t(seeds, models) * np.sqrt(quantiles / freedom)).mean()
         assert found == pytest.approx(power, abs=1e-4)
+
+
+class TestNoiseFromText:
+    @pytest.mark.parametrize(("training", "text", "expected"), [(0.01, 0.05, 1 / 3), (0.02, 0.05, 1 / 9), (0.01, 0.0, 0.0)])
+    def test_of_planted_noise(self, training, text, expected):
+        """The text adds text^2 / 50 to the variance of a mean over 50 parts; how hard a part is for all seeds adds nothing."""
+        random = np.random.default_rng(0)
+        parts = 3.5 + random.normal(0, 1, 50) + random.normal(0, training, (4000, 1)) + random.normal(0, text, (4000, 50))
+        assert noise_from_text(parts) == pytest.approx(expected, rel=0.05, abs=1e-9)
+
+    @pytest.mark.parametrize("shape", [(2, 2), (3, 5), (5, 10)], ids=str)
+    def test_is_that_of_a_regression(self, shape):
+        """By the residuals of least squares on a dummy variable for each seed and each part, with and without the seeds."""
+        parts = 3 + np.random.default_rng(1).normal(0, 0.01, shape) + np.arange(shape[0])[:, None] / 20
+        seeds, count = shape
+        by_seed, by_part = np.repeat(np.eye(seeds), count, axis=0), np.tile(np.eye(count), (seeds, 1))
+
+        def residual(design):
+            solution = np.linalg.lstsq(design, parts.ravel(), rcond=None)[0]
+            return ((parts.ravel() - design @ solution) ** 2).sum()
+
+        whole, without = residual(np.hstack([by_seed, by_part])), residual(by_part)
+        f = ((without - whole) / (seeds - 1)) / (whole / ((seeds - 1) * (count - 1)))
+        assert noise_from_text(parts.tolist()) == pytest.approx(1 / f) and f > 1
+
+    def test_counts_what_neighbouring_parts_share(self):
+        """Documents of five parts each: the text's share of the variance is that of ten documents, not of 50 parts."""
+        random = np.random.default_rng(0)
+        documents = np.repeat(random.normal(0, 0.05, (4000, 10)), 5, axis=1)
+        parts = 3.5 + random.normal(0, 0.01, (4000, 1)) + documents
+        assert noise_from_text(parts) == pytest.approx(0.05**2 / 10 / (0.05**2 / 10 + 0.01**2), rel=0.05)
+
+    def test_is_at_most_1(self):
+        assert noise_from_text([[3.0, 4.0], [4.001, 3.0]]) == 1.0
+
+    @pytest.mark.parametrize("parts", [[], [[3.0, 3.1]], [[3.0], [3.1]], [[3.0, 4.0], [4.0, 3.0]]])
+    def test_is_unknown_where_it_cannot_be_computed(self, parts):
+        assert noise_from_text(parts) is None

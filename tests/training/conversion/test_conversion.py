@@ -276,7 +276,7 @@ class TestConvertFaults:
         (nlq_folder / name).unlink(missing_ok=True)
         (nlq_folder / name).symlink_to(tmp_path / "victim" / ("a.jinja" if "." in name else ""))
         before = snapshot(tmp_path)
-        assert f"{name} leads out of" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
+        assert "leads out of" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
         assert snapshot(tmp_path) == before
 
     @parametrize_grid(

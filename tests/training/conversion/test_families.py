@@ -21,7 +21,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from transformers.masking_utils import create_masks_for_generate
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion.families import FAMILIES
@@ -96,32 +95,6 @@ class TestSameModel:
         assert_no_shared_memory(back, ours)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_masks_by_type_of_layer(implementation, is_padded):
-    """Masks that Transformers made, with a window and without, in the first call and with a cache."""
-    theirs = make_family_model("qwen3-windows_and_bias", attn_implementation=implementation)
-    ours, tokens = to_nlq(theirs), random_tokens(2, LENGTH, 29)
-    ours.set_attn_implementation(implementation)
-    padding = torch.ones_like(tokens)
-    padding[1, : 5 * is_padded] = 0
-    positions, caches, start = (padding.cumsum(-1) - 1).clamp(min=0), [None, None], 0
-    for end in (WINDOW + 3, LENGTH - 1, LENGTH):
-        step, place = tokens[:, start:end], positions[:, start:end]
-        inputs = (theirs.get_input_embeddings()(step), padding[:, :end], caches[0], place)
-        masks = create_masks_for_generate(theirs.config, *inputs)
-        outputs = []
-        for model, cache in zip((theirs, ours), caches):
-            with torch.no_grad():
-                outputs.append(
-                    model(step, attention_mask=dict(masks), position_ids=place, past_key_values=cache, use_cache=True)
-                )
-        caches = [output.past_key_values for output in outputs]
-        expected, actual = (output.logits[padding[:, start:end].bool()] for output in outputs)
-        torch.testing.assert_close(actual, expected, **TOLERANCE)
-        start = end
-
-
 def test_dense_mask_of_a_window():
     """It covers all tokens, or the keys that a layer with a window still has."""
     theirs, tokens = shared_family_model("mistral-window"), random_tokens(1, LENGTH, 29)
@@ -132,11 +105,6 @@ def test_dense_mask_of_a_window():
             cache = ours(tokens[:, :-1], use_cache=True).past_key_values
             logits = ours(tokens[:, -1:], attention_mask=visible[..., :width], past_key_values=cache).logits
         torch.testing.assert_close(logits, expected, **TOLERANCE)
-    cache = ours(tokens[:, :-1], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=rf"attention_mask=\(1, 1, 1, 6\) must have {LENGTH} or 4 keys \(sliding_window=4\)"):
-        ours(tokens[:, -1:], attention_mask=visible[..., :6], past_key_values=cache)
-    with pytest.raises(ValueError, match=rf"must have {LENGTH} keys"):
-        ours(tokens, attention_mask=torch.ones(1, 1, LENGTH, 6, dtype=torch.bool))
 
 
 def test_angles_that_follow_from_the_length():

@@ -1,7 +1,5 @@
 """Switches changed in a trained model: the same function at first, and everything new learns; or one line that says why not."""
 
-import math
-
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -375,7 +373,6 @@ def test_rates_that_would_change(make_source, switches):
 # Values and fields that no model can have
 NOT_ALLOWED = {
     "unknown_kind": {"query_projection": "cubic"},
-    "not_a_number": {"attention_scaling": math.nan},
     "no_such_layer": {"per_layer_config": {7: {"head_projection": True}}},
 }
 

@@ -19,7 +19,7 @@ from modeling_nlq.training.run.parametrization import (
     scale_initial_values,
     split_groups,
 )
-from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.recipe import check_recipe, load_recipe
 
 
 RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
@@ -195,6 +195,8 @@ class TestRecipe:
         assert not (tmp_path / "run").exists()
 
     def test_deepspeed_is_refused(self, recipe_file, tmp_path, monkeypatch):
+        options = {"output_dir": tmp_path / "run", "parametrization": "completep", "base_sizes": self.BASE}
+        resolved = load_recipe(recipe_file, options)
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         with pytest.raises(ValueError, match="needs Trainer's optimizer"):
-            train(recipe_file, output_dir=tmp_path / "run", parametrization="completep", base_sizes=self.BASE)
+            check_recipe(resolved)

@@ -97,7 +97,6 @@ class TestCard:
         (tmp_path / "results" / "results.json").write_text(json.dumps(results))
         nlq.publish(tmp_path / "results" / run["folder"], "anna/tried", "--comparison", tmp_path / "results")
         text = card_of(server, "anna/tried").text
-        assert f"It is the run {Path(run['folder']).name} of base, which was trained to choose a learning rate" in text
         assert "(this model)" not in text
 
     def test_of_a_run_of_a_comparison(self, server, nlq, comparison, corpus):
@@ -105,7 +104,7 @@ class TestCard:
         name, model = "linear queries", results["models"]["linear queries"]
         nlq.publish(folder / model["runs"][1]["folder"], "anna/compared", "--comparison", folder)
         files, card = server.files("anna/compared"), card_of(server, "anna/compared")
-        figures = {f"comparison/figures/{name}.png" for name in ("curves", "flops", "parameters", "stability")}
+        figures = {f"comparison/figures/{name}.png" for name in ("curves", "parameters", "stability")}
         assert files.keys() == RUN_FILES | {"comparison/results.md"} | figures
         section = re.search(r"^## Comparison\n(.*?)^## ", card.text, flags=re.DOTALL | re.MULTILINE)[1]
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]

@@ -96,12 +96,16 @@ class TestRoundTrip:
         assert "nothing was sent" in planned.out and "nothing was sent" not in done.out
         assert nlq.publish(folder, "anna/listed").out == done.out and len(server.commits("anna/listed")) == 2
 
-    def test_private_repository(self, server, nlq, elsewhere, copy_run, tmp_path):
+    def test_private_repository_and_branch(self, server, nlq, elsewhere, copy_run, tmp_path):
         folder = copy_run()
         nlq.publish(folder, "anna/hidden", "--private")
         assert server._repos["anna/hidden"].private
         results = load_elsewhere(elsewhere, tmp_path, [("anna/hidden", "main", ["AutoModelForCausalLM"])], token=TOKEN)
         assert torch.equal(results["anna/hidden", "main", "AutoModelForCausalLM"], outputs(folder))
+        change_returned_weights(folder)
+        main_commits = server.commits("anna/hidden")
+        nlq.publish(folder, "anna/hidden", "--revision", "longer/training")
+        assert server.commits("anna/hidden") == main_commits == server.commits("anna/hidden", "longer/training")[1:]
 
     def test_a_repository_that_is_public_does_not_pass_for_private(self, server, nlq, copy_run):
         """Whoever asks for `--private` must not find out later that all could read it."""
