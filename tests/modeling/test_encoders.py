@@ -18,6 +18,7 @@ from transformers import (
     EuroBertForMaskedLM,
     set_seed,
 )
+from transformers.models.eurobert import modeling_eurobert
 
 from modeling_nlq import (
     AttentionPart,
@@ -234,13 +235,18 @@ class TestOtherEncoders:
             is_token = inputs.get("attention_mask", torch.ones_like(mask)).bool()
             assert (actual - expected)[is_token].abs().max() < 1e-9
 
-    def test_eurobert(self):
+    def test_eurobert(self, monkeypatch):
         set_seed(0)
+
+        def norm(module, x):  # in float64 throughout; theirs casts to float32
+            return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+        monkeypatch.setattr(modeling_eurobert.EuroBertRMSNorm, "forward", norm)
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
         sizes |= {"num_key_value_heads": 2, "intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         theirs = EuroBertForMaskedLM(EuroBertConfig(**sizes, mask_token_id=3)).double().eval()
         switches = {"norm_type": "rmsnorm", "mlp_type": "gated", "hidden_act": "silu", "query_projection": "linear"}
-        switches |= {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 250000.0}}
+        switches |= {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
         model = encoder(**switches, num_key_value_heads=2, tie_word_embeddings=theirs.config.tie_word_embeddings)
         names = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
         state = theirs.state_dict()
