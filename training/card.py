@@ -23,6 +23,7 @@ _SPLITS = {"eval": "validation", "test": "test"}
 _METRICS = {
     "loss": "loss (nats per token)",
     "perplexity": "perplexity",
+    "pseudo_perplexity": "pseudo-perplexity of masked tokens",
     "bits_per_byte": "bits per byte",
     "token_accuracy": "token accuracy",
 }
@@ -30,6 +31,7 @@ _MEASURES = {f"{split}_{key}": f"{name} {text}" for split, name in _SPLITS.items
 _PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
+    "AutoModelForMaskedLM": "fill-mask",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
@@ -82,7 +84,11 @@ def render(
     is_nlq = config.model_type == "nlq"
     is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
     name = location.split("/")[-1]
-    common = {"task_type": "text-generation", "task_name": "Text Generation", "dataset_type": dataset, "dataset_name": dataset}
+    pipeline, measures = _PIPELINES[auto_class], _MEASURES
+    if auto_class == "AutoModelForMaskedLM":
+        measures = {key: text.replace("per token", "per masked token") for key, text in _MEASURES.items()}
+    common = {"task_type": pipeline, "task_name": pipeline.replace("-", " ").title()}
+    common |= {"dataset_type": dataset, "dataset_name": dataset}
     results = [
         EvalResult(**common, dataset_split=_SPLITS[split], metric_type=metric, metric_value=value)
         for split, metric, value in ((*key.split("_", 1), value) for key, value in measured.items())
@@ -92,7 +98,7 @@ def render(
         model_name=name if results else None,
         license=license or ("apache-2.0" if metrics and not metrics.get("is_fine_tuned") else None),
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag=_PIPELINES[auto_class],
+        pipeline_tag=pipeline,
         tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
         base_model=base_model,
         datasets=None if not given or is_local else [dataset],
@@ -125,7 +131,7 @@ def render(
         dataset=dataset,
         metrics=metrics,
         recipe=yaml.safe_dump(given, sort_keys=False) if given and metrics else None,
-        results={_MEASURES[key]: f"{value:.4f}" for key, value in measured.items()},
+        results={measures[key]: f"{value:.4f}" for key, value in measured.items()},
         has_plot=has_plot,
         comparison=without_folders(comparison),
     )

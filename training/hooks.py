@@ -80,5 +80,6 @@ def visibility_of(
         segments: `(batch, length)`, the number of each token's document, for packed documents.
     """
     window, sees_own_key = layer.visible_keys
-    visibility = make_visibility(length, length, 0, device, segments=segments, sliding_window=window)
+    options = {"segments": segments, "sliding_window": window, "is_causal": layer.is_causal}
+    visibility = make_visibility(length, length, 0, device, **options)
     return visibility if sees_own_key else visibility.excluding_self()

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -26,7 +26,7 @@ from modeling_nlq import NLQConfig, load_attention_parts
 
 from ..configuration import find, suggestion
 from .files import CONVERSION_FILE, WEIGHTS, differences, read_json, read_yaml
-from .parameters import listed
+from .parameters import auto_class_of, listed
 from .text import first_line, one_line
 
 
@@ -174,12 +174,15 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
         raise ValueError(f"{what}{name!r} cannot be read: {one_line(error)}") from error
 
 
-def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a saved causal language model and its tokenizer.
+def load_model(
+    name: str, trust_remote_code: bool = False, decoder_for: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a saved language model, a decoder or an encoder, and its tokenizer.
 
     Args:
         name: folder or Hub name.
         trust_remote_code: run the code that lies beside the model, if it is of a type that Transformers does not know.
+        decoder_for: what needs a decoder, if an encoder is to be refused.
 
     Raises:
         ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is not
@@ -189,9 +192,10 @@ def load_model(name: str, trust_remote_code: bool = False) -> tuple[PreTrainedMo
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
     try:
         with source_named(name):
-            model, found = AutoModelForCausalLM.from_pretrained(
-                name, output_loading_info=True, trust_remote_code=trust_remote_code
-            )
+            config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            if (auto_class := auto_class_of(config)) is AutoModelForMaskedLM and decoder_for is not None:
+                raise ValueError(f"{name!r} is an encoder, which predicts masked tokens: {decoder_for} needs a decoder")
+            model, found = auto_class.from_pretrained(name, output_loading_info=True, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(name, trust_remote_code)
     except OSError as error:
         if Path(name).is_dir():

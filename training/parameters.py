@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq import NLQConfig
@@ -35,6 +35,14 @@ class Size:
     trained: int
 
 
+def auto_class_of(config: PreTrainedConfig) -> type:
+    """The Auto class of a configuration's language models: for masked tokens if it is that of an encoder, else for the next."""
+    classes = AutoModelForCausalLM, AutoModelForMaskedLM
+    is_of_decoders, is_of_encoders = (type(config) in each._model_mapping for each in classes)
+    is_encoder = not getattr(config, "is_causal", True) or (is_of_encoders and not is_of_decoders)
+    return AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
+
+
 def measure(
     config: PreTrainedConfig,
     context: int | None = None,
@@ -60,7 +68,8 @@ def measure(
     check_number("context", context, 1)
     with torch.device("meta"):
         # `from_config` writes the backend into the configuration, which may belong to a model in use
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+        auto_class = auto_class_of(config)
+        model = auto_class.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
         if prepare is not None:
             model = prepare(model)
     return size_of(model, context)
@@ -69,7 +78,7 @@ def measure(
 def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a language model, by name."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        model = auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation="eager")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, default_data_collator
+from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from ..parameters import auto_class_of
 from ..run.documents import files_by_split
 from ..run.recipe import emulated_bf16, resolve_recipe
 from ..text import duration, first_line
@@ -139,7 +140,8 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
         if arguments.device.type == "cpu":
             most = max(1, _CPU_TOKENS // recipe.block_size)
             arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(resolved.config), attn_implementation=recipe.attn_implementation)
+        config = copy.deepcopy(resolved.config)
+        model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         shape = (arguments.train_batch_size * (_STEPS + 2), recipe.block_size)
         tokens = torch.randint(model.config.vocab_size, shape)
         data = Dataset.from_dict({"input_ids": tokens, "labels": tokens})

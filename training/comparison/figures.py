@@ -65,7 +65,7 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
         points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
-    losses.set_ylabel("loss (nats per token)")
+    losses.set_ylabel(f"loss (nats per {found.loss_unit})")
     losses.set_title(f"{found.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
 
     reference = finished[found.baseline]

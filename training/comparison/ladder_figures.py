@@ -36,7 +36,7 @@ def draw_losses(outcome: Outcome) -> Figure | None:
         return None
     _scale_compute(axes, outcome)
     axes.grid(alpha=0.25)
-    axes.set_ylabel("test loss (nats per token)")
+    axes.set_ylabel(f"test loss (nats per {outcome.largest.loss_unit})")
     axes.set_title(f"{outcome.name}: loss over compute, every seed", parse_math=False)
     add_legend(figure, outcome.baseline, _all_runs(outcome), styles)
     return figure

@@ -203,6 +203,12 @@ class ScaleOutcome:
         """Whether any model had several rates to choose among."""
         return any(len(model.learning_rates) > 1 for model in self.models.values())
 
+    @property
+    def loss_unit(self) -> str:
+        """What losses are means over, in nats: tokens, or masked tokens."""
+        recipe = self.comparison.get("recipe")
+        return "masked token" if isinstance(recipe, dict) and recipe.get("objective") == "masked" else "token"
+
     def flops(self, model: str) -> int:
         """The FLOPs of a run of a model."""
         return self.models[model].flops_per_token * self.tokens_per_run

@@ -33,13 +33,16 @@ _TERMINAL_COLUMNS = {
     "model": "model",
     "test loss (nats)": "test loss (nats)",
     "loss improvement (%)": "improvement of loss %",
+    "test loss of masked tokens (nats)": "loss of masked tokens",
     "perplexity improvement (%)": "and of perplexity %",
+    "pseudo-perplexity improvement (%)": "of pseudo-perplexity %",
     "Holm p": "Holm p",
     "seeds": "seeds",
     "learning rate": "learning rate",
     "verdict": "verdict",
 }
-_CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "loss improvement (%)", "Holm p", "learning rate", "non-embedding")
+_CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
+_CARD_COLUMNS += ("Holm p", "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per token of the runs that tried the rate; ✓ marks a rate that was chosen."
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
@@ -151,7 +154,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     found = outcome.scales[scale]
     if model is not None and model not in found.models:
         raise ValueError(f"the comparison {found.name} has no model {model!r}, only {', '.join(found.models)}")
-    rows = [{name: row[name] for name in _CARD_COLUMNS} for row in summary_rows(found)]
+    rows = [{name: row[name] for name in _CARD_COLUMNS if name in row} for row in summary_rows(found)]
     is_reported = run is None or any(each.folder == f"runs/{model}/{run}" for each in found.models[model].runs)
     for row in rows:
         if row["model"] == model and is_reported:
@@ -350,6 +353,8 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
         f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "
         f"{found.tokens_per_run:,} tokens a run.",
     ]
+    if found.loss_unit == "masked token":
+        sentences.append("Losses are of masked tokens, the same ones for all models; perplexities are pseudo-perplexities.")
     if found.same_tokens:
         sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
     if found.has_choice:

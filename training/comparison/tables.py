@@ -18,6 +18,13 @@ _MEBIBYTE = 2**20
 Rows = list[dict[str, str]]
 
 
+# Titles of columns where losses are those of masked tokens
+MASKED = {
+    "test loss (nats)": "test loss of masked tokens (nats)",
+    "perplexity improvement (%)": "pseudo-perplexity improvement (%)",
+}
+
+
 def summary_rows(found: ScaleOutcome) -> Rows:
     """A row for each model at one scale."""
     has_frozen = any(model.trained_parameters < model.parameters for model in found.models.values())
@@ -42,7 +49,8 @@ def summary_rows(found: ScaleOutcome) -> Rows:
             "diverged": f"{len(model.runs) - len(finished)} of {len(model.runs)}",
         }
         rows.append(row)
-    return rows
+    names = MASKED if found.loss_unit == "masked token" else {}
+    return [{names.get(title, title): cell for title, cell in row.items()} for row in rows]
 
 
 def _verdict_cells(analysis: Analysis, model: str) -> dict[str, str]:

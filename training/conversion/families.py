@@ -198,8 +198,9 @@ class Family:
         """
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it first")
-        if not getattr(config, "is_causal", True):
-            raise ValueError("is_causal=False: the attention of NLQ models is causal")
+        is_causal = self.switches.get("is_causal", True)
+        if getattr(config, "is_causal", is_causal) != is_causal:
+            raise ValueError(f"is_causal={not is_causal}: models of type {self.name} are converted with is_causal={is_causal}")
         values = {"query_projection": "linear", **self.switches, **_library_fields(config)}
         for part in self.parts:
             values.update(part.read(config))
@@ -323,6 +324,13 @@ def _like_llama(name: str, *parts: Part, switches: dict[str, Any] | None = None,
 _ROWS = (
     _like_llama("llama", _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
     _like_llama("mistral", _ROPE, _HEAD_DIM, _WINDOW),
+    _like_llama(
+        "eurobert",
+        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal(mask_token_id="mask_token_id")),
+        switches={"is_causal": False},
+        without_effect=("classifier_pooling",),  # of a head with a further layer, which is not converted
+        classifier="classifier",
+    ),
     _like_llama("cwm", _ROPE, _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
     _like_llama("qwen2", _ROPE, _UNDECLARED_HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
     _like_llama("qwen3", _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),

@@ -119,6 +119,7 @@ def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
     """How many tokens of a text `ABLATION_BUDGET` allows; 0 if the model is so large that no head should be removed."""
     heads = model.config.num_hidden_layers * model.config.num_attention_heads
     cost = 2.0 * model.num_parameters() * heads  # per token
+    cost *= 1 if model.config.is_causal else length  # an encoder reads the text once for each masked token
     if cost * min(length, FEWEST_ABLATED) > MOST_ABLATION:
         return 0
     return min(length, max(FEWEST_ABLATED, int(ABLATION_BUDGET / cost)))
@@ -178,6 +179,7 @@ def _see_linear(
     """Measures a layer of linear attention."""
     query, key, value = layer.project(call)
     options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
+    options["is_causal"] = layer.is_causal
     outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")
     found = Layer(layer.activation.name, query.shape[1])
     found.missing = dict.fromkeys(

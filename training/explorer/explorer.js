@@ -85,9 +85,12 @@ async function readHead(index) {
   }
   if (!found.maps) return { found, rows, weight: null };
   const levels = new Int8Array(await unpack(found.maps[head]));
-  const weight = (query, key) => (key > query ? 0 : (levels[(query * (query + 1)) / 2 + key] * rows.largest[query]) / data.levels);
+  const place = (query, key) => (model.is_causal ? (query * (query + 1)) / 2 : query * model.map_tokens) + key;
+  const weight = (query, key) => (key > lastKey(model, query) ? 0 : (levels[place(query, key)] * rows.largest[query]) / data.levels);
   return { found, rows, weight };
 }
+
+const lastKey = (model, query) => (model.is_causal ? query : model.map_tokens - 1);
 
 // Models
 
@@ -142,8 +145,8 @@ async function paintText() {
   else if (kind === "difference") values = data.models[1].losses.map((loss, index) => (isNumber(loss) ? loss - data.models[0].losses[index] : null));
   else {
     const { weight } = await readHead(place);
-    const rows = data.models[place].map_tokens;
-    values = data.tokens.map((_, key) => (weight && key <= state.query && state.query < rows ? weight(state.query, key) : null));
+    const model = data.models[place], isSeen = (key) => key <= lastKey(model, state.query) && state.query < model.map_tokens;
+    values = data.tokens.map((_, key) => (weight && isSeen(key) ? weight(state.query, key) : null));
     unit = "weight";
   }
   if (turn !== textsPainted) return; // another choice meanwhile
@@ -254,7 +257,7 @@ const panels = data.models.map((model, index) => {
     const box = panel.map.getBoundingClientRect();
     const place = (offset, size) => Math.min(Math.max(Math.floor((offset / size) * model.map_tokens), 0), model.map_tokens - 1);
     const query = place(event.clientY - box.top, box.height);
-    selectQuery(query, Math.min(place(event.clientX - box.left, box.width), query));
+    selectQuery(query, Math.min(place(event.clientX - box.left, box.width), lastKey(model, query)));
   });
   const picture = element("div", {}, panel.map, panel.scale, panel.reason, panel.readout);
   byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.charts, panel.numbers))));
@@ -269,7 +272,7 @@ async function paintPanel(index) {
   panel.title.textContent = `${model.name}: layer ${layer}, head ${head}${found.activation && ` (${found.activation})`}`;
   panel.map.hidden = panel.scale.hidden = !weight;
   panel.reason.textContent = weight ? "" : `No map: ${found.missing.weights ?? "none"}.`;
-  if (weight) paintMap(panel, weight, rows.largest, model.map_tokens);
+  if (weight) paintMap(panel, weight, rows.largest, model);
   panel.readout.textContent = weight ? describeRow(model, rows, weight) : "";
   panel.charts.replaceChildren(...Object.entries(rows).filter(([name]) => name !== "largest").map(([name, values]) => chart(name, values)));
   const names = Object.keys(data.quantities).filter((name) => name in found.numbers || name in found.missing);
@@ -288,15 +291,15 @@ function describeRow(model, rows, weight) {
   const parts = [`Query ${state.query} ${token(state.query)}${sum}`];
   if (state.key !== null) parts.unshift(`Weight ${written(weight(state.query, state.key))} of key ${state.key} ${token(state.key)}`);
   else {
-    const keys = Array.from({ length: state.query + 1 }, (_, key) => key);
+    const keys = Array.from({ length: lastKey(model, state.query) + 1 }, (_, key) => key);
     const best = keys.sort((one, other) => Math.abs(weight(state.query, other)) - Math.abs(weight(state.query, one))).slice(0, 3);
     parts.push(`largest ${best.map((key) => `${written(weight(state.query, key))} of ${key} ${token(key)}`).join(", ")}`);
   }
   return `${parts.join("; ")}.`;
 }
 
-function paintMap(panel, weight, largest, size) {
-  const context = panel.map.getContext("2d");
+function paintMap(panel, weight, largest, model) {
+  const context = panel.map.getContext("2d"), size = model.map_tokens;
   const style = getComputedStyle(document.documentElement);
   const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().replace(/^#(.)(.)(.)$/, "#$1$1$2$2$3$3").slice(start, start + 2), 16));
   const [sheet, hot, cold, soft] = ["--sheet", "--hot", "--cold", "--line"].map(rgb);
@@ -311,7 +314,7 @@ function paintMap(panel, weight, largest, size) {
       }
       const part = largest[query] ? Math.min(Math.abs(value) / largest[query], 1) ** 0.6 : 0;
       const full = value < 0 ? cold : hot;
-      const base = key > query ? soft : sheet;
+      const base = key > lastKey(model, query) ? soft : sheet;
       for (let channel = 0; channel < 3; channel++) {
         image.data[4 * (query * size + key) + channel] = base[channel] + part * (full[channel] - base[channel]);
       }
@@ -323,8 +326,9 @@ function paintMap(panel, weight, largest, size) {
   if (state.query < size) {
     context.globalAlpha = 0.35;
     context.fillStyle = style.getPropertyValue("--mark");
-    context.fillRect(0, state.query, state.query + 1, 1);
-    if (state.key !== null) context.fillRect(state.key, state.key, 1, size - state.key);
+    context.fillRect(0, state.query, lastKey(model, state.query) + 1, 1);
+    const first = model.is_causal ? state.key : 0;
+    if (state.key !== null) context.fillRect(state.key, first, 1, size - first);
     context.globalAlpha = 1;
   }
 }

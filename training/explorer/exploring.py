@@ -153,7 +153,10 @@ def explore_tokens(
                 layer.missing["ablation"] = reason
         elif count < length:
             notes.append(f"Ablation of {name} uses the first {count} tokens only, to save time.")
-        pages.append(ExploredModel(name, subject.description, losses, layers))
+        is_causal = subject.model.config.is_causal
+        if not is_causal:
+            notes.append(f"The loss of a token by {name}, an encoder, is that of masking this token alone.")
+        pages.append(ExploredModel(name, subject.description, losses, layers, is_causal))
     tokens = token_texts(tokenizer, input_ids[0].tolist())
     return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages), pages, tokens)
 

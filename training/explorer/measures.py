@@ -23,13 +23,21 @@ _TOKENS_AT_ONCE = 2**13
 
 
 def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-    """Computes the loss of each token after the first, `-log p(token | tokens before it)`, in nats.
+    """Computes the loss of each token after the first, in nats: `-log p(token | tokens before it)`; of an encoder
+    `-log p(token | all other tokens)`, with this token alone masked.
 
-    Takes any causal language model and `(batch, length)` tokens without padding, and returns `(batch, length - 1)`, on the CPU.
+    Takes any language model and `(batch, length)` tokens without padding, and returns `(batch, length - 1)`, on the CPU.
     """
+    input_ids, losses = input_ids.to(model.device), []
     with torch.no_grad():
-        logits = model(input_ids=input_ids.to(model.device), use_cache=False).logits
-    return token_losses(logits, input_ids.to(logits.device))[0].cpu()
+        if getattr(model.config, "is_causal", True):
+            return token_losses(model(input_ids=input_ids, use_cache=False).logits, input_ids)[0].cpu()
+        for place in range(1, input_ids.shape[1]):
+            masked = input_ids.clone()
+            masked[:, place] = model.config.mask_token_id
+            logits = model(input_ids=masked).logits[:, place]
+            losses.append(nn.functional.cross_entropy(logits.float(), input_ids[:, place], reduction="none"))
+    return torch.stack(losses, dim=1).cpu() if losses else torch.empty(len(input_ids), 0)
 
 
 def _rows_at_once(model: PreTrainedModel, length: int) -> int:

@@ -38,12 +38,14 @@ class ExploredModel:
         name, description: what it is.
         losses: `(length - 1,)`, the loss of each token after the first.
         layers: its attention layers.
+        is_causal: whether no query sees a later key.
     """
 
     name: str
     description: str
     losses: torch.Tensor
     layers: list[Layer]
+    is_causal: bool = True
 
 
 def pack(numbers: np.ndarray) -> str:
@@ -51,15 +53,17 @@ def pack(numbers: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes())).decode()
 
 
-def quantize(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Rounds weights `(heads, length, length)` to 1/127 of the largest in each row.
 
     Returns:
-        The levels of the keys up to each query, `(heads, length * (length + 1) / 2)` from -127 to 127, and the largest absolute
-        weight of each row, `(heads, length)`.
+        The levels of the keys up to each query, `(heads, length * (length + 1) / 2)`, or of all keys, `(heads, length^2)`, from
+        -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
     """
     largest = weights.abs().amax(dim=-1)
     levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
+    if not is_causal:
+        return levels.flatten(1).numpy(), largest.float().numpy()
     query, key = torch.tril_indices(*weights.shape[1:])
     return levels[:, query, key].numpy(), largest.float().numpy()
 
@@ -108,6 +112,7 @@ def _content(tokens: Sequence[str], models: Sequence[ExploredModel]) -> dict[str
             {
                 "name": model.name,
                 "description": model.description,
+                "is_causal": model.is_causal,
                 "loss": _number(model.losses.double().mean().item()) if len(model.losses) else None,
                 "losses": [None, *map(_number, model.losses.tolist())],
                 "layers": [_layer(layer) for layer in model.layers],
@@ -128,7 +133,9 @@ def _pack_maps(models: Sequence[ExploredModel], length: int, budget: int) -> tup
     while True:
         packed = [
             [
-                None if layer.weights is None else [pack(head) for head in quantize(layer.weights[:, :tokens, :tokens])[0]]
+                None
+                if layer.weights is None
+                else [pack(head) for head in quantize(layer.weights[:, :tokens, :tokens], model.is_causal)[0]]
                 for layer in model.layers
             ]
             for model in models
@@ -136,7 +143,7 @@ def _pack_maps(models: Sequence[ExploredModel], length: int, budget: int) -> tup
         size = sum(len(head) + 4 for layers in packed for heads in layers if heads for head in heads)
         if size <= budget or tokens <= FEWEST_MAP_TOKENS:
             return tokens, packed
-        # A map is a triangle: its size grows with the square
+        # The size of a map grows with the square
         fitting = int(tokens * math.sqrt(max(budget, 1) / size) * 0.98)
         tokens = max(FEWEST_MAP_TOKENS, fitting // 16 * 16)
 

@@ -194,13 +194,14 @@ def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | No
         print(line, flush=True)
 
 
-def _describe(metrics: dict, kind: str = "held-out perplexity") -> str:
+def _describe(metrics: dict, kind: str = "held-out ") -> str:
     if metrics.get("diverged_at") is not None:
         return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
-    if metrics.get("eval_perplexity") is None:
+    if metrics.get("eval_perplexity") is None and metrics.get("eval_pseudo_perplexity") is None:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
     said = {
-        "eval_perplexity": f"{kind} {{:.2f}}",
+        "eval_perplexity": f"{kind}perplexity {{:.2f}}",
+        "eval_pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
         "eval_loss": "loss {:.4f} nats per token",
         "eval_bits_per_byte": "{:.3f} bits per byte",
         "eval_token_accuracy": "token accuracy {:.1%}",
@@ -258,7 +259,7 @@ def evaluate(
 
         _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
         metrics = evaluate(model, **of_text, **common)
-        print(f"{model}: {_describe(metrics, 'perplexity')}")  # of text that may not be held out, if it is a file
+        print(f"{model}: {_describe(metrics, '')}")  # of text that may not be held out, if it is a file
         return
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align

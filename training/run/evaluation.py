@@ -1,5 +1,6 @@
 """Evaluation of language models: inside `Trainer`, and of saved models. The `evaluate` metric ships here."""
 
+import functools
 import math
 import tempfile
 from pathlib import Path
@@ -7,13 +8,15 @@ from typing import Any, Literal
 
 import torch
 from evaluate import load as load_metric
-from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import AutoModelForMaskedLM, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from ..files import BUILT_IN_CORPORA
 from ..models import limits_length, load_model
+from ..parameters import auto_class_of
 from ..text import check_number
 from .data import BlockCollator, make_blocks
 from .documents import load_documents
+from .masked import Masking, MaskingTrainer
 from .recipe import Recipe
 from .trained_on import RECIPE_FIELDS, read_trained_on
 
@@ -21,19 +24,20 @@ from .trained_on import RECIPE_FIELDS, read_trained_on
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
 
-def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Reduces logits to two numbers per token, so that an evaluation fits in memory (`preprocess_logits_for_metrics`).
 
     Args:
         logits: `(batch, length, vocabulary)`, or a tuple that begins with them.
         labels: `(batch, length)`; -100 is ignored.
+        shift: 1 where a token's logits stand one place before it, 0 for masked tokens.
 
     Returns:
-        `(batch, length - 1)` each: negative log-likelihood in nats (0 where ignored), and whether the token was the likeliest.
+        `(batch, length - shift)` each: negative log-likelihood in nats (0 where ignored), and whether it was the likeliest.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     # In float32 and side by side, which a CPU reads several times as fast
-    logits, targets = logits[:, :-1].float().flatten(0, 1), labels[:, 1:]
+    logits, targets = logits[:, : logits.shape[1] - shift].float().flatten(0, 1), labels[:, shift:]
     losses = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
     return losses.view(targets.shape), logits.argmax(dim=-1).view(targets.shape) == targets
 
@@ -41,11 +45,12 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tens
 class LanguageModelingMetrics:
     """Trainer's `compute_metrics` with `batch_eval_metrics=True`: adds up batch after batch, and computes at the end.
 
-    With `bytes_per_token` of the evaluated text there are bits per byte.
+    With `bytes_per_token` of the evaluated text there are bits per byte. Of masked tokens there are none, and the perplexity is
+    called a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659): no model of texts has it.
     """
 
-    def __init__(self, bytes_per_token: float | None = None):
-        self.bytes_per_token = bytes_per_token
+    def __init__(self, bytes_per_token: float | None = None, is_masked: bool = False):
+        self.bytes_per_token, self.is_masked = None if is_masked else bytes_per_token, is_masked
         self.metric = load_metric(str(METRIC), keep_in_memory=True)
         self._rows: list[tuple[float, int]] = []  # of one evaluation
         self._is_over = False
@@ -55,14 +60,17 @@ class LanguageModelingMetrics:
             self._rows.clear()
         self._is_over = compute_result
         losses, correct = prediction.predictions
-        tokens = (prediction.label_ids[:, 1:] != -100).sum(dim=1)
+        tokens = (prediction.label_ids[:, int(not self.is_masked) :] != -100).sum(dim=1)
         self._rows += zip(losses.double().sum(dim=1).tolist(), tokens.tolist())
         self.metric.add(
             negative_log_likelihood=losses.double().sum().item(),
             correct=correct.sum().item(),
             tokens=tokens.sum().item(),
         )
-        return self.metric.compute(bytes_per_token=self.bytes_per_token) if compute_result else {}
+        if not compute_result:
+            return {}
+        found = self.metric.compute(bytes_per_token=self.bytes_per_token)
+        return {f"pseudo_{name}" if self.is_masked and name == "perplexity" else name: found[name] for name in found}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
         """The loss of each of several equal parts of the evaluated text, in order, in nats per token.
@@ -110,7 +118,8 @@ def evaluate(
         trust_remote_code: as in `load_model`.
 
     Returns:
-        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed.
+        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. Of an
+        encoder, loss and accuracy are those of masked tokens, and there are `eval_pseudo_perplexity` and no bits per byte.
 
     Raises:
         ValueError: for a model or a dataset that cannot be loaded, and a share of the dataset that the model was trained on.
@@ -144,11 +153,12 @@ def evaluate(
         )
     defaults = {"validation_fraction": 0.02, "block_size": context}
     if trained_on:  # longer blocks would have positions that were never trained
-        defaults |= {field: trained_on[-1][field] for field in ("block_size", "packing")}
+        last = trained_on[-1]
+        defaults |= {field: last[field] for field in ("block_size", "packing", "mask_probability") if field in last}
     if own and is_whole:
         defaults["text_column"] = own[-1]["text_column"]
     elif own:
-        defaults |= {field: own[-1][field] for field in RECIPE_FIELDS}
+        defaults |= {field: own[-1][field] for field in RECIPE_FIELDS if field in own[-1]}
         defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}
     recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, **given})
     is_own = bool(own) and not is_whole and all(defaults.get(field) == given[field] for field in given if field != "dataset")
@@ -176,13 +186,14 @@ def evaluate_model(
     is_whole: bool = False,
     keep_remainder: bool = False,
 ) -> dict[str, float]:
-    """Evaluates a causal language model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
+    """Evaluates a language model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
 
-    `keep_remainder` is that of `make_blocks`.
+    `keep_remainder` is that of `make_blocks`. An encoder predicts masked tokens, always the same ones.
     """
+    is_masked = auto_class_of(model.config) is AutoModelForMaskedLM
     validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
+        trainer = MaskingTrainer(
             model=model,
             args=TrainingArguments(
                 folder,
@@ -192,7 +203,8 @@ def evaluate_model(
                 report_to="none",
             ),
             data_collator=BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents"),
-            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token),
-            preprocess_logits_for_metrics=token_losses,
+            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, is_masked),
+            preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(not is_masked)),
         )
+        trainer.masking = Masking(tokenizer, recipe.mask_probability, 0) if is_masked else None
         return trainer.evaluate(validation.dataset)

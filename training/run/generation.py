@@ -36,7 +36,7 @@ def generate_text(
         ValueError: for an empty prompt, one that leaves no position for new tokens, or no new tokens.
     """
     check_number("max_new_tokens", max_new_tokens, 1)
-    loaded, tokenizer = load_model(model, trust_remote_code)
+    loaded, tokenizer = load_model(model, trust_remote_code, decoder_for="generation")
     kernelize(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval())
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text

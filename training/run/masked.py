@@ -48,7 +48,8 @@ class Masking(DataCollatorForLanguageModeling):
         rows, labels = [], []
         for row in batch["input_ids"]:
             tokens = row.cpu()
-            key = f"{self.data_seed} {step} ".encode() + tokens.numpy().tobytes()
+            moment = EVALUATION if step == EVALUATION else f"{self.data_seed} {step}"
+            key = moment.encode() + tokens.numpy().tobytes()
             self.generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)
             chosen = self.torch_mask_tokens(tokens[None].clone(), torch.isin(tokens, self.special)[None])
             for found, part in zip((rows, labels), chosen):

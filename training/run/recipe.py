@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 import yaml
 from accelerate.utils import parse_flag_from_env
-from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import AutoModelForMaskedLM, HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from modeling_nlq import NLQConfig, load_attention_parts
@@ -20,7 +20,7 @@ from modeling_nlq import NLQConfig, load_attention_parts
 from ...configuration import find
 from ..files import CONVERSION_FILE, check_keys, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
-from ..parameters import freeze_all_but, shapes_of
+from ..parameters import auto_class_of, freeze_all_but, shapes_of
 from ..storage import normalized
 from ..text import check_number
 from .lora import add_lora
@@ -70,6 +70,10 @@ class Recipe:
     packing: Literal["stream", "documents"] = "stream"
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
+    objective: Literal["causal", "masked"] = "causal"
+    """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`)."""
+    mask_probability: float = 0.3
+    """With `masked`, the share of tokens that are to be predicted."""
     num_proc: int | None = None
     """Processes that prepare the data."""
     trainable: Literal["all", "new"] = "all"
@@ -98,6 +102,8 @@ class Recipe:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
             raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
+        if not 0.0 < self.mask_probability < 1.0:
+            raise ValueError(f"mask_probability={self.mask_probability} must be between 0 and 1")
         for name, least in (("block_size", 2), ("max_validation_documents", 1), ("stability_steps", 1)):
             check_number(name, getattr(self, name), least)
         for name, kind in get_type_hints(Recipe).items():
@@ -390,6 +396,13 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
         yield (
             f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq convert "
             "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+        )
+    is_masked = auto_class_of(config) is AutoModelForMaskedLM
+    if is_masked != (recipe.objective == "masked"):
+        kind, right = ("an encoder", "masked") if is_masked else ("a decoder", "causal")
+        yield (
+            f"objective={recipe.objective!r}: model {recipe.model!r} is {kind}; set objective: {right}, or give it is_causal: "
+            f"{str(is_masked).lower()}"
         )
     # Others may see the document before, or have no layers to record
     for name in ("record_stability", "packing") if not isinstance(config, NLQConfig) else ():

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 import torch
 from accelerate.utils import gather_object
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import CONFIG_NAME
 
+from .masked import MaskingTrainer
 from .parametrization import Factors, split_groups
 
 
@@ -121,7 +122,7 @@ def best_checkpoint(state: TrainerState, run_folder: str) -> str | None:
     return best if best is None else os.path.join(run_folder, os.path.basename(best))
 
 
-class RecordingTrainer(Trainer):
+class RecordingTrainer(MaskingTrainer):
     """A `Trainer` whose `record` sees every batch.
 
     Args:

@@ -57,7 +57,7 @@ def evaluate_tasks(
 
     check_number("num_fewshot", num_fewshot, 0)
     check_number("batch_size", batch_size, 1)
-    loaded, tokenizer = load_model(str(model), trust_remote_code)
+    loaded, tokenizer = load_model(str(model), trust_remote_code, decoder_for="lm_eval")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     manager, specs, single = _load_tasks(tasks, str(model))
     wrapped = HFLM(pretrained=kernelize(loaded), tokenizer=tokenizer, batch_size=batch_size)

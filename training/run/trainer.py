@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
@@ -40,12 +39,13 @@ from ..files import (
     write_text,
 )
 from ..models import initialize_by_name, source_named
-from ..parameters import Size, listed, measure, size_of
+from ..parameters import Size, auto_class_of, listed, measure, size_of
 from ..scrub import without_folders
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import BlockCollator, Blocks, check_vocabulary, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
+from .masked import Masking
 from .parametrization import completep_factors, scale_initial_values
 from .recipe import ResolvedRecipe, check_recipe, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
@@ -136,7 +136,7 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
     collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
-    smoothing = arguments.label_smoothing_factor
+    smoothing, is_masked = arguments.label_smoothing_factor, recipe.objective == "masked"
     trainer = RecordingTrainer(
         record=record,
         factors=factors,
@@ -147,10 +147,13 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         data_collator=collate,
         processing_class=tokenizer,
         # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
-        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=True) if smoothing else None,
-        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token),
-        preprocess_logits_for_metrics=token_losses,
+        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=not is_masked) if smoothing else None,
+        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token, is_masked),
+        preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(not is_masked)),
     )
+    if is_masked:
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        trainer.masking = Masking(tokenizer, recipe.mask_probability, seed)
     if recipe.record_stability:
         probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
         callbacks = [
@@ -174,13 +177,14 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     config = copy.deepcopy(resolved.config)
     check_vocabulary(tokenizer, recipe.tokenizer, config)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.mask_token_id = tokenizer.mask_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if not recipe.has_weights:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.attn_implementation)
+        model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, resolved.training_arguments.seed)
     else:
         with source_named(recipe.model):
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = auto_class_of(config).from_pretrained(
                 recipe.model,
                 config=config,
                 dtype=torch.float32,
@@ -191,7 +195,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         if missing := sorted(found["missing_keys"]):  # they would be new, without a word
             raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
-    model.loss_type = model.loss_type or "ForCausalLM"
+    model.loss_type = model.loss_type or ("ForCausalLM" if recipe.objective == "causal" else "ForMaskedLM")
     return resolved.choose_trained(model)
 
 
@@ -275,7 +279,8 @@ def _evaluate_and_save(run: _Run) -> dict[str, Any]:
         last = next((entry for entry in entries if "eval_loss" in entry), {})
     evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
     if "test" in run.blocks:
-        trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token)
+        is_masked = trainer.masking is not None
+        trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token, is_masked)
         evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
         evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
     if run.resolved.recipe.lora is not None:
@@ -320,7 +325,8 @@ def plot_losses(log_history: list[dict[str, float]], path: Path, title: str) -> 
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points), label=label, **style)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    unit = "masked token" if any("eval_pseudo_perplexity" in entry for entry in log_history) else "token"
+    axes.set(xlabel="step", ylabel=f"loss (nats per {unit})")
     axes.set_title(title, parse_math=False)  # a name may hold a dollar
     axes.grid(alpha=0.3)
     axes.legend()
