@@ -19,7 +19,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache, StaticCache
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, attention_nlq, load_attention_parts
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, NLQForMaskedLM, attention_nlq, load_attention_parts
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
 from modeling_nlq.parts_base_nlq import HOOKS, AttentionCall
 
@@ -46,6 +46,8 @@ _SURROUNDINGS = {
     },
     "relu, normalised by the length": {"attention_activation": "relu"},
     "linear attention": {"attention_activation": "linear_attention"},
+    "an encoder": {"is_causal": False},
+    "an encoder with sigmoid and a window": {"is_causal": False, "attention_activation": "sigmoid", "sliding_window": 3},
 }
 
 
@@ -69,8 +71,9 @@ def describe(file: str | Path) -> tuple[list[str], bool]:
     for part in load_attention_parts(file):
         lines.append(f"{part.name}:")
         models = _models(part)
+        decoders = {name: model for name, model in models.items() if model.config.is_causal}
         for invariant, (differences, lengths) in INVARIANTS.items():
-            difference, case = _try(differences, lengths, models)
+            difference, case = _try(differences, lengths, decoders if invariant in OF_DECODERS else models)
             if case is not None:
                 lines.append(f"  {invariant:<41} FAILS, difference {difference:.1e}: {case}")
                 return lines, False
@@ -86,7 +89,7 @@ def _models(part: type[AttentionPart]) -> dict[str, NLQForCausalLM]:
         except StrictDataclassError as error:
             reason = one_line(error)
             continue
-        model = NLQForCausalLM(config)
+        model = NLQForCausalLM(config) if config.is_causal else NLQForMaskedLM(config)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():  # with initial values, many a fault has no effect
@@ -325,7 +328,7 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
 
 
 def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    fresh = NLQForCausalLM(model.config).eval()  # without what `double` has converted
+    fresh = type(model)(model.config).eval()  # without what `double` has converted
     for name in ("float32", "autocast", "bfloat16"):
         fresh = fresh.bfloat16() if name == "bfloat16" else fresh
         with torch.autocast("cpu", enabled=name == "autocast"):
@@ -335,7 +338,7 @@ def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
 
 def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     try:
-        NLQForCausalLM(model.config).to("meta")(_tokens(2, length).to("meta"), use_cache=False)
+        type(model)(model.config).to("meta")(_tokens(2, length).to("meta"), use_cache=False)
     except (NotImplementedError, RuntimeError) as error:
         if "device" not in str(error):  # a part may read numbers, which meta has not
             return
@@ -346,7 +349,7 @@ def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
 def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded = NLQForCausalLM.from_pretrained(folder, dtype=model.dtype, attn_implementation="eager").eval()
+        loaded = type(model).from_pretrained(folder, dtype=model.dtype, attn_implementation="eager").eval()
     tokens = _tokens(1, length)
     yield f"{length} tokens, after saving and loading", _difference(loaded(tokens).logits, model(tokens).logits)
 
@@ -373,3 +376,12 @@ INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
     "a model can be on another device": (_devices, (SHORT,)),
     "saving and loading changes nothing": (_saved, (SHORT,)),
 }
+# An encoder sees later tokens, and has no cache
+OF_DECODERS = (
+    "no token sees the future",
+    "cached decoding equals the full pass",
+    "a static cache equals the full pass",
+    "a padded batch can be cached",
+    "each cache has what belongs to its texts",
+    "tokens can be taken back from the cache",
+)

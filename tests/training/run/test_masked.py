@@ -1,0 +1,129 @@
+"""Masked language modelling: which tokens are masked, and runs, evaluations and comparisons of encoders."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.runs import interrupt, write_comparison
+from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+
+from modeling_nlq.training import evaluate, explore, train
+from modeling_nlq.training.run.data import BlockCollator, train_byte_pair_encoding
+from modeling_nlq.training.run.masked import EVALUATION, Masking
+from nlq import main
+
+
+ENCODER = {"is_causal": False, "attention_activation": "sigmoid"}
+MASKED = {"objective": "masked", "switches": ENCODER}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_byte_pair_encoding(iter(["def name(self): return 1\n" * 9]), 280)
+
+
+@pytest.fixture(scope="module")
+def encoder_run(recipe_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("encoder") / "run"
+    return folder, train(recipe_file, output_dir=folder, **MASKED)
+
+
+class TestMasking:
+    def batch(self, tokenizer, rows=200, length=32):
+        ids = np.random.default_rng(0).integers(0, len(tokenizer), (rows, length))
+        return BlockCollator(tokenizer.eos_token_id)([{"input_ids": row} for row in ids])
+
+    def test_rule_of_bert(self, tokenizer):
+        batch = self.batch(tokenizer)
+        masked = Masking(tokenizer, 0.3, 0).mask(batch, 7)
+        ids, labels, before = masked["input_ids"], masked["labels"], batch["input_ids"]
+        chosen, special = labels != -100, torch.isin(before, torch.tensor(tokenizer.all_special_ids))
+        assert torch.equal(labels[chosen], before[chosen]) and torch.equal(ids[~chosen], before[~chosen])
+        assert not (chosen & special).any()
+        assert chosen[~special].double().mean() == pytest.approx(0.3, abs=0.02)
+        assert (ids[chosen] == tokenizer.mask_token_id).double().mean() == pytest.approx(0.8, abs=0.02)
+        assert (ids[chosen] == before[chosen]).double().mean() == pytest.approx(0.1, abs=0.02)
+
+    def test_follows_from_seed_step_and_row_alone(self, tokenizer):
+        batch, masking = self.batch(tokenizer, 8), Masking(tokenizer, 0.3, 0)
+        whole = masking.mask(batch, 7)["labels"]
+        halves = [masking.mask({"input_ids": part}, 7)["labels"] for part in batch["input_ids"].split(3)]
+        assert torch.equal(torch.cat(halves), whole)
+        assert not torch.equal(masking.mask(batch, 8)["labels"], whole)
+        other = Masking(tokenizer, 0.3, 1)
+        assert not torch.equal(other.mask(batch, 7)["labels"], whole)
+        assert torch.equal(other.mask(batch, EVALUATION)["labels"], masking.mask(batch, EVALUATION)["labels"])
+
+    def test_tokenizer_without_a_mask_token(self, tokenizer, tmp_path):
+        tokenizer.save_pretrained(tmp_path)
+        plain = AutoTokenizer.from_pretrained(tmp_path, mask_token=None)
+        with pytest.raises(ValueError, match="objective='masked' needs a tokenizer with a mask token; add one by"):
+            Masking(plain, 0.3, 0)
+
+
+class TestRun:
+    def test_goes_on_to_the_same_bits(self, encoder_run, recipe_file, tmp_path):
+        interrupt(recipe_file, output_dir=tmp_path / "cut", **MASKED)
+        metrics = train(recipe_file, output_dir=tmp_path / "cut", **MASKED)
+        assert metrics["token_stream"] == encoder_run[1]["token_stream"]
+        weights = [(folder / "model.safetensors").read_bytes() for folder in (encoder_run[0], tmp_path / "cut")]
+        assert weights[0] == weights[1]
+
+    def test_metrics_are_those_of_masked_tokens(self, encoder_run, corpus):
+        folder, metrics = encoder_run
+        again = evaluate(folder, corpus, validation_fraction=0.1)
+        assert again["eval_loss"] == metrics["eval_loss"]
+        assert "eval_perplexity" not in metrics and "eval_bits_per_byte" not in metrics
+        assert again["eval_pseudo_perplexity"] == pytest.approx(np.exp(metrics["eval_loss"]))
+        card = (folder / "README.md").read_text()
+        assert "pipeline_tag: fill-mask" in card and "loss (nats per masked token)" in card and "AutoModelForMaskedLM" in card
+
+    def test_fills_masks(self, encoder_run):
+        assert type(AutoModelForMaskedLM.from_pretrained(encoder_run[0])).__name__ == "NLQForMaskedLM"
+        found = pipeline("fill-mask", model=str(encoder_run[0]))("def <|mask|>(self):")
+        assert len(found) == 5
+
+    def test_page_has_maps_of_both_directions(self, encoder_run, tmp_path):
+        done = explore(encoder_run[0], text="def f(self): return 1", output=tmp_path / "page.html")
+        (page,) = done.models
+        assert not page.is_causal and page.layers[0].weights.triu(1).abs().sum() > 0
+        model, tokenizer = (each.from_pretrained(encoder_run[0]) for each in (AutoModelForMaskedLM, AutoTokenizer))
+        ids = tokenizer("def f(self): return 1", return_tensors="pt", add_special_tokens=False)["input_ids"]
+        for place in (1, ids.shape[1] - 1):
+            masked = ids.clone()
+            masked[0, place] = tokenizer.mask_token_id
+            with torch.no_grad():
+                loss = -model.eval()(masked).logits[0, place].log_softmax(-1)[ids[0, place]]
+            assert page.losses[place - 1].item() == pytest.approx(loss.item(), rel=1e-4)
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (["generate", "RUN", "x"], "is an encoder, which predicts masked tokens: generation needs a decoder"),
+            (["train", "RECIPE", "--objective", "masked"], "is a decoder; set objective: causal, or give it is_causal: false"),
+            (
+                ["train", "RECIPE", "--set", "is_causal=false"],
+                "is an encoder; set objective: masked, or give it is_causal: true",
+            ),
+            (["train", "RECIPE", "--mask_probability", "1"], "mask_probability=1.0 must be between 0 and 1"),
+        ],
+    )
+    def test_refusals(self, encoder_run, recipe_file, tmp_path, capsys, arguments, message):
+        places = {"RUN": str(encoder_run[0]), "RECIPE": str(recipe_file)}
+        more = ["--output_dir", str(tmp_path / "run")] if arguments[0] == "train" else []
+        assert main([*(places.get(word, word) for word in arguments), *more]) == 1
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_comparison_of_encoders(recipe_file, tmp_path, capsys):
+    models = {"base": None, "softmax": {"switches": {"attention_activation": "softmax"}}}
+    training = {"max_steps": 6, "save_steps": 3, "logging_steps": 3, "eval_steps": 3, "report_to": "none"}
+    fields = {"recipe": str(recipe_file), "models": models, "training": training, "switches": ENCODER}
+    options = ["--output_dir", str(tmp_path / "results"), "--explore", "false", "--objective", "masked"]
+    assert main(["compare", write_comparison(tmp_path, **fields), *options]) == 0
+    results = json.loads((tmp_path / "results" / "results.json").read_text())
+    assert results["same_tokens"], "the same masks, too"
+    report = (tmp_path / "results" / "results.md").read_text()
+    assert "test loss of masked tokens (nats)" in report and "pseudo-perplexity improvement (%)" in report
