@@ -485,8 +485,10 @@ class NLQModel(NLQPreTrainedModel):
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned ones,
-                for a cache under gradient checkpointing, and for `is_causal=False`.
+                for a cache under gradient checkpointing, for two caches, and for `is_causal=False`.
         """
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            raise ValueError("cache and past_key_values are two names for one argument; give one of them")
         cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
         # Continuous batching says so too where it gives a mask, which is causal
@@ -599,8 +601,8 @@ class NLQForCausalLM(NLQPreTrainedModel, NLQGenerationMixin):
         Returns:
             The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
         """
-        cache = past_key_values if cache is None else cache
-        outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values)
+        outputs = self.model(*inputs, **kwargs)
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = torch.tanh(logits / cap) * cap

@@ -97,6 +97,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "fields, message",
         [
+            ({"baseline": None}, "baseline=None must be one of the models base, twin"),
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
