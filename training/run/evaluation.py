@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA
 from ..models import limits_length, load_model
@@ -17,6 +18,8 @@ from .documents import load_documents
 from .recipe import Recipe
 from .trained_on import RECIPE_FIELDS, read_trained_on
 
+
+logger = logging.get_logger(__name__)
 
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
@@ -146,6 +149,9 @@ def evaluate(
     if trained_on:  # longer blocks would have positions that were never trained
         defaults |= {field: trained_on[-1][field] for field in ("block_size", "packing")}
     if own and is_whole:
+        logger.warning(
+            f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all is evaluated"
+        )
         defaults["text_column"] = own[-1]["text_column"]
     elif own:
         defaults |= {field: own[-1][field] for field in RECIPE_FIELDS}
