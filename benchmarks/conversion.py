@@ -59,10 +59,8 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
 
 def check_equal(source: Path, back: Path, config: PreTrainedConfig) -> None:
     """Raises `AssertionError` if a weight differs from what it was before it went there and back."""
-    model, weights = empty_model(AutoModelForCausalLM._model_mapping[type(config)], config), []
-    for folder in (source, back):
-        weights.append(find_weights(str(folder)))
-        assert weights[-1].belong_to(model), folder
+    model = empty_model(AutoModelForCausalLM._model_mapping[type(config)], config)
+    weights = [find_weights(str(folder), model) for folder in (source, back)]  # refused if they are not those of the model
     for name in weights[0].stored:
         before, after = (each.load([name])[name] for each in weights)
         assert torch.equal(before, after), name

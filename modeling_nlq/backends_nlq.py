@@ -428,6 +428,9 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
             return mask
         key_length, key_offset = sequences.key_range(cache, layer_idx)
         if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
+            tokens = sequences.query_offset + inputs_embeds.shape[1]
+            if isinstance(tokens, int) and mask.shape[-1] < tokens:
+                raise ValueError(f"attention_mask={tuple(mask.shape)} must have {tokens} keys, sliding_window={sliding_window}")
             mask = mask[..., key_offset : key_offset + key_length]
         # A static cache that is not full yet is longer
         return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & make_visibility().dense()

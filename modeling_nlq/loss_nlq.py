@@ -120,6 +120,9 @@ def causal_lm_loss(
 
     Returns:
         The mean negative log-likelihood, in nats per token.
+
+    Raises:
+        ValueError: if the labels' shape is not that of the logits without the vocabulary.
     """
     is_plain = logits.device.type == "cpu" and type(logits) is torch.Tensor and not is_tracing(logits)
     # A gradient in float16 needs a scaled loss, so it cannot be computed before the scale is known
@@ -127,6 +130,8 @@ def causal_lm_loss(
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if shift_labels.shape != logits.shape[:-1]:  # the C++ code trusts it
+        raise ValueError(f"labels={tuple(shift_labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
     targets, logits = shift_labels.reshape(-1), logits.reshape(-1, vocab_size)
     is_counted = targets != ignore_index
     count = is_counted.sum() if num_items_in_batch is None else num_items_in_batch

@@ -341,7 +341,6 @@ def read_sequences(
     use_cache: bool | None = None,
     layer_idx: int = 0,
     is_causal: bool = True,
-    cu_seq_lens_q: torch.Tensor | None = None,
     **kwargs,
 ) -> Sequences:
     """Finds padding, packed documents and positions in the arguments of one call of the model.
@@ -356,7 +355,7 @@ def read_sequences(
         use_cache: whether the caller asked for a cache.
         layer_idx: the layer that is called, if it is called alone.
         is_causal: whether no token sees a later one.
-        cu_seq_lens_q: allowed beside `position_ids` only; it is not read.
+        kwargs: others of the call. `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` need `position_ids`, and are not read.
 
     Raises:
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
@@ -371,8 +370,9 @@ def read_sequences(
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)
 
-    if cu_seq_lens_q is not None and position_ids is None:
-        raise ValueError("cu_seq_lens_q: packed documents are found by their position_ids; give these too")
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        if kwargs.get(name) is not None and position_ids is None:
+            raise ValueError(f"{name}: packed documents are found by their position_ids; give these too")
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
     if attention_mask is None and cache is None:

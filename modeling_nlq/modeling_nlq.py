@@ -493,9 +493,11 @@ class NLQModel(NLQPreTrainedModel):
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned ones,
-                for a cache under gradient checkpointing or in an encoder, and for another `is_causal` than that of the
-                configuration.
+                for a cache under gradient checkpointing or in an encoder, for two caches, and for another `is_causal` than
+                that of the configuration.
         """
+        if cache is not None and past_key_values is not None and cache is not past_key_values:
+            raise ValueError("cache and past_key_values are two names for one argument; give one of them")
         cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
         is_causal = self.config.is_causal
@@ -665,8 +667,8 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         Returns:
             The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
         """
-        cache = past_key_values if cache is None else cache
-        outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, **kwargs)
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values)
+        outputs = self.model(*inputs, **kwargs)
         logits = self.compute_logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:

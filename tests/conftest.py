@@ -4,7 +4,6 @@ import functools
 import json
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 
@@ -98,14 +97,6 @@ def corpus(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in documents))
     return path
-
-
-@pytest.fixture
-def open_folder():
-    """A folder in which all users of this machine can write, as in `/tmp`."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o1777)
-        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -503,6 +503,12 @@ class TestMasks:
         with pytest.raises(ValueError, match="additive biases"):
             model(torch.ones(1, 3).long(), attention_mask=torch.full((1, 1, 3, 3), -1.5))
 
+    def test_refuses_too_few_keys(self, make_model):
+        """With a window, the mask may cover all tokens, or the keys that are left of them."""
+        model = make_model(implementation="nlq", sliding_window=4)
+        with pytest.raises(ValueError, match="must have 9 keys"):
+            model(torch.ones(1, 9).long(), attention_mask=torch.ones(1, 1, 9, 6).tril().bool())
+
     @pytest.mark.parametrize("kind", ["squared", "softmax", "softmax_sink_zero"])
     def test_flex_attention_refuses_a_tensor(self, make_model, kind):
         model = make_model(**KINDS[kind])

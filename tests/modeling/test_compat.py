@@ -22,6 +22,8 @@ def test_both_names_of_the_cache(make_model, name, activation):
         outputs = [module(part, **{name: cache}) for part in TOKENS.split([3, 2], dim=1)]
         torch.testing.assert_close(torch.cat([output[key] for output in outputs], dim=1), module(TOKENS)[key])
         assert outputs[0][CACHE_NAME] is cache
+        with pytest.raises(ValueError, match="cache and past_key_values are two names for one argument"):  # as PEFT may give
+            module(TOKENS, cache=cache, past_key_values=DynamicCache(config=model.config))
 
 
 @pytest.mark.parametrize("folder, is_ours", [("modeling_nlq", True), ("training/run", True), ("tests", False)])

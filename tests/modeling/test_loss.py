@@ -76,6 +76,14 @@ def test_logits_overwritten_before_backward(make_model, cpp, factor, monkeypatch
         assert torch.equal(gradient, gradients[0])
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 9), (9, 2)])
+def test_labels_of_another_shape(shape):
+    """The C++ code would read beyond them."""
+    labels = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"must be \(batch, length\)=\(2, 9\)"):
+        causal_lm_loss(torch.randn(2, 9, 7), None, 7, shift_labels=labels)
+
+
 @pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
 def test_logits_that_are_not_finite(number, monkeypatch):
     """The loss of each row is what PyTorch's log-sum-exp makes of it, with and without C++ code."""

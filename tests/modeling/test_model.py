@@ -181,8 +181,9 @@ def test_padding_free_batches(activation):
 
 
 def test_document_boundaries_need_positions():
-    with pytest.raises(ValueError, match="cu_seq_lens_q: packed documents are found by their position_ids"):
-        make("relu")(torch.ones(1, 11).long(), cu_seq_lens_q=torch.tensor([0, 5, 11]))
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        with pytest.raises(ValueError, match=f"{name}: packed documents are found by their position_ids"):
+            make("relu")(torch.ones(1, 11).long(), **{name: torch.tensor([0, 5, 11])})
 
 
 PADDED = torch.tensor([[0, 0, *[1] * 9], [1] * 11])

@@ -23,7 +23,6 @@ _SIZES = {
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3 |= {"original_max_position_embeddings": 8}
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
-_ROPE = {"rope_type": "default", "rope_theta": 50.0}
 _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # Family and shape -> fields that differ from `_SIZES` with two heads of keys

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from ..parameters import auto_class_of
 from ..run.documents import files_by_split
 from ..run.recipe import emulated_bf16, resolve_recipe
-from ..text import duration, first_line
+from ..text import check_number, duration, first_line
 from .inference import alpha_spent, smallest_difference
 from .local import environment_of_one_run
 from .plan import Comparison, Scale, Variant
@@ -54,7 +54,11 @@ def describe_estimate(
         threads: the number of threads of a run; by default that of PyTorch.
         noise_floor: that of earlier runs, in percent of the loss.
         has_verdicts: whether the models are compared with the baseline one by one; those of a screening are not.
+
+    Raises:
+        ValueError: if the noise floor is negative.
     """
+    check_number("--noise-floor", noise_floor, 0)
     if warning := machine_warning(plan):
         yield f"warning: {warning}"
     for name, scale in plan.scales.items() if has_verdicts else ():

@@ -1,7 +1,7 @@
 """The figures of a ladder of scales: loss and improvement over compute, and loss over learning rate.
 
-Each function takes the results of a comparison at several scales and returns a figure, or `None` if there are no data for it.
-Compute is in FLOPs of a run. Intervals are those of the trend.
+Each function takes the results of a comparison at several scales and returns a figure, or `None` if there are no data for it;
+the table in `report.py` has their titles and captions. Compute is in FLOPs of a run. Intervals are those of the trend.
 """
 
 from typing import Any

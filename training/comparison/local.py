@@ -87,7 +87,7 @@ class LocalEngine:
         path = run_folder(folder, run)
         if RunFolder(path).is_held():
             return False
-        order = RunSpec(
+        spec = RunSpec(
             name=run.name,
             content=scale.resolve(run, path).given,
             folder=str(path),
@@ -95,7 +95,7 @@ class LocalEngine:
             threads=self.cpus_per_run or torch.get_num_threads(),
         )
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_make_order, args=(order, sender))
+        process = context.Process(target=_train_and_report, args=(spec, sender))
         process.start()
         sender.close()
         started_from = progress.n
@@ -133,7 +133,7 @@ def environment_of_one_run() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _make_order(order: RunSpec, sender) -> None:
+def _train_and_report(spec: RunSpec, sender) -> None:
     """What the process of a run does: sends its progress, and at last `None` or the error."""
 
     def report(progress: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def _make_order(order: RunSpec, sender) -> None:
     gc.freeze()  # a run collects garbage, and need not look through all that was imported
     tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
     try:
-        run_in_subprocess(order, report)
+        run_in_subprocess(spec, report)
         sender.send(None)
     except (FolderIsLocked, RunFailed) as error:
         sender.send(error)

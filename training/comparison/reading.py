@@ -105,7 +105,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
     if "confirm" in given:
         raise ValueError(f"{path}: confirm needs factors")
     check_stop(path, given)
-    _check_models(path, read_section(given.get("models"), f"{path}: models"), given["baseline"])
+    _check_models(path, read_section(given.get("models"), f"{path}: models"), given.get("baseline"))
     scales = {}
     for name, entry, fields in _scales_in(given, path, read_section(given.get("scales"), f"{path}: scales")):
         where = _place(path, name)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from evaluate import load as load_metric
 from transformers import AutoModelForMaskedLM, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA
 from ..models import limits_length, load_model
@@ -20,6 +21,8 @@ from .masked import Masking, MaskingTrainer
 from .recipe import Recipe
 from .trained_on import RECIPE_FIELDS, read_trained_on
 
+
+logger = logging.get_logger(__name__)
 
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
@@ -156,6 +159,9 @@ def evaluate(
         last = trained_on[-1]
         defaults |= {field: last[field] for field in ("block_size", "packing", "mask_probability") if field in last}
     if own and is_whole:
+        logger.warning(
+            f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all is evaluated"
+        )
         defaults["text_column"] = own[-1]["text_column"]
     elif own:
         defaults |= {field: own[-1][field] for field in RECIPE_FIELDS if field in own[-1]}

@@ -50,6 +50,6 @@ def generate_text(
         max_new_tokens = min(100, room) if max_new_tokens is None else max_new_tokens
         if not 0 < max_new_tokens <= room:
             raise ValueError(f"a prompt of {length} tokens and max_new_tokens={max_new_tokens} do not fit {context} positions")
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     output = loaded.generate(**inputs, max_new_tokens=100 if max_new_tokens is None else max_new_tokens, **sampling)
     return tokenizer.decode(output[0], skip_special_tokens=True)

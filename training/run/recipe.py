@@ -16,6 +16,7 @@ from transformers import AutoModelForMaskedLM, HfArgumentParser, PreTrainedConfi
 from transformers.integrations import get_reporting_integration_callbacks
 
 from modeling_nlq import NLQConfig, load_attention_parts
+from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
 from ..files import CONVERSION_FILE, check_keys, parse_yaml, read_section, read_yaml
@@ -404,9 +405,10 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
             f"objective={recipe.objective!r}: model {recipe.model!r} is {kind}; set objective: {right}, or give it is_causal: "
             f"{str(is_masked).lower()}"
         )
-    # Others may see the document before, or have no layers to record
-    for name in ("record_stability", "packing") if not isinstance(config, NLQConfig) else ():
-        if (value := getattr(recipe, name)) != getattr(Recipe, name):
+    # Others may see the document before, or have no layers to record; the shipped recipes set attn_implementation: nlq
+    for name in ("record_stability", "packing", "attn_implementation") if not isinstance(config, NLQConfig) else ():
+        value = getattr(recipe, name)
+        if str(value).startswith(AUTOMATIC) if name == "attn_implementation" else value != getattr(Recipe, name):
             yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
     if recipe.parametrization == "completep":
         if recipe.has_weights:

@@ -97,6 +97,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         "fields, message",
         [
+            ({"baseline": None}, "baseline=None must be one of the models base, twin"),
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
@@ -143,6 +144,8 @@ class TestBadInput:
         of_gpt2 = make_file(models={"base": None, "gpt2": str(path)})
         with pytest.raises(ValueError, match=r"record_stability=True needs an NLQ model, and .* is of type 'gpt2'"):
             load_comparison(of_gpt2)
+        with pytest.raises(ValueError, match="attn_implementation='nlq' needs an NLQ model"):
+            load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "nlq"})
         load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "sdpa"})
 
     def test_match_of_saved_weights(self, make_file, run, recipe_file):

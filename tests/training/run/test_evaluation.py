@@ -129,7 +129,10 @@ class TestOwnDataset:
         given = {"model": "tiny-linear", "dataset": "body.jsonl", "text_column": "body", "block_size": 32}
         given |= {"packing": "documents"}
         (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, None)}))
+        warnings = []
+        monkeypatch.setattr(evaluation.logger, "warning", warnings.append)
         recipe = evaluation.evaluate(own, dataset="body.jsonl")
+        assert "was trained on body.jsonl but for a share of 0.02, and all is evaluated" in warnings[0]
         assert (recipe.text_column, recipe.packing, recipe.block_size) == ("body", "documents", 32)
         assert evaluation.evaluate(own, dataset="body.jsonl", packing="stream").packing == "stream"
 

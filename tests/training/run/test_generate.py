@@ -19,6 +19,8 @@ def test_generate(run, capsys):
     assert first.startswith("import json")
     main(["generate", str(run[0]), "import json", "--max_new_tokens", "5"])
     assert capsys.readouterr().out == first
+    assert main(["generate", str(run[0]), "import json", "--temperature", "-1"]) == 1
+    assert "`temperature` (=-1.0) has to be" in capsys.readouterr().err
 
 
 def test_prompt_has_no_special_tokens(run, tmp_path, monkeypatch, capsys):
