@@ -61,7 +61,7 @@ class TestSameNumbers:
         assert not [name for name in files if "checkpoint-" in name or "progress" in name or ".lock" in name]
         capsys.readouterr()
         assert main(["compare", file, *options, "--status"]) == 0
-        assert "3 of 3 runs finished, 0 running, 0 waiting" in capsys.readouterr().out
+        assert "3 of 3 runs finished, 0 begun, 0 waiting" in capsys.readouterr().out
         assert main(["compare", file, "--output_dir", address]) == 1
         assert "results at an address need --engine ray" in capsys.readouterr().err
 

@@ -49,8 +49,8 @@ class TestLost:
         # A process of the second may have lived on, and finished it
         for run, said in ((first, "Going on from"), (second, "Going on from|is finished")):
             assert re.search(said, run.with_name(f"{run.name}.log").read_text())
-        assert "0 of 3 runs finished, 1 running, 2 waiting" in status
-        assert re.search(rf"{first.name} +running +(\d+ of 120)? +", status)
+        assert "0 of 3 runs finished, 1 begun, 2 waiting" in status
+        assert re.search(rf"{first.name}: running, step \d+ of (120|\?)", status)
 
     def test_killed_driver(self, two_runs, start_cluster, tmp_path, capsys):
         file, expected = two_runs
