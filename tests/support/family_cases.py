@@ -4,7 +4,7 @@ import functools
 
 import torch
 from support.conversion_cases import randomize
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -91,6 +91,14 @@ FAMILY_CASES = {
         "attention_out_bias": True,
         "mlp_bias": True,
     },
+    "eurobert-grouped": {"mask_token_id": 3},
+    "eurobert-biases": {
+        "mask_token_id": 28,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "rope_parameters": _LLAMA3,
+        "rms_norm_eps": 0.1,
+    },
     "starcoder2-window": {"sliding_window": WINDOW, "tie_word_embeddings": False},
     "starcoder2-without_biases": {"num_key_value_heads": 1, "use_bias": False, "norm_epsilon": 0.1},
     "olmo-grouped": {"tie_word_embeddings": True},
@@ -134,6 +142,7 @@ ONE_OF_EACH = {
     "smollm3": "smollm3-windows_and_biases",
     "arcee": "arcee-biases_and_wide_heads",
     "seed_oss": "seed_oss-other_biases",
+    "eurobert": "eurobert-grouped",
     "starcoder2": "starcoder2-window",
     "olmo": "olmo-biases",
     "nanochat": "nanochat-bias_and_cap",
@@ -159,8 +168,17 @@ def make_config(name: str, **options) -> PreTrainedConfig:
     return CONFIG_MAPPING[family](**values)
 
 
-def make_family_model(name, auto_class=AutoModelForCausalLM, dtype=torch.float32, seed=0, **options):
-    """A model of a case, all of whose weights are random."""
+def is_encoder(name: str) -> bool:
+    return family_of(name) == "eurobert"
+
+
+def language_model_class(name: str) -> type:
+    return AutoModelForMaskedLM if is_encoder(name) else AutoModelForCausalLM
+
+
+def make_family_model(name, auto_class=None, dtype=torch.float32, seed=0, **options):
+    """A model of a case, all of whose weights are random; a language model unless a class is given."""
+    auto_class = auto_class or language_model_class(name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # for vectors that begin at random values, to which noise is added
         model = auto_class.from_config(make_config(name, **options))

@@ -4,7 +4,7 @@ A `Draft` is a model whose weights are not made yet. It changes in steps, and is
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -33,6 +34,7 @@ from .upcycling import changed, only_adds, problems, restructure, upcycle
 # A table for each head, with the class of NLQ and that of each family; the first is the default
 _HEADS = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -137,7 +139,9 @@ class Draft:
         if (our_class := class_with_same_head(type(old), NLQConfig)) is None:
             raise ValueError(f"NLQ has no model with the head of {type(old).__name__}")
         new = empty_model(our_class, family.read(old.config))
-        return self._next(new, to_nlq_origins(family, old, new), lost)
+        origins = to_nlq_origins(family, old, new)
+        _check_counterparts(old, {name for origin in origins.values() for name in origin.sources})
+        return self._next(new, origins, lost)
 
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
         """Changes switches of an NLQ model; raises `ValueError` as `upcycle` does."""
@@ -170,12 +174,19 @@ class Draft:
                 raise LossyConversion(lost)
             draft = Draft.of(model, lost=[*self.lost, *lost])
         new = empty_model(their_class, config)
-        return draft._next(new, from_nlq_origins(FAMILIES[family], new, draft.model))
+        origins = from_nlq_origins(FAMILIES[family], new, draft.model)
+        _check_counterparts(new, origins.keys())
+        return draft._next(new, origins)
 
     def _next(self, model: PreTrainedModel, origins: dict[str, ParameterSource], lost: Sequence[str] = ()) -> "Draft":
         """The draft of another model, whose parameters are made from those of this one."""
         _take_generation_config(model, self.model)
         return Draft(model, self.weights, chain(self.origins, origins), [*self.lost, *lost])
+
+
+def _check_counterparts(theirs: PreTrainedModel, converted: Collection[str]) -> None:
+    if further := [name for name in parameter_shapes(theirs) if name not in converted]:
+        raise ValueError(f"NLQ models have no counterpart of {', '.join(further)} of {type(theirs).__name__}")
 
 
 def _take_generation_config(model: PreTrainedModel, source: PreTrainedModel) -> None:
