@@ -308,7 +308,8 @@ def test_saved_and_loaded(tmp_path):
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert type(loaded) is NLQForMaskedLM and not AutoConfig.from_pretrained(tmp_path).is_causal
     with torch.no_grad():
-        assert torch.equal(loaded(input_ids).logits, model(input_ids).logits)
+        # Not to the bit: the weights of a file lie at other addresses
+        torch.testing.assert_close(loaded(input_ids).logits, model(input_ids).logits, rtol=0, atol=1e-12)
 
 
 class TestRefusals:
