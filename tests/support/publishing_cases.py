@@ -29,7 +29,7 @@ TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 # With the file that every repository on the Hub has
 RUN_FILES = {".gitattributes", "README.md", "config.json", "generation_config.json", "loss.png", "metrics.json"}
 RUN_FILES |= {"model.safetensors", "recipe.yaml", *CODE, *TOKENIZER}
-MODELS = [name for name in AUTO_MAP if name != "AutoConfig"]
+MODELS = [name for name in AUTO_MAP if name not in ("AutoConfig", "AutoModelForMaskedLM")]  # of a decoder
 
 
 @dataclass

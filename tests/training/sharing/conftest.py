@@ -1,5 +1,6 @@
 """What the tests of publishing share: a Hub, clients of it, and published models."""
 
+import copy
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from support.publishing_cases import (
 from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from modeling_nlq import NLQForSequenceClassification, NLQForTokenClassification, NLQModel
+from modeling_nlq import NLQForMaskedLM, NLQForSequenceClassification, NLQForTokenClassification, NLQModel
 from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
@@ -148,10 +149,12 @@ def heads(server, nlq, run, make_model, tmp_path_factory) -> dict[str, str]:
     tokenizer = AutoTokenizer.from_pretrained(run[0])
     sizes = {"vocab_size": 512, "pad_token_id": 0, "num_labels": 3, "tie_word_embeddings": False}
     config = make_model(**sizes).config
+    encoder = copy.deepcopy(config)
+    encoder.is_causal = False
     repositories = {}
-    for head in (NLQForSequenceClassification, NLQForTokenClassification, NLQModel):
+    for head in (NLQForSequenceClassification, NLQForTokenClassification, NLQForMaskedLM, NLQModel):
         folder = tmp_path_factory.mktemp("heads") / head.__name__
-        head(config).save_pretrained(folder)
+        head(encoder if head is NLQForMaskedLM else config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         auto_class = "Auto" + head.__name__.replace("NLQ", "Model", 1).replace("ModelModel", "Model")
         repositories[auto_class] = f"anna/{head.__name__}"

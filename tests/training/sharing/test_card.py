@@ -170,6 +170,7 @@ class TestCard:
         tags = {
             "AutoModelForSequenceClassification": "text-classification",
             "AutoModelForTokenClassification": "token-classification",
+            "AutoModelForMaskedLM": "fill-mask",
             "AutoModel": "feature-extraction",
         }
         assert heads.keys() == tags.keys()
