@@ -177,7 +177,6 @@ BAD = [
     ({**LINEAR, "attention_sink": "zero"}, ["attention_sink='zero'", "'softmax'", "'linear_attention'"]),
     ({"hidden_act": "prelu"}, ["hidden_act='prelu'", "gelu"]),
     ({"hidden_act": None}, ["hidden_act"]),
-    ({"projection_activation": None}, ["projection_activation=None"]),
     ({"residual_activation": "rilu"}, ["residual_activation='rilu'", "relu"]),
     ({"norm_position": "middle"}, ["norm_position", "middle", "pre", "post"]),
     ({"hidden_size": "32"}, ["hidden_size", "int"]),
