@@ -46,8 +46,12 @@ _SURROUNDINGS = {
     },
     "relu, normalised by the length": {"attention_activation": "relu"},
     "linear attention": {"attention_activation": "linear_attention"},
-    "an encoder": {"is_causal": False},
-    "an encoder with sigmoid and a window": {"is_causal": False, "attention_activation": "sigmoid", "sliding_window": 3},
+    "an encoder (causal_only = True refuses those)": {"is_causal": False},
+    "an encoder with sigmoid and a window (causal_only = True refuses those)": {
+        "is_causal": False,
+        "attention_activation": "sigmoid",
+        "sliding_window": 3,
+    },
 }
 
 
