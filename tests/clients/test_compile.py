@@ -20,8 +20,8 @@ def test_compile(activation, query, trained):
     """Losses and gradients. `aot_eager` traces both passes as every compiler does, and generates no code."""
     gradients = []
     for compiled in (False, True):
+        model = load(trained(activation, query)).train()  # the first time, `trained` draws random numbers
         torch.manual_seed(0)
-        model = load(trained(activation, query)).train()
         model = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
         forward = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         forward(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
