@@ -572,7 +572,7 @@ class NLQModel(NLQPreTrainedModel):
 
 
 class NLQLanguageModel(NLQPreTrainedModel):
-    """A body and an output layer. Its two classes are that of decoders and that of encoders."""
+    """A body and an output layer, the base of the language models of decoders and of encoders."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -581,11 +581,11 @@ class NLQLanguageModel(NLQPreTrainedModel):
 
     def __init__(self, config: NLQConfig):
         if config.is_causal != self.of_decoders:
-            other = "NLQForMaskedLM, because without causal order a token sees the one that it is to predict"
-            other = (
-                other if self.of_decoders else "NLQForCausalLM, because a decoder does not see the tokens after a masked one"
-            )
-            raise ValueError(f"is_causal={config.is_causal} needs {other}; or set is_causal={self.of_decoders}")
+            if self.of_decoders:
+                needed = "NLQForMaskedLM, because without causal order a token sees the one that it is to predict"
+            else:
+                needed = "NLQForCausalLM, because a decoder does not see the tokens after a masked one"
+            raise ValueError(f"is_causal={config.is_causal} needs {needed}; or set is_causal={self.of_decoders}")
         super().__init__(config)
         self.model = NLQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
