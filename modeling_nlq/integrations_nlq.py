@@ -1,8 +1,9 @@
 """What other programs ask of a model: Transformers' releases, PEFT's adapters, parallelism and continuous batching."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
@@ -21,6 +22,31 @@ except ImportError:
 
 # Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+# The tensors and objects that a call may pass beside those that `forward` names: read elsewhere, or without effect on a result
+KNOWN_ARGUMENTS = {
+    "cache_position",  # the cache knows it
+    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),  # read by `masking_nlq.read_sequences`
+    *("num_items_in_batch", "shift_labels"),  # read by the losses
+    *("output_attentions", "output_hidden_states"),  # lists of layers; read by Transformers' `capture_outputs`
+    "token_type_ids",  # NLQ models have one type of token
+    "tokenizer",  # `transformers serve` hands it to `generate`
+}
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Checks the arguments of a call that `forward` does not name; switches, numbers and strings pass.
+
+    Raises:
+        ValueError: if one of them holds a cache, a mask or another tensor that the model would ignore, such as one that a
+            newer Transformers has renamed.
+    """
+    for name, value in arguments.items():
+        if name not in KNOWN_ARGUMENTS and not isinstance(value, (bool, int, float, str, type(None))):
+            raise ValueError(
+                f"{name}: NLQ models do not know this argument, and must not ignore a {type(value).__name__}; leave it out. "
+                "If Transformers passed it, this release is too new: see docs/versions.md"
+            )
 
 
 # Queries and values, as for Llama. A model has those that its projections need.

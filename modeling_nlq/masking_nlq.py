@@ -397,6 +397,8 @@ def _check_mask(
     """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
     if attention_mask is None or isinstance(attention_mask, BlockMask):
         return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor, not a {type(attention_mask).__name__}")
     shape = tuple(attention_mask.shape)
     if attention_mask.ndim not in (2, 4):
         raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")

@@ -46,6 +46,7 @@ from .integrations_nlq import (
     CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
+    check_arguments,
     register_default_targets,
 )
 from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
@@ -493,8 +494,8 @@ class NLQModel(NLQPreTrainedModel):
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned ones,
-                for a cache under gradient checkpointing or in an encoder, for two caches, and for another `is_causal` than
-                that of the configuration.
+                for a cache under gradient checkpointing or in an encoder, for two caches, for another `is_causal` than that
+                of the configuration, and for an unknown argument that holds a tensor or an object.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
             raise ValueError("cache and past_key_values are two names for one argument; give one of them")
@@ -504,6 +505,8 @@ class NLQModel(NLQPreTrainedModel):
         # Continuous batching says so too where it gives a mask, which is causal
         if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
+        if not is_paged:  # beside its paged cache, continuous batching passes more
+            check_arguments(kwargs)
         if not is_causal and (use_cache or cache is not None):
             raise ValueError("is_causal=False: an encoder has no cache; leave use_cache and past_key_values out")
         if (input_ids is None) == (inputs_embeds is None):

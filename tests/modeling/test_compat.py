@@ -1,13 +1,14 @@
-"""Both names of the cache that `forward` takes, and the guard against deprecated calls of our own."""
+"""The arguments of `forward`: both names of the cache, and none that matters is ignored. Deprecated calls of our own."""
 
 import pytest
 import torch
 from support.deprecations import DeprecationHandler
 from support.paths import REPOSITORY
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 from transformers.utils import logging
 
-from modeling_nlq.integrations_nlq import CACHE_NAME
+from modeling_nlq import NLQConfig, NLQForMaskedLM
+from modeling_nlq.integrations_nlq import CACHE_NAME, KNOWN_ARGUMENTS
 
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -24,6 +25,47 @@ def test_both_names_of_the_cache(make_model, name, activation):
         assert outputs[0][CACHE_NAME] is cache
         with pytest.raises(ValueError, match="cache and past_key_values are two names for one argument"):  # as PEFT may give
             module(TOKENS, cache=cache, past_key_values=DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("kv_store", DynamicCache()),
+        ("kv_store", torch.ones(1, 5)),
+        ("kv_store", [torch.ones(1, 5)]),
+        ("attention_mask", {"full_attention": None}),
+    ],
+    ids=["cache", "tensor", "list", "mask_by_layer_type"],
+)
+def test_no_argument_is_ignored(make_model, name, value):
+    model = make_model()
+    for module in (model, model.model, NLQForMaskedLM(NLQConfig(**{**model.config.to_dict(), "is_causal": False}))):
+        with pytest.raises(ValueError, match=rf"^{name}\b.* a {type(value).__name__}"):
+            module(TOKENS, **{name: value})
+
+
+def test_known_arguments(make_model):
+    model = make_model()
+    positions = torch.arange(5)[None]
+    known = dict.fromkeys(KNOWN_ARGUMENTS - {"output_attentions", "output_hidden_states"}, torch.ones_like(TOKENS))
+    switches = {"return_dict": True, "use_cache": False, "a_switch": True, "a_number": 3, "a_name": "x", "nothing": None}
+    actual = model(TOKENS, position_ids=positions, **known, **switches).logits
+    assert torch.equal(actual, model(TOKENS).logits)
+
+
+@pytest.mark.parametrize("renamed", [CACHE_NAME, "attention_mask"])
+def test_a_renaming_stops_generation(make_model, renamed, monkeypatch):
+    """As a future release may rename what `generate` passes, other tokens must not come out in silence."""
+    prepare = GenerationMixin.prepare_inputs_for_generation
+
+    def renaming(*args, **kwargs):
+        inputs = prepare(*args, **kwargs)
+        inputs["a_new_name"] = inputs.pop(renamed)
+        return inputs
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", renaming)
+    with pytest.raises(ValueError, match=r"^a_new_name: NLQ models do not know this argument"):
+        make_model().generate(TOKENS, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]), max_new_tokens=2, pad_token_id=0)
 
 
 @pytest.mark.parametrize("folder, is_ours", [("modeling_nlq", True), ("training/run", True), ("tests", False)])
