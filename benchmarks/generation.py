@@ -128,9 +128,13 @@ def generate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting, new
 
 
 def gate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting) -> None:
-    """Raises `ValueError` if a cache changes the tokens."""
-    with_cache = generate(model, tokens[:, :64], setting, 8)
-    if not torch.equal(with_cache, model.generate(tokens[:, :64], max_new_tokens=8, use_cache=False, pad_token_id=0)):
+    """Raises `ValueError` if a token that a cache chose is not, without one, the best up to the rounding of the dtype."""
+    new = 8
+    text = generate(model, tokens[:, :64], setting, new)
+    with torch.no_grad():
+        logits = model(text[:, :-1], use_cache=False).logits[:, -new:].float()
+    best, chosen = logits.amax(-1), logits.gather(-1, text[:, -new:, None]).squeeze(-1)
+    if not (best - chosen <= 16 * torch.finfo(model.dtype).eps * best.abs()).all():
         raise ValueError("a cache changes the tokens")
 
 
