@@ -4,16 +4,14 @@
     python benchmarks/generation.py --kernelize                    # NLQ's models as `nlq generate` has them
     python benchmarks/generation.py --settings static              # with a static cache, compiled; takes minutes to compile
     python benchmarks/generation.py --device cuda --dtype bfloat16 --preset gpt3-small --settings decode static   # on a GPU
-    python benchmarks/generation.py --profile linear sigmoid       # where the time of a token goes
 
 The candidates take turns in one process. A ratio is the median over the rounds of speed against the reference's in the same
 round, with its quartiles. A streamer reads the clock when a token arrives: the first one tells the time of the prompt, the
-others the time of a token. Before anything is timed, each candidate must generate the same tokens with a cache and without.
+others the time of a token. Before anything is timed, each candidate's tokens with a cache must be the best ones without it, up
+to the rounding of the dtype.
 """
 
 import argparse
-import cProfile
-import pstats
 import statistics
 import time
 from dataclasses import dataclass
@@ -197,19 +195,6 @@ def compare(setting: Setting, names: list[str], arguments: argparse.Namespace) -
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def profile(names: list[str], arguments: argparse.Namespace) -> None:
-    """Prints the functions that take most of the time of decoding, for each model."""
-    setting = SETTINGS["decode"][0]
-    tokens = torch.randint(1, SHAPES[arguments.preset]["vocab_size"], (setting.batch, setting.prompt)).to(arguments.device)
-    for name in names:
-        model = make_model(name, arguments)
-        turn(model, tokens, setting)
-        profiler = cProfile.Profile()
-        profiler.runcall(turn, model, tokens, setting)
-        print(f"\n{name}: {setting.new} tokens")
-        pstats.Stats(profiler).strip_dirs().sort_stats("tottime").print_stats(arguments.rows)
-
-
 def main() -> None:
     names = [*REFERENCES, *CANDIDATES]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -221,8 +206,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--profile", nargs="+", choices=names, metavar="MODEL", help="print a profile of these, and stop")
-    parser.add_argument("--rows", type=int, default=25, help="rows of a profile")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
@@ -230,9 +213,6 @@ def main() -> None:
         print(describe("cuda"))
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
-    if arguments.profile:
-        profile(arguments.profile, arguments)
-        return
     for name in arguments.settings:
         for setting in SETTINGS[name]:
             compare(setting, arguments.candidates, arguments)

@@ -2,6 +2,7 @@
 
     python benchmarks/training_step.py
     python benchmarks/training_step.py --device cuda   # gpt3-small in bfloat16, compiled
+    python benchmarks/training_step.py --encoders      # beside EuroBertForMaskedLM
 
 A step is forward, backward and fused AdamW on random tokens. The implementations take turns, so that a busy machine slows all
 of them alike. The table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, NLQ's model must reproduce
@@ -29,10 +30,20 @@ from collections.abc import Callable
 import torch
 import transformers
 from measure import attempt, compiled_without_fallback, describe, matmul_rate
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import modeling_nlq
-from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForCausalLM
+from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForCausalLM, NLQForMaskedLM
+from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.parameters import size_of
 
 
@@ -126,6 +137,26 @@ def gate_on_gpt2(shape: dict) -> None:
         losses = [model(tokens, labels=tokens).loss.item() for model in (theirs, ours)]
     if abs(losses[0] - losses[1]) > 1e-4:
         raise SystemExit(f"correctness gate: GPT-2's loss is {losses[0]:.6f}, ours {losses[1]:.6f}; nothing is timed")
+
+
+def make_decoders(shape: dict, activations: list[str] | None) -> dict[str, PreTrainedModel]:
+    candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
+    for name, switches in SWITCHES.items():
+        if activations is None or activation_of(switches) in activations:
+            candidates[name] = NLQForCausalLM._from_config(nlq_config(shape, **switches), attn_implementation="nlq")
+    softmax = nlq_config(shape, **SWITCHES[LIKE_LITGPT])
+    return {**candidates, f"{LIKE_LITGPT}, sdpa": NLQForCausalLM._from_config(softmax, attn_implementation="sdpa")}
+
+
+def make_encoders(shape: dict) -> dict[str, PreTrainedModel]:
+    sizes = {name: value for name, value in shape.items() if name not in ("context", "batch")}
+    sizes |= {"intermediate_size": 4 * shape["hidden_size"], "num_key_value_heads": shape["num_attention_heads"]}
+    theirs = EuroBertConfig(**sizes, max_position_embeddings=shape["context"], mask_token_id=0, pad_token_id=0)
+    candidates = {"eurobert (sdpa)": EuroBertForMaskedLM._from_config(theirs, attn_implementation="sdpa")}
+    for activation in ("softmax", "sigmoid", "relu"):
+        config = NLQConfig.from_dict({**FAMILIES["eurobert"].read(theirs).to_dict(), "attention_activation": activation})
+        candidates[f"nlq linear/{activation}"] = NLQForMaskedLM._from_config(config, attn_implementation="nlq")
+    return candidates
 
 
 def transformers_loss(model: torch.nn.Module) -> Callable:
@@ -310,6 +341,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         choices=sorted({activation_of(switches) for switches in SWITCHES.values()}),
         help="only models with these [all]",
     )
+    parser.add_argument("--encoders", action="store_true", help="encoders beside EuroBERT, instead of decoders beside GPT-2")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--trainer_steps", type=int, default=8, help="steps per round of the comparison with Trainer; 0: none")
     arguments = parser.parse_args(words)
@@ -334,16 +366,11 @@ def main(words: list[str] | None = None) -> int:
     elif is_cuda:
         peak, source = matmul_rate(arguments.device, getattr(torch, arguments.dtype)), "a product of matrices, measured now"
 
-    candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
-    for name, switches in SWITCHES.items():
-        if arguments.activations is not None and activation_of(switches) not in arguments.activations:
-            continue
-        candidates[name] = NLQForCausalLM._from_config(nlq_config(shape, **switches), attn_implementation="nlq")
-    softmax = nlq_config(shape, **SWITCHES[LIKE_LITGPT])
-    candidates[f"{LIKE_LITGPT}, sdpa"] = NLQForCausalLM._from_config(softmax, attn_implementation="sdpa")
+    candidates = make_encoders(shape) if arguments.encoders else make_decoders(shape, arguments.activations)
+    baseline = next(iter(candidates))
     flops = {name: size_of(model, shape["context"]).flops_per_token for name, model in candidates.items()}
     steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}
-    if (litgpt := litgpt_candidate(shape)) is not None:
+    if not arguments.encoders and (litgpt := litgpt_candidate(shape)) is not None:
         steps[LITGPT] = make_step(*litgpt, arguments)
         flops[LITGPT] = flops[f"{LIKE_LITGPT}, sdpa"]
 
@@ -351,19 +378,19 @@ def main(words: list[str] | None = None) -> int:
     with compiled_without_fallback():  # the compiler counts all candidates as one function
         rows, failures = time_steps(steps, tokens, arguments.rounds, arguments.device)
 
-    if BASELINE in failures:
-        raise SystemExit(f"{BASELINE} failed, which all others are compared with: {failures[BASELINE]}")
+    if baseline in failures:
+        raise SystemExit(f"{baseline} failed, which all others are compared with: {failures[baseline]}")
     device = describe(arguments.device)
     print(f"{device}, {arguments.dtype}{', compiled' if arguments.compile else ''}; {arguments.preset}: {shape}")
     print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
     if peak is not None:
-        print(f"peak {peak / 1e12:.4g} TFLOP/s ({source}); {flops[f'{LIKE_LITGPT}, sdpa']:,} FLOPs a token with linear queries")
+        print(f"peak {peak / 1e12:.4g} TFLOP/s ({source}); {flops[LIKE_LITGPT]:,} FLOPs a token with linear queries")
     if is_cuda:
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, all candidates' weights and optimizers in it")
-    report(rows, BASELINE, tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})
+    report(rows, baseline, tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})
     for name, reason in failures.items():
         print(f"{name}: no figure, {reason}")
-    if arguments.trainer_steps and not is_cuda:
+    if arguments.trainer_steps and not (is_cuda or arguments.encoders):
         print()
         report(compare_trainer(shape, max(arguments.rounds // 2, 2), arguments.trainer_steps), "bare loop", tokens.numel())
     return int(bool(failures))

@@ -83,7 +83,7 @@ def test_training_step(monkeypatch, capsys):
         share = float(speed.replace(",", "")) * flops / (peak * 1e12)
         assert float(utilization.rstrip("%")) / 100 == pytest.approx(share, abs=6e-4)
 
-    assert training_step.main([*words[:-1], "float32"]) == 0
+    assert training_step.main([*words[:-1], "float32", "--encoders"]) == 0
     assert "MFU" not in capsys.readouterr().out
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.client_cases import SIZES, make_tokenizer
 from support.hub_server import HubServer
 from support.paths import REPOSITORY
 
-from modeling_nlq import ATTENTION_ACTIVATIONS, activations_nlq
+from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForMaskedLM, activations_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
@@ -41,6 +42,19 @@ def test_snippets(run, tmp_path, monkeypatch, capsys):
     assert names["other"].config.attention_activation == "sigmoid" != names["model"].config.attention_activation
     assert (tmp_path / "shared" / "modeling_nlq.py").is_file()
     assert names["loaded"].config.num_labels == 2
+
+
+@pytest.mark.slow
+def test_snippets_of_encoders(tmp_path, monkeypatch, capsys):
+    tokenizer, folder = make_tokenizer(), tmp_path / "runs" / "masked-demo"
+    tokenizer.save_pretrained(folder)
+    NLQForMaskedLM(NLQConfig(**SIZES, is_causal=False, pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for snippet in snippets(DOCUMENTS / "encoders.md"):
+        exec(compile(snippet, "encoders.md", "exec"), names)
+    assert float(capsys.readouterr().out.splitlines()[-1]) > 0.7
+    assert (tmp_path / "runs" / "lines" / "modeling_nlq.py").is_file()
 
 
 @pytest.mark.slow
