@@ -132,7 +132,8 @@ def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) 
     # The sums up to each token, and from it on, have its own term twice
     states, last = (states.flip(-2) for states in inputs[:5]), document_end.shape[-1] - 1
     mirrored = LinearInputs(*states, inputs.count, inputs.is_valid.flip(-1), last - document_end.flip(-1), None)
-    before, after = (_chunked_sums(each, None, CHUNK_SIZE)[:2] for each in (inputs, mirrored))
+    chunk_size = None if torch.compiler.is_exporting() else CHUNK_SIZE  # chunks would fix the length
+    before, after = (_chunked_sums(each, None, chunk_size)[:2] for each in (inputs, mirrored))
     own = (inputs.query * inputs.key[:, :, None]).sum(dim=-1)
     rotated = (inputs.rotated_query * inputs.rotated_key[:, :, None]).sum(dim=-1, keepdim=True)
     numerator = before[0] + after[0].flip(-2) - rotated * inputs.value[:, :, None]

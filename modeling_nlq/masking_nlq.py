@@ -366,7 +366,7 @@ def read_sequences(
     if position_ids is not None:
         position_ids = position_ids.expand(batch, query_length)
     query_offset = 0 if cache is None else cache.get_seq_length(layer_idx)
-    padding_mask = _check_mask(attention_mask, batch, query_length, query_offset)
+    padding_mask = _check_mask(attention_mask, batch, query_length, query_offset, is_causal)
     if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
         query_offset = query_offset.to(device)
 
@@ -392,7 +392,11 @@ def read_sequences(
 
 
 def _check_mask(
-    attention_mask: torch.Tensor | BlockMask | None, batch: int, query_length: int, query_offset: int | torch.Tensor
+    attention_mask: torch.Tensor | BlockMask | None,
+    batch: int,
+    query_length: int,
+    query_offset: int | torch.Tensor,
+    is_causal: bool,
 ) -> torch.Tensor | None:
     """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
     if attention_mask is None or isinstance(attention_mask, BlockMask):
@@ -405,7 +409,8 @@ def _check_mask(
     if attention_mask.ndim == 4:
         return None
     seen = query_offset + query_length
-    if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen):
+    # Of a static cache the mask is longer
+    if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen or (shape[1] > seen and not is_causal)):
         raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
     return attention_mask
 

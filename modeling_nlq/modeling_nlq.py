@@ -454,6 +454,7 @@ class NLQModel(NLQPreTrainedModel):
 
     def __init__(self, config: NLQConfig):
         super().__init__(config)
+        self.is_causal = config.is_causal
         # diff with Llama: no `padding_idx`; with end-of-text as padding it would zero a real row
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = self.rotary_emb = None
@@ -505,6 +506,8 @@ class NLQModel(NLQPreTrainedModel):
         # Continuous batching says so too where it gives a mask, which is causal
         if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
+        if is_causal != self.is_causal:
+            raise ValueError(f"is_causal={is_causal}: this model was made with is_causal={self.is_causal}; make it anew")
         if not is_paged:  # beside its paged cache, continuous batching passes more
             check_arguments(kwargs)
         if not is_causal and (use_cache or cache is not None):
@@ -608,6 +611,14 @@ class NLQForMaskedLM(NLQLanguageModel):
 
     of_decoders = False
 
+    def generate(self, *args, **kwargs):
+        """Raises `ValueError`: an encoder does not generate."""
+        raise ValueError(
+            "is_causal=False: an encoder predicts masked tokens; to generate, use NLQForCausalLM and is_causal=True"
+        )
+
+    generate_batch = init_continuous_batching = generate
+
     @can_return_tuple
     def forward(
         self,
@@ -629,6 +640,8 @@ class NLQForMaskedLM(NLQLanguageModel):
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits, loss = self.compute_logits(outputs.last_hidden_state), None
         if labels is not None:
+            if labels.shape != logits.shape[:-1]:
+                raise ValueError(f"labels={tuple(labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(loss, logits, outputs.hidden_states, outputs.attentions)
 

@@ -1,5 +1,6 @@
 """The model card: the origin of a model, how to load it, and its results."""
 
+import functools
 import json
 import shlex
 from pathlib import Path
@@ -37,6 +38,7 @@ _PIPELINES = {
     "AutoModelForQuestionAnswering": "question-answering",
 }
 _SWITCHES = (
+    "is_causal",
     "norm_type",
     "norm_position",
     "parallel_residual",
@@ -86,7 +88,11 @@ def render(
     name = location.split("/")[-1]
     pipeline, measures = _PIPELINES[auto_class], _MEASURES
     if auto_class == "AutoModelForMaskedLM":
-        measures = {key: text.replace("per token", "per masked token") for key, text in _MEASURES.items()}
+        words = {"per token": "per masked token", "token accuracy": "accuracy of masked tokens"}
+        measures = {
+            key: functools.reduce(lambda said, pair: said.replace(*pair), words.items(), text)
+            for key, text in _MEASURES.items()
+        }
     common = {"task_type": pipeline, "task_name": pipeline.replace("-", " ").title()}
     common |= {"dataset_type": dataset, "dataset_name": dataset}
     results = [
@@ -116,6 +122,7 @@ def render(
         commands=_conversion_commands(conversion) if is_adapter else [],
         model_type=config.model_type,
         auto_class=auto_class,
+        is_masked=auto_class == "AutoModelForMaskedLM",
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
@@ -193,7 +200,8 @@ def _origin(conversion: dict[str, Any]) -> str:
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:
     """The switches that are set, with the values of layers that differ."""
     values = config.to_dict()
-    switches = {name: values[name] for name in _SWITCHES if values.get(name) not in (None, False)}
+    # Of these, only `is_causal` is `True` by default
+    switches = {name: values[name] for name in _SWITCHES if values.get(name) not in (None, name == "is_causal")}
     if layers := values.get("per_layer_config"):
         switches["per_layer_config"] = layers
     return switches

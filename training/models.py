@@ -194,7 +194,9 @@ def load_model(
         with source_named(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             if (auto_class := auto_class_of(config)) is AutoModelForMaskedLM and decoder_for is not None:
-                raise ValueError(f"{name!r} is an encoder, which predicts masked tokens: {decoder_for} needs a decoder")
+                raise ValueError(
+                    f"{name!r} is an encoder (is_causal=False), which predicts masked tokens: {decoder_for} needs a decoder"
+                )
             model, found = auto_class.from_pretrained(name, output_loading_info=True, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(name, trust_remote_code)
     except OSError as error:

@@ -39,7 +39,9 @@ def auto_class_of(config: PreTrainedConfig) -> type:
     """The Auto class of a configuration's language models: for masked tokens if it is that of an encoder, else for the next."""
     classes = AutoModelForCausalLM, AutoModelForMaskedLM
     is_of_decoders, is_of_encoders = (type(config) in each._model_mapping for each in classes)
-    is_encoder = not getattr(config, "is_causal", True) or (is_of_encoders and not is_of_decoders)
+    # BERT and its like are both: encoders, unless `is_decoder` says otherwise
+    is_plain = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
+    is_encoder = not getattr(config, "is_causal", True) or (is_of_encoders and (is_plain or not is_of_decoders))
     return AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
 
 

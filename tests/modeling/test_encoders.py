@@ -332,6 +332,21 @@ class TestRefusals:
             with pytest.raises(ValueError, match=f"is_causal={given}: the configuration of this model has"):
                 model(random_tokens(1, 4), is_causal=given)
 
+    def test_shapes(self):
+        model, input_ids = encoder(NLQForMaskedLM), random_tokens(1, 4)
+        for name, width, expected in (
+            ("attention_mask", 5, r"\(batch, key\)=\(1, 4\)"),
+            ("labels", 3, r"\(batch, length\)=\(1, 4\)"),
+        ):
+            with pytest.raises(ValueError, match=rf"{name}=\(1, {width}\) must be {expected}"):
+                model(input_ids, **{name: torch.ones(1, width).long()})
+
+    def test_direction_is_fixed(self):
+        model = encoder(NLQModel)
+        model.config.is_causal = True
+        with pytest.raises(ValueError, match="is_causal=True: this model was made with is_causal=False; make it anew"):
+            model(random_tokens(1, 4))
+
     def test_own_part_with_an_order(self):
         class Late(AttentionPart):
             name, causal_only = "late_test_part", True

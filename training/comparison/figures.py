@@ -82,7 +82,7 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
             steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
             own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
             points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
-    scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
+    scale_percent(improvements, f"improvement of validation {found.loss_name} (%)", [value for _, value in points])
     _show_late_range(improvements, points)
     improvements.set(xlabel="optimizer step", title=f"Improvement over {found.baseline}, seed by seed; up is better")
     grey = {"color": "#555555", "linewidth": 1.6}
@@ -109,7 +109,7 @@ def draw_parameters(found: ScaleOutcome) -> Figure | None:
     for index, (name, effect) in enumerate(effects.items()):
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
         values += draw_interval(axes, found.models[name].non_embedding_parameters * shift, *effect, styles[name])
-    scale_percent(axes, "improvement of test loss (%)", values)
+    scale_percent(axes, f"improvement of test {found.loss_name} (%)", values)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters")
     axes.set_title(f"{found.name}: improvement over {found.baseline}; up is better", parse_math=False)
@@ -132,7 +132,7 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
             if interim.loss_improvement_interval is not None:
                 interval = interim.loss_improvement_interval
                 values += draw_interval(axes, interim.seeds + shift, interim.loss_improvement, interval, styles[name])
-    scale_percent(axes, "improvement of test loss (%)", values)
+    scale_percent(axes, f"improvement of test {found.loss_name} (%)", values)
     axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
     axes.set_xlabel("seeds")
     axes.set_title(f"{found.name}: improvement at each interim analysis; up is better", parse_math=False)

@@ -113,7 +113,7 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_title(scale, fontsize=10, parse_math=False)
-        axes.set(xlabel="learning rate", ylabel="validation loss (nats)")
+        axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.loss_name} (nats)")
         axes.grid(alpha=0.25)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()

@@ -209,6 +209,11 @@ class ScaleOutcome:
         recipe = self.comparison.get("recipe")
         return "masked token" if isinstance(recipe, dict) and recipe.get("objective") == "masked" else "token"
 
+    @property
+    def loss_name(self) -> str:
+        """What a loss is called in titles."""
+        return "loss" if self.loss_unit == "token" else "loss of masked tokens"
+
     def flops(self, model: str) -> int:
         """The FLOPs of a run of a model."""
         return self.models[model].flops_per_token * self.tokens_per_run

@@ -93,6 +93,10 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
         if not isinstance(tasks, list):
             raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
         check_tasks(tasks)
+        if recipe.get("objective") == "masked":
+            raise ValueError(
+                f"{path}: tasks={tasks!r}: lm_eval's tasks need decoders; take tasks out, or set objective: causal"
+            )
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     kept = {field: value for field, value in given.items() if field not in _SECTIONS} | {"name": name}

@@ -16,6 +16,7 @@ from .ladder_figures import draw_bowls, draw_improvements, draw_losses
 from .outcome import ModelOutcome, Outcome, ScaleOutcome
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
 from .tables import (
+    MASKED_LOSSES,
     given_fields,
     improvement_rows,
     provenance,
@@ -43,7 +44,7 @@ _TERMINAL_COLUMNS = {
 }
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
 _CARD_COLUMNS += ("Holm p", "learning rate", "non-embedding")
-_RATES_CAPTION = "Mean validation loss in nats per token of the runs that tried the rate; ✓ marks a rate that was chosen."
+_RATES_CAPTION = "Mean validation loss in nats of the runs that tried the rate; ✓ marks a rate that was chosen."
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
     "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and probabilities "
@@ -354,7 +355,7 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
         f"{found.tokens_per_run:,} tokens a run.",
     ]
     if found.loss_unit == "masked token":
-        sentences.append("Losses are of masked tokens, the same ones for all models; perplexities are pseudo-perplexities.")
+        sentences.append(MASKED_LOSSES)
     if found.same_tokens:
         sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
     if found.has_choice:

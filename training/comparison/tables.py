@@ -18,6 +18,7 @@ _MEBIBYTE = 2**20
 Rows = list[dict[str, str]]
 
 
+MASKED_LOSSES = "Losses are of masked tokens, the same ones for all models; perplexities are pseudo-perplexities."
 # Titles of columns where losses are those of masked tokens
 MASKED = {
     "test loss (nats)": "test loss of masked tokens (nats)",
@@ -114,9 +115,9 @@ def run_rows(found: ScaleOutcome) -> Rows:
                 "learning rate": f"{run.learning_rate:g}",
                 "seed": str(run.seed),
                 "outcome": _ending(run),
-                "train loss": number(run.train_loss, ".4f"),
-                "validation loss": number(run.validation_loss, ".4f"),
-                "test loss": number(run.test_loss, ".4f"),
+                f"train {found.loss_name}": number(run.train_loss, ".4f"),
+                f"validation {found.loss_name}": number(run.validation_loss, ".4f"),
+                f"test {found.loss_name}": number(run.test_loss, ".4f"),
                 "tokens/s": number(run.tokens_per_second, ",.0f"),
                 "seconds": number(run.train_seconds, ",.1f"),
                 "peak memory (MiB)": _memory([run.peak_memory]),

@@ -95,6 +95,10 @@ def read_gguf(path: Path) -> GGUF:
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
+    if fields.get(f"{prefix}attention.causal") is False:
+        raise ValueError(
+            f"{path}: {prefix}attention.causal=False: encoders are converted from EuroBERT's safetensors, not from GGUF"
+        )
     said = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-from modeling_nlq import NLQConfig
+from modeling_nlq import NLQConfig, NLQForSequenceClassification
 
 from ..files import check_keys
 from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal, refusals
@@ -21,6 +21,7 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Training or generation reads these fields; a forward pass in evaluation mode does not
 _WITHOUT_EFFECT = {
     "attention_dropout",
+    "classifier_pooling",  # but in a classifier
     "embedding_dropout",
     "initializer_range",
     "residual_dropout",
@@ -109,7 +110,8 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         for field in _TOKEN_IDS:
             if getattr(before, field) != getattr(config, field):
                 setattr(new.generation_config, field, getattr(config, field))
-    lost = refusals(before, config, dict.fromkeys(_OTHER_FUNCTION, "the outputs would change"))
+    fields = {*_OTHER_FUNCTION, *(["classifier_pooling"] if isinstance(model, NLQForSequenceClassification) else [])}
+    lost = refusals(before, config, dict.fromkeys(sorted(fields), "the outputs would change"))
     with torch.no_grad():
         state = model.state_dict()
         for name, value in new.state_dict().items():

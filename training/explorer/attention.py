@@ -186,7 +186,7 @@ def _see_linear(
         ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction"), _NO_WEIGHTS
     )
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
-    later = torch.arange(values.shape[1]) > 0
+    later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees itself alone
     found.add_rows(later, own_value_cosine=own_value_cosines(outputs[0].transpose(0, 1).cpu(), values))
     found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     return found

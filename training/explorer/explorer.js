@@ -96,7 +96,7 @@ const lastKey = (model, query) => (model.is_causal ? query : model.map_tokens - 
 
 for (const model of data.models) {
   byId("models").append(
-    element("div", {}, element("h2", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} nats per token.`)),
+    element("div", {}, element("h2", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} nats per ${model.is_causal ? "token" : "masked token"}.`)),
   );
 }
 

@@ -142,6 +142,9 @@ def explore_tokens(
     random_ids = repeated_tokens(vocab_size, tokenizer.all_special_ids, period)
     pages = []
     for name, subject in models.items():
+        config = subject.model.config
+        if not config.is_causal and config.mask_token_id is None:
+            raise ValueError(f"model {name!r}: mask_token_id=None must be the id of the token that stands for a masked one")
         losses = losses_of_tokens(subject.model, input_ids)[0]
         if not losses.isfinite().all():
             raise ValueError(f"model {name!r}: its losses are infinite or not a number: its training diverged")
@@ -153,10 +156,9 @@ def explore_tokens(
                 layer.missing["ablation"] = reason
         elif count < length:
             notes.append(f"Ablation of {name} uses the first {count} tokens only, to save time.")
-        is_causal = subject.model.config.is_causal
-        if not is_causal:
-            notes.append(f"The loss of a token by {name}, an encoder, is that of masking this token alone.")
-        pages.append(ExploredModel(name, subject.description, losses, layers, is_causal))
+        if not config.is_causal:
+            notes.append(f"The loss of a token by {name}, an encoder, is that of masking this token alone; the first has none.")
+        pages.append(ExploredModel(name, subject.description, losses, layers, config.is_causal))
     tokens = token_texts(tokenizer, input_ids[0].tolist())
     return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages), pages, tokens)
 

@@ -199,12 +199,13 @@ def _describe(metrics: dict, kind: str = "held-out ") -> str:
         return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
     if metrics.get("eval_perplexity") is None and metrics.get("eval_pseudo_perplexity") is None:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
+    unit = "token" if metrics.get("eval_pseudo_perplexity") is None else "masked token"
     said = {
         "eval_perplexity": f"{kind}perplexity {{:.2f}}",
         "eval_pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
-        "eval_loss": "loss {:.4f} nats per token",
+        "eval_loss": f"loss {{:.4f}} nats per {unit}",
         "eval_bits_per_byte": "{:.3f} bits per byte",
-        "eval_token_accuracy": "token accuracy {:.1%}",
+        "eval_token_accuracy": f"accuracy of {unit}s {{:.1%}}" if unit != "token" else "token accuracy {:.1%}",
     }
     parts = [text.format(metrics[name]) for name, text in said.items() if metrics.get(name) is not None]
     if metrics.get("trained_parameters", 0) < metrics.get("parameters", 0):
@@ -249,7 +250,7 @@ def evaluate(
     trust_parts: bool = _TRUST_PARTS,
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
-    """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks by lm_eval."""
+    """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks."""
     common = {"batch_size": batch_size, "trust_remote_code": trust_remote_code}
     of_text = {"dataset": dataset, "dataset_config": dataset_config, "text_column": text_column, "packing": packing}
     of_text |= {"validation_fraction": validation_fraction, "max_validation_documents": max_validation_documents}

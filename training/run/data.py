@@ -19,6 +19,7 @@ from ..files import atomic_dir, read_json, write_text
 from ..models import load_tokenizer
 from ..text import first_line, root_cause
 from .documents import check_text, load_documents
+from .masked import check_mask_token
 from .recipe import Recipe
 
 
@@ -36,7 +37,7 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
     """Makes the tokenizer of a recipe: trains it on the training documents (`bpe:SIZE`), or loads it.
 
     Raises:
-        ValueError: if it cannot be loaded or has no end-of-text token.
+        ValueError: if it cannot be loaded or has no end-of-text token, or no mask token where tokens are masked.
     """
     if recipe.new_vocabulary_size is not None:
         # A stream costs as much to read again: its first documents are enough
@@ -49,6 +50,8 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
         raise ValueError(f"tokenizer {recipe.tokenizer!r} cannot be loaded: {first_line(root_cause(error))}") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {recipe.tokenizer!r} has no end-of-text token (eos_token)")
+    if recipe.objective == "masked":
+        check_mask_token(tokenizer, recipe.tokenizer)
     return tokenizer
 
 
@@ -268,26 +271,35 @@ def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
 
 @dataclass
 class BlockCollator:
-    """Makes a batch of blocks, in which every token is its own label. Shorter ones are filled up by tokens without a label.
+    """Makes a batch of blocks, in which every token is its own label. Shorter ones are padded by tokens without a label.
 
     Attributes:
         end_of_text: the token after each document.
         restart: whether positions, and so attention, begin anew after each end of text. The first token of a document then has
             no label, since it would be predicted from a document it cannot see.
+        is_causal: false for encoders, in which other tokens would see padding, and each token of the text keeps its label.
     """
 
     end_of_text: int
     restart: bool = False
+    is_causal: bool = True
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         blocks = [torch.tensor(np.asarray(row["input_ids"]), dtype=torch.int64) for row in rows]
-        # At the right, where no other token sees them
+        # At the right, where no other token of a decoder sees them
         input_ids = pad_sequence(blocks, batch_first=True, padding_value=self.end_of_text)
         batch = {"input_ids": input_ids, "labels": pad_sequence(blocks, batch_first=True, padding_value=-100)}
+        is_padding = batch["labels"] == -100
+        hides_padding = not self.is_causal and bool(is_padding.any())
         if self.restart:
             starts = torch.zeros_like(input_ids, dtype=torch.bool)
             starts[:, 1:] = input_ids[:, :-1] == self.end_of_text
+            if hides_padding:  # it is a document of its own
+                starts = (starts & ~is_padding) | (is_padding & ~is_padding.roll(1, dims=1))
             index = torch.arange(input_ids.shape[1]).expand_as(input_ids)
             batch["position_ids"] = index - torch.where(starts, index, 0).cummax(dim=-1).values
-            batch["labels"] = batch["labels"].masked_fill(starts, -100)
+            if self.is_causal:
+                batch["labels"] = batch["labels"].masked_fill(starts, -100)
+        elif hides_padding:
+            batch["attention_mask"] = (~is_padding).long()
         return batch

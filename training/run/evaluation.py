@@ -17,7 +17,7 @@ from ..parameters import auto_class_of
 from ..text import check_number
 from .data import BlockCollator, make_blocks
 from .documents import load_documents
-from .masked import Masking, MaskingTrainer
+from .masked import Masking, MaskingTrainer, check_mask_token
 from .recipe import Recipe
 from .trained_on import RECIPE_FIELDS, read_trained_on
 
@@ -197,6 +197,8 @@ def evaluate_model(
     `keep_remainder` is that of `make_blocks`. An encoder predicts masked tokens, always the same ones.
     """
     is_masked = auto_class_of(model.config) is AutoModelForMaskedLM
+    if is_masked:
+        check_mask_token(tokenizer, tokenizer.name_or_path)
     validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
@@ -208,7 +210,7 @@ def evaluate_model(
                 dataloader_pin_memory=torch.cuda.is_available(),
                 report_to="none",
             ),
-            data_collator=BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents"),
+            data_collator=BlockCollator(tokenizer.eos_token_id, recipe.packing == "documents", is_causal=not is_masked),
             compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, is_masked),
             preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(not is_masked)),
         )

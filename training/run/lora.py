@@ -13,6 +13,11 @@ from ..text import one_line
 ADAPTER_FOLDER = "adapter"
 
 
+def peft_task(model: PreTrainedModel) -> str | None:
+    """PEFT's name of a decoder's task, whose wrapper generates; of an encoder none, which leaves the model's methods alone."""
+    return "CAUSAL_LM" if model.can_generate() else None
+
+
 def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
     """Freezes a model in place, which may be on the meta device, and returns a `peft.PeftModel` with a LoRA around it.
 
@@ -28,7 +33,7 @@ def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model
 
     try:
-        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **fields))
+        return get_peft_model(model, LoraConfig(task_type=peft_task(model), **fields))
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora={fields!r} does not fit the model: {one_line(error)}") from error
 

@@ -9,32 +9,35 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, Trainer
 
 
 EVALUATION = "evaluation"  # stands for the step where masks are fixed
 
 
+def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises `ValueError` if the tokenizer with this name has no mask token, which an encoder needs."""
+    if tokenizer.mask_token_id is None:
+        raise ValueError(
+            f"tokenizer {name!r} has no mask token, which an encoder needs; add one by tokenizer.add_special_tokens("
+            "{'mask_token': '<|mask|>'}) and save it, or train one by tokenizer: bpe:SIZE"
+        )
+
+
 class Masking(DataCollatorForLanguageModeling):
     """Chooses tokens with a probability, replaces 80 % of them by the mask token and 10 % by random ones, and leaves the rest.
 
-    This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805), by Transformers' own code. Special tokens are never chosen.
+    This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805), by Transformers' own code. Special tokens are never chosen. In a
+    row where chance has chosen none, one token is masked, since without any there is no loss.
 
     Args:
         tokenizer: it has a mask token.
         probability: of a token to be chosen.
         seed: that of the data.
-
-    Raises:
-        ValueError: if the tokenizer has no mask token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):
-        if tokenizer.mask_token_id is None:
-            raise ValueError(
-                "objective='masked' needs a tokenizer with a mask token; add one by "
-                "tokenizer.add_special_tokens({'mask_token': '<|mask|>'}) and save it, or train one by tokenizer: bpe:SIZE"
-            )
         super().__init__(tokenizer, mlm_probability=probability)
         self.data_seed, self.special = seed, torch.tensor(tokenizer.all_special_ids)
 
@@ -42,19 +45,26 @@ class Masking(DataCollatorForLanguageModeling):
         """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`, which are -100 but for the chosen tokens.
 
         Args:
-            batch: a batch of `BlockCollator`.
+            batch: a batch of `BlockCollator` for encoders, whose labels tell padding, at the right, from tokens.
             step: the number of optimizer steps before it, or `EVALUATION`.
         """
         rows, labels = [], []
-        for row in batch["input_ids"]:
-            tokens = row.cpu()
+        for row, own in zip(batch["input_ids"], batch["labels"] != -100):
+            length = int(own.sum())
+            tokens = row[:length].cpu()  # the padding depends on the other rows
             moment = EVALUATION if step == EVALUATION else f"{self.data_seed} {step}"
             key = moment.encode() + tokens.numpy().tobytes()
             self.generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)
-            chosen = self.torch_mask_tokens(tokens[None].clone(), torch.isin(tokens, self.special)[None])
-            for found, part in zip((rows, labels), chosen):
-                found.append(part.to(row.device))
-        return {**batch, "input_ids": torch.cat(rows), "labels": torch.cat(labels)}
+            is_text = ~torch.isin(tokens, self.special)
+            chosen = self.torch_mask_tokens(tokens[None].clone(), ~is_text[None])
+            if is_text.any() and (chosen[1] == -100).all():
+                place = is_text.nonzero()[torch.randint(int(is_text.sum()), (1,), generator=self.generator)].item()
+                chosen[0][0, place], chosen[1][0, place] = self.tokenizer.mask_token_id, tokens[place]
+            masked = row.clone()
+            masked[:length] = chosen[0][0]
+            rows.append(masked)
+            labels.append(nn.functional.pad(chosen[1][0], (0, len(row) - length), value=-100).to(row.device))
+        return {**batch, "input_ids": torch.stack(rows), "labels": torch.stack(labels)}
 
 
 class MaskingTrainer(Trainer):

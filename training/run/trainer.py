@@ -135,7 +135,7 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
     record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
-    collate = BlockCollator(tokenizer.eos_token_id, restart=recipe.packing == "documents")
+    collate = BlockCollator(tokenizer.eos_token_id, recipe.packing == "documents", is_causal=recipe.objective == "causal")
     smoothing, is_masked = arguments.label_smoothing_factor, recipe.objective == "masked"
     trainer = RecordingTrainer(
         record=record,

@@ -13,7 +13,7 @@ from ..comparison.figures import BASELINE, save
 from ..comparison.outcome import Outcome
 from ..comparison.render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
 from ..comparison.report import outcome_sentence, verdicts, warning_sentences
-from ..comparison.tables import Rows, number, p_value, with_interval
+from ..comparison.tables import MASKED_LOSSES, Rows, number, p_value, with_interval
 from ..files import write_text
 from ..text import align
 from .design import RATE, Design
@@ -128,6 +128,8 @@ def protocol(results: ScreeningOutcome) -> list[str]:
         "Runs of one seed are a block"
         + (": they saw the same tokens in the same order." if results.runs.largest.same_tokens else "."),
     ]
+    if results.runs.largest.loss_unit == "masked token":
+        sentences.append(MASKED_LOSSES)
     if results.effects is not None:
         sentences.append(
             f"The noise of a run is {results.effects.noise:.2g} nats, with {results.effects.freedom} degrees of "
@@ -186,7 +188,9 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
     axes.errorbar(middles, range(len(names)), xerr=np.abs(ends - middles), fmt="o", color="#0072B2", capsize=3)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("improvement of test loss (%), average over the other factors; right is better")
+    axes.set_xlabel(
+        f"improvement of test {results.runs.largest.loss_name} (%), average over the other factors; right is better"
+    )
     axes.set_title(f"{results.name}: main effects", parse_math=False)
     axes.grid(axis="x", alpha=0.25)
     return figure

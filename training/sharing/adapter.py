@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from modeling_nlq import NLQForCausalLM
+from modeling_nlq import NLQConfig
 
 from ..files import ADAPTER
+from ..models import auto_class_of
 from ..parameters import listed
+from ..run.lora import peft_task
 
 
 def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
@@ -43,8 +45,8 @@ def write_adapter(run: Path, target: Path, modules: Collection[str], base: str |
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
     # No layer gets a LoRA: the modules themselves are the adapter, each as a copy
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=DUMMY_TARGET_MODULES, modules_to_save=list(modules))
-    model = NLQForCausalLM.from_pretrained(run)
+    model = auto_class_of(NLQConfig.from_pretrained(run)).from_pretrained(run)
+    config = LoraConfig(task_type=peft_task(model), target_modules=DUMMY_TARGET_MODULES, modules_to_save=list(modules))
     model.name_or_path = ""  # PEFT would write the path of the run into the adapter
     adapted = get_peft_model(model, config)
     adapted.peft_config["default"].base_model_name_or_path = base

@@ -1,14 +1,18 @@
 """Masked language modelling: which tokens are masked, and runs, evaluations and comparisons of encoders."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from support.runs import interrupt, write_comparison
-from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
 
+from modeling_nlq import NLQConfig, NLQForMaskedLM
 from modeling_nlq.training import evaluate, explore, train
+from modeling_nlq.training.parameters import auto_class_of
 from modeling_nlq.training.run.data import BlockCollator, train_byte_pair_encoding
 from modeling_nlq.training.run.masked import EVALUATION, Masking
 from nlq import main
@@ -32,7 +36,7 @@ def encoder_run(recipe_file, tmp_path_factory):
 class TestMasking:
     def batch(self, tokenizer, rows=200, length=32):
         ids = np.random.default_rng(0).integers(0, len(tokenizer), (rows, length))
-        return BlockCollator(tokenizer.eos_token_id)([{"input_ids": row} for row in ids])
+        return BlockCollator(tokenizer.eos_token_id, is_causal=False)([{"input_ids": row} for row in ids])
 
     def test_rule_of_bert(self, tokenizer):
         batch = self.batch(tokenizer)
@@ -47,19 +51,53 @@ class TestMasking:
 
     def test_follows_from_seed_step_and_row_alone(self, tokenizer):
         batch, masking = self.batch(tokenizer, 8), Masking(tokenizer, 0.3, 0)
-        whole = masking.mask(batch, 7)["labels"]
-        halves = [masking.mask({"input_ids": part}, 7)["labels"] for part in batch["input_ids"].split(3)]
-        assert torch.equal(torch.cat(halves), whole)
+        masked = masking.mask(batch, 7)
+        whole = masked["labels"]
+        for name in ("input_ids", "labels"):
+            parts = [
+                masking.mask({key: each[rows] for key, each in batch.items()}, 7)[name] for rows in ([0], [1, 2], range(3, 8))
+            ]
+            assert torch.equal(torch.cat(parts), masked[name])
         assert not torch.equal(masking.mask(batch, 8)["labels"], whole)
         other = Masking(tokenizer, 0.3, 1)
         assert not torch.equal(other.mask(batch, 7)["labels"], whole)
         assert torch.equal(other.mask(batch, EVALUATION)["labels"], masking.mask(batch, EVALUATION)["labels"])
 
-    def test_tokenizer_without_a_mask_token(self, tokenizer, tmp_path):
-        tokenizer.save_pretrained(tmp_path)
-        plain = AutoTokenizer.from_pretrained(tmp_path, mask_token=None)
-        with pytest.raises(ValueError, match="objective='masked' needs a tokenizer with a mask token; add one by"):
-            Masking(plain, 0.3, 0)
+    def test_row_without_a_chosen_token(self, tokenizer):
+        """It gets one: a step without labels would have no loss."""
+        batch = self.batch(tokenizer, 40, length=8)
+        masked = Masking(tokenizer, 1e-6, 0).mask(batch, 0)
+        has_text = ~torch.isin(batch["input_ids"], torch.tensor(tokenizer.all_special_ids)).all(dim=1)
+        assert torch.equal((masked["labels"] != -100).sum(dim=1), has_text.long())
+        assert (masked["input_ids"][masked["labels"] != -100] == tokenizer.mask_token_id).all()
+
+    @pytest.mark.parametrize("restart", [False, True])
+    def test_padding_is_neither_seen_nor_masked(self, tokenizer, restart):
+        """Its length depends on the other rows of a batch, so nothing else may."""
+        rows = [
+            {"input_ids": [*tokenizer("def name(self):" * length).input_ids, tokenizer.eos_token_id, 9]} for length in (2, 9)
+        ]
+        collate, masking = BlockCollator(tokenizer.eos_token_id, restart, is_causal=False), Masking(tokenizer, 0.5, 0)
+        torch.manual_seed(0)
+        model = NLQForMaskedLM(NLQConfig(is_causal=False, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)).eval()
+        together, alone = (masking.mask(collate(batch), EVALUATION) for batch in (rows, rows[:1]))
+        length = alone["labels"].shape[1]
+        assert (together["labels"][0, length:] == -100).all() and (alone["labels"] != -100).any()
+        losses = []
+        for batch in (together, alone):
+            batch["labels"] = batch["labels"][:1, :length]
+            torch.testing.assert_close(batch["labels"], alone["labels"])
+            inputs = {name: each for name, each in batch.items() if name != "labels"}
+            losses.append(model(**inputs).logits[:1, :length])
+        torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize(
+    "name, is_encoder",
+    [("bert", True), ("roberta", True), ("modernbert", True), ("gpt2", False), ("bart", False), ("nlq", False)],
+)
+def test_which_models_are_encoders(name, is_encoder):
+    assert auto_class_of(CONFIG_MAPPING[name]()) is (AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM)
 
 
 class TestRun:
@@ -73,6 +111,8 @@ class TestRun:
     def test_metrics_are_those_of_masked_tokens(self, encoder_run, corpus):
         folder, metrics = encoder_run
         again = evaluate(folder, corpus, validation_fraction=0.1)
+        short = [evaluate(folder, corpus, validation_fraction=0.1, block_size=24, batch_size=size) for size in (1, 7)]
+        assert short[0]["eval_loss"] == pytest.approx(short[1]["eval_loss"], rel=1e-6)
         assert again["eval_loss"] == metrics["eval_loss"]
         assert "eval_perplexity" not in metrics and "eval_bits_per_byte" not in metrics
         assert again["eval_pseudo_perplexity"] == pytest.approx(np.exp(metrics["eval_loss"]))
@@ -100,17 +140,26 @@ class TestRun:
     @pytest.mark.parametrize(
         "arguments, message",
         [
-            (["generate", "RUN", "x"], "is an encoder, which predicts masked tokens: generation needs a decoder"),
+            (["generate", "RUN", "x"], "is an encoder (is_causal=False), which predicts masked tokens: generation"),
             (["train", "RECIPE", "--objective", "masked"], "is a decoder; set objective: causal, or give it is_causal: false"),
             (
                 ["train", "RECIPE", "--set", "is_causal=false"],
                 "is an encoder; set objective: masked, or give it is_causal: true",
             ),
+            (["train", "MASKED", "--tokenizer", "PLAIN"], "plain' has no mask token, which an encoder needs; add one by"),
+            (["compare", "COMPARISON", "--dry-run"], "tasks=['nlq_brackets']: lm_eval's tasks need decoders"),
             (["train", "RECIPE", "--mask_probability", "1"], "mask_probability=1.0 must be between 0 and 1"),
         ],
     )
     def test_refusals(self, encoder_run, recipe_file, tmp_path, capsys, arguments, message):
-        places = {"RUN": str(encoder_run[0]), "RECIPE": str(recipe_file)}
+        AutoTokenizer.from_pretrained(encoder_run[0], mask_token=None).save_pretrained(tmp_path / "plain")
+        recipe = yaml.safe_load(recipe_file.read_text())
+        (tmp_path / "masked.yaml").write_text(yaml.safe_dump({**recipe, **MASKED, "model": "tiny-linear"}))
+        comparison = write_comparison(
+            tmp_path, recipe={**recipe, **MASKED}, models={"base": None, "other": None}, tasks=["nlq_brackets"]
+        )
+        places = {"RUN": str(encoder_run[0]), "RECIPE": str(recipe_file), "MASKED": str(tmp_path / "masked.yaml")}
+        places |= {"PLAIN": str(tmp_path / "plain"), "COMPARISON": comparison}
         more = ["--output_dir", str(tmp_path / "run")] if arguments[0] == "train" else []
         assert main([*(places.get(word, word) for word in arguments), *more]) == 1
         assert message in capsys.readouterr().err
@@ -126,4 +175,5 @@ def test_comparison_of_encoders(recipe_file, tmp_path, capsys):
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["same_tokens"], "the same masks, too"
     report = (tmp_path / "results" / "results.md").read_text()
-    assert "test loss of masked tokens (nats)" in report and "pseudo-perplexity improvement (%)" in report
+    assert "test loss of masked tokens (nats)" in report and "validation loss of masked tokens" in report
+    assert "pseudo-perplexity improvement (%)" in report and not re.search("(?<!pseudo-)perplexity|nats per token", report)
