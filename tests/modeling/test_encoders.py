@@ -312,6 +312,18 @@ def test_saved_and_loaded(tmp_path):
         torch.testing.assert_close(loaded(input_ids).logits, model(input_ids).logits, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
+def test_export_of_packed_documents():
+    """Of linear attention, whose chunks would fix the length."""
+    model, (inputs, longer) = (
+        encoder(attention_activation="linear_attention"),
+        ({"input_ids": random_tokens(1, length), "position_ids": torch.arange(length)[None] % 4} for length in (9, 70)),
+    )
+    shapes = {name: {1: torch.export.Dim("length", min=2, max=320)} for name in inputs}
+    exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
+    torch.testing.assert_close(exported(**longer).logits, model(**longer).logits)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         "head, is_causal, other", [(NLQForCausalLM, False, "NLQForMaskedLM"), (NLQForMaskedLM, True, "NLQForCausalLM")]
