@@ -82,7 +82,7 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
             steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
             own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
             points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
-    scale_percent(improvements, f"improvement of validation {found.loss_name} (%)", [value for _, value in points])
+    scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
     improvements.set(xlabel="optimizer step", title=f"Improvement over {found.baseline}, seed by seed; up is better")
     grey = {"color": "#555555", "linewidth": 1.6}

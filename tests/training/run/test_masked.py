@@ -8,10 +8,18 @@ import pytest
 import torch
 import yaml
 from support.runs import interrupt, write_comparison
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, pipeline
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    pipeline,
+)
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
-from modeling_nlq.training import evaluate, explore, train
+from modeling_nlq.training import convert, evaluate, explore, train
 from modeling_nlq.training.parameters import auto_class_of
 from modeling_nlq.training.run.data import BlockCollator, train_byte_pair_encoding
 from modeling_nlq.training.run.masked import EVALUATION, Masking
@@ -90,6 +98,27 @@ class TestMasking:
             inputs = {name: each for name, each in batch.items() if name != "labels"}
             losses.append(model(**inputs).logits[:1, :length])
         torch.testing.assert_close(*losses)
+
+
+def test_trains_as_eurobert_does(tokenizer, tmp_path):
+    """From the same weights, on the same masks: losses and gradients are equal to the bit."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 280, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    # Without a pad token, since EuroBERT's embedding passes it no gradient where a random token is the pad token
+    EuroBertForMaskedLM(EuroBertConfig(**sizes, pad_token_id=None, mask_token_id=2)).save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours")
+    models = [AutoModelForMaskedLM.from_pretrained(tmp_path / name).train() for name in ("theirs", "ours")]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    ids, masking = TestMasking().batch(tokenizer, 40), Masking(tokenizer, 0.3, 0)
+    for step in range(5):
+        batch, found = masking.mask({name: each[8 * step : 8 * step + 8] for name, each in ids.items()}, step), []
+        for model, optimizer in zip(models, optimizers):
+            loss = model(**batch).loss
+            loss.backward()
+            found.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
