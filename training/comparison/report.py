@@ -44,7 +44,7 @@ _TERMINAL_COLUMNS = {
 }
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
 _CARD_COLUMNS += ("Holm p", "learning rate", "non-embedding")
-_RATES_CAPTION = "Mean validation loss in nats of the runs that tried the rate; ✓ marks a rate that was chosen."
+_RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
     "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and probabilities "
@@ -216,7 +216,7 @@ def _runs(found: ScaleOutcome) -> list[Section]:
     rates, tasks = rate_rows(found), task_rows(found)
     return [
         *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
-        *([Section("Learning rates", [_RATES_CAPTION, markdown_table(rates)])] if rates else []),
+        *([Section("Learning rates", [_RATES_CAPTION.format(found.loss_unit), markdown_table(rates)])] if rates else []),
         Section("Every run", [markdown_table(run_rows(found))], is_folded=True),
     ]
 

@@ -97,6 +97,8 @@ class Recipe:
     """Write the page of `nlq explore` on held-out text when the run is finished."""
 
     def __post_init__(self):
+        if not isinstance(self.model, str | Path):
+            raise ValueError(f"model={self.model!r} must be the name of a configuration, a config.json or a saved model")
         if self.tokenizer is None:
             self.tokenizer = self.model if self.has_weights else "bpe:8192"
         if not 0.0 < self.validation_fraction < 1.0:
