@@ -148,10 +148,13 @@ def make_decoders(shape: dict, activations: list[str] | None) -> dict[str, PreTr
     return {**candidates, f"{LIKE_LITGPT}, sdpa": NLQForCausalLM._from_config(softmax, attn_implementation="sdpa")}
 
 
+_TOKENS = ("bos_token_id", "eos_token_id", "mask_token_id", "pad_token_id")
+
+
 def make_encoders(shape: dict) -> dict[str, PreTrainedModel]:
     sizes = {name: value for name, value in shape.items() if name not in ("context", "batch")}
     sizes |= {"intermediate_size": 4 * shape["hidden_size"], "num_key_value_heads": shape["num_attention_heads"]}
-    theirs = EuroBertConfig(**sizes, max_position_embeddings=shape["context"], mask_token_id=0, pad_token_id=0)
+    theirs = EuroBertConfig(**sizes, max_position_embeddings=shape["context"], **dict.fromkeys(_TOKENS, 0))
     candidates = {"eurobert (sdpa)": EuroBertForMaskedLM._from_config(theirs, attn_implementation="sdpa")}
     for activation in ("softmax", "sigmoid", "relu"):
         config = NLQConfig.from_dict({**FAMILIES["eurobert"].read(theirs).to_dict(), "attention_activation": activation})
@@ -359,7 +362,8 @@ def main(words: list[str] | None = None) -> int:
     shape["batch"] = arguments.batch or shape["batch"]
 
     torch.manual_seed(0)
-    gate_on_gpt2({**shape, "num_hidden_layers": 2})
+    if not arguments.encoders:
+        gate_on_gpt2({**shape, "num_hidden_layers": 2})
     is_cuda, peak = arguments.device == "cuda", None
     if arguments.peak is not None:
         peak, source = 1e12 * arguments.peak, "as given"

@@ -1,6 +1,5 @@
 """The model card: the origin of a model, how to load it, and its results."""
 
-import functools
 import json
 import shlex
 from pathlib import Path
@@ -88,9 +87,8 @@ def render(
     name = location.split("/")[-1]
     pipeline, measures = _PIPELINES[auto_class], _MEASURES
     if auto_class == "AutoModelForMaskedLM":
-        words = {"per token": "per masked token", "token accuracy": "accuracy of masked tokens"}
         measures = {
-            key: functools.reduce(lambda said, pair: said.replace(*pair), words.items(), text)
+            key: text.replace("per token", "per masked token").replace("token accuracy", "accuracy of masked tokens")
             for key, text in _MEASURES.items()
         }
     common = {"task_type": pipeline, "task_name": pipeline.replace("-", " ").title()}
