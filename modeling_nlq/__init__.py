@@ -4,6 +4,7 @@ import transformers
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
 from .configuration_nlq import AUTO_MAP, NLQConfig, __version__
+from .configuration_seq2seq_nlq import SEQ2SEQ_AUTO_MAP, NLQSeq2SeqConfig
 from .kernels import kernelize
 from .modeling_nlq import (
     NLQForCausalLM,
@@ -14,16 +15,18 @@ from .modeling_nlq import (
     NLQModel,
     NLQPreTrainedModel,
 )
+from .modeling_seq2seq_nlq import NLQForConditionalGeneration, NLQSeq2SeqModel, NLQSeq2SeqPreTrainedModel
 from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
 from .parts_builtin_nlq import ATTENTION_PARTS
 from .parts_user_nlq import load_attention_parts, register_attention_part
 from .projections_nlq import PROJECTIONS
 
 
-transformers.AutoConfig.register(NLQConfig.model_type, NLQConfig, exist_ok=True)
-for _auto_class, _path in AUTO_MAP.items():
-    if _auto_class != "AutoConfig":
-        getattr(transformers, _auto_class).register(NLQConfig, globals()[_path.partition(".")[2]], exist_ok=True)
+for _config_class, _auto_map in ((NLQConfig, AUTO_MAP), (NLQSeq2SeqConfig, SEQ2SEQ_AUTO_MAP)):
+    transformers.AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
+    for _auto_class, _path in _auto_map.items():
+        if _auto_class != "AutoConfig":
+            getattr(transformers, _auto_class).register(_config_class, globals()[_path.partition(".")[2]], exist_ok=True)
 
 __all__ = [
     "ATTENTION_ACTIVATIONS",
@@ -33,12 +36,16 @@ __all__ = [
     "AttentionPart",
     "NLQConfig",
     "NLQForCausalLM",
+    "NLQForConditionalGeneration",
     "NLQForMaskedLM",
     "NLQForQuestionAnswering",
     "NLQForSequenceClassification",
     "NLQForTokenClassification",
     "NLQModel",
     "NLQPreTrainedModel",
+    "NLQSeq2SeqConfig",
+    "NLQSeq2SeqModel",
+    "NLQSeq2SeqPreTrainedModel",
     "ScoreBias",
     "TokenContext",
     "__version__",

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     BlockMask,
+    create_bidirectional_mask,
     create_causal_mask,
     create_sliding_window_causal_mask,
     packed_sequence_mask_function,
@@ -34,7 +35,7 @@ from .attention_nlq import chunked_attention_forward, eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
 from .integrations_nlq import CACHE_NAME
-from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_visible
+from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_source, read_visible
 from .ops_nlq import autocast_dtype, record_use
 from .parts_base_nlq import materialized_by
 from .parts_builtin_nlq import parts_of
@@ -239,7 +240,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
             f'Specified `attn_implementation="{requested}"` is not supported; use one of {_choices(ATTENTION_BACKENDS)}'
         )
     for layer in layers:
-        find_backend(requested, [index for index, other in enumerate(layers) if other == layer], layer)
+        numbers = [index % config.num_hidden_layers for index, other in enumerate(layers) if other == layer]
+        find_backend(requested, numbers, layer)
     return requested
 
 
@@ -250,6 +252,10 @@ def choose_paged_implementation(config: NLQConfig) -> str:
         ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or cannot
             compute some layer.
     """
+    if config.add_cross_attention:
+        raise ValueError(
+            "add_cross_attention=True has no continuous batching, whose cache has no encoder's tokens; use generate"
+        )
     layers = _requests(config)
     for index, layer in enumerate(layers):
         # A state has no place in the paged cache, and its masks do not say which key is the query's own
@@ -285,9 +291,10 @@ def _choices(backends: Iterable[str]) -> str:
 
 
 def _requests(config: NLQConfig) -> list[AttentionRequest]:
-    """Returns what each layer requests in any call."""
-    requests = [request_of(layer) for layer in config.distinct_layers]
-    return requests if config.is_heterogeneous else requests * config.num_hidden_layers
+    """Returns what each layer requests in any call, and the cross-attention of each after them."""
+    layers = config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
+    cross = [layer.cross_attention_config for layer in layers]
+    return [request_of(layer) for layer in (*layers, *filter(None, cross))]
 
 
 def request_of(layer: NLQConfig) -> AttentionRequest:
@@ -376,11 +383,18 @@ def make_layer_masks(
 
 
 def own_masks(
-    layer: nn.Module, hidden_states: torch.Tensor, attention_mask: Any = None, cache: Cache | None = None, **kwargs
+    layer: nn.Module,
+    hidden_states: torch.Tensor,
+    attention_mask: Any = None,
+    cache: Cache | None = None,
+    source: torch.Tensor | None = None,
+    **kwargs,
 ) -> LayerMasks:
     """Returns the masks that the model made, or makes those of a layer that is called alone, with any mask of a caller."""
     if isinstance(attention_mask, LayerMasks):
         return attention_mask
+    if source is not None:
+        return make_layer_masks([layer], hidden_states, read_source(hidden_states, source, attention_mask), **kwargs)
     options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal}
     sequences = read_sequences(hidden_states, attention_mask, cache=cache, **options, **kwargs)
     return make_layer_masks([layer], hidden_states, sequences, cache, **kwargs)
@@ -434,9 +448,13 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
             mask = mask[..., key_offset : key_offset + key_length]
         # A static cache that is not full yet is longer
         return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & make_visibility().dense()
-    if kind == "visibility" or (kind == "dense" and not layer.is_causal and sequences.segments is not None):
-        # Transformers packs documents in causal order only
+    is_cross = sequences.source_length is not None
+    # Transformers packs documents in causal order only
+    if kind == "visibility" or (kind == "dense" and not layer.is_causal and (is_cross or sequences.segments is not None)):
         return make_visibility() if kind == "visibility" else make_visibility().dense()
+    if is_cross and kind == "padding" and mask is not None:
+        # Flash attention takes the padding of queries and keys for the same
+        raise ValueError(f"encoder_attention_mask: attn_implementation={backend!r} takes no padded source; use 'sdpa' or 'nlq'")
     positions = sequences.packed_position_ids
     if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
         raise ValueError(
@@ -451,6 +469,9 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
     # For an encoder they make a mask without order
     make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
     options = {CACHE_NAME: cache, "position_ids": positions, "layer_idx": layer_idx}
+    if is_cross:  # of which its shape is read
+        source = inputs_embeds.new_empty(len(inputs_embeds), sequences.source_length, 0)
+        make, options = create_bidirectional_mask, {"encoder_hidden_states": source}
     if kind == "block" and not layer.is_causal and sequences.segments is not None:
         options["and_mask_function"] = packed_sequence_mask_function(sequences.segments)
     made = make(config, inputs_embeds, mask, **options)

@@ -1,4 +1,4 @@
-"""The cache layer of linear attention, which stores a state instead of keys and values."""
+"""The cache layer of linear attention, which stores a state, and the half of a cache that keeps an encoder's tokens."""
 
 import hashlib
 from pathlib import Path
@@ -7,8 +7,11 @@ from typing import NamedTuple
 import torch
 from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
+    Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
+    EncoderDecoderCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
@@ -183,6 +186,21 @@ def keep_rows_together(layer: CacheLayerMixin) -> None:
         layer.__class__ = _FullLayer
     elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
         layer.__class__ = _SlidingLayer
+
+
+def cache_of_both(cache: Cache) -> EncoderDecoderCache:
+    """Returns a cache of the decoder's tokens and, in its other half, of keys and values of an encoder's, which never change.
+
+    `generate` makes both halves from the decoder's configuration. With windows, states or a static length the other half would
+    forget keys, or have no place for them, so before its first use it is replaced.
+    """
+    if not isinstance(cache, EncoderDecoderCache):
+        return EncoderDecoderCache(cache, DynamicCache())
+    half = cache.cross_attention_cache
+    is_other = half.offloading or any(type(layer) is not DynamicLayer for layer in half.layers)
+    if is_other and not any(cache.is_updated.values()):
+        cache.cross_attention_cache = DynamicCache()
+    return cache
 
 
 STATIC_LAYER_TYPE_MAPPING[LAYER_TYPE] = NLQLinearAttentionCacheLayer

@@ -8,6 +8,7 @@ MINIMUM_TRANSFORMERS = "5.21.0"
 require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip install -U transformers`: NLQ needs it.")
 
 import contextlib
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import fields
@@ -81,7 +82,14 @@ PER_LAYER_SWITCHES = (
     "linear_attention_decay",
     *ATTENTION_PARTS,
     "attention_parts",
+    "cross_attention",
 )
+
+# What cross-attention has not, because the encoder's tokens have no order for it, or no values of the query's own token
+WITHOUT_CROSS_ATTENTION = ("position_embedding", "sliding_window", "linear_attention_decay")
+WITHOUT_CROSS_ATTENTION += tuple(name for name, part in ATTENTION_PARTS.items() if part.of_own_tokens())
+# The switches that `cross_attention` may override
+CROSS_ATTENTION_SWITCHES = [name for name in PER_LAYER_SWITCHES if name not in (*WITHOUT_CROSS_ATTENTION, "cross_attention")]
 
 # Pairs of switches of a layer that exclude each other, with the values that do; `None` is any that is set
 EXCLUSIONS = (
@@ -207,6 +215,10 @@ class NLQConfig(PreTrainedConfig):
             ([2605.29157](https://huggingface.co/papers/2605.29157)).
         attention_parts (`list[str]`, *optional*): names of parts of your own; see `load_attention_parts`.
         attention_parts_code (`dict[str, str]`, *optional*): a hash of the code of each of them; by default that of the latest.
+        add_cross_attention (`bool`, defaults to `False`): whether each layer attends to the tokens of an encoder too, between
+            its attention and its MLP; see `docs/encoder_decoder.md`.
+        cross_attention (`dict` or `False`, *optional*): switches that differ there; `False` for a layer without it.
+        cross_attention_hidden_size (`int`, *optional*): width of the encoder's tokens; by default `hidden_size`.
         is_causal (`bool`, defaults to `True`): whether a token sees itself and earlier tokens only. `False` makes an encoder,
             for `NLQForMaskedLM`: a token sees its whole document, or with a `sliding_window` that many tokens on each side.
         classifier_pooling (`str`, *optional*): what `NLQForSequenceClassification` reads: the `"last"` token, the `"first"`, or
@@ -218,6 +230,7 @@ class NLQConfig(PreTrainedConfig):
 
     model_type = "nlq"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
+    _encoder_size = None  # the width of an encoder's tokens, in a `cross_attention_config`
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -278,6 +291,9 @@ class NLQConfig(PreTrainedConfig):
     attention_parts: list[str] | None = None
     attention_parts_code: dict[str, str] | None = None
 
+    add_cross_attention: bool = False
+    cross_attention: dict | bool | None = None
+    cross_attention_hidden_size: int | None = None
     is_causal: bool = True
     classifier_pooling: Literal["last", "first", "mean"] | None = None
     tie_word_embeddings: bool = True
@@ -312,7 +328,7 @@ class NLQConfig(PreTrainedConfig):
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
         """The user's own parts in any layer, by name."""
-        names = dict.fromkeys(name for layer in self.distinct_layers for name in layer.attention_parts or ())
+        names = dict.fromkeys(name for layer in self.attention_configs for name in layer.attention_parts or ())
         return {name: find_part(name, (self.attention_parts_code or {}).get(name)) for name in names}
 
     def _remember_code(self) -> None:
@@ -354,6 +370,36 @@ class NLQConfig(PreTrainedConfig):
     def distinct_layers(self) -> Sequence["NLQConfig"]:
         """The configurations of the layers, or one where all are the same: reading a configuration takes long."""
         return self.per_layer_config if self.is_heterogeneous else [self]
+
+    @property
+    def attention_configs(self) -> Sequence["NLQConfig"]:
+        """The `distinct_layers`, and the configurations of their cross-attention."""
+        return [*self.distinct_layers, *filter(None, (layer.cross_attention_config for layer in self.distinct_layers))]
+
+    @property
+    def cross_attention_config(self) -> "NLQConfig | None":
+        """What the cross-attention (of one layer) reads in place of the layer's configuration; `None` where there is none."""
+        if not self.add_cross_attention or self.cross_attention is False:
+            return None
+        config, overrides = copy.copy(self), self.cross_attention if isinstance(self.cross_attention, dict) else {}
+        absent = {name: getattr(NLQConfig, name) for name in (*WITHOUT_CROSS_ATTENTION, "attention_parts")}
+        absent |= {"position_embedding": "none", "is_causal": False}
+        if self.attention_gate == "value":
+            absent["attention_gate"] = None
+        for name, value in (absent | overrides).items():
+            setattr(config, name, value)
+        config._encoder_size = self.cross_attention_hidden_size or self.hidden_size
+        return config
+
+    @property
+    def is_cross_attention(self) -> bool:
+        """Whether this is a `cross_attention_config`."""
+        return self._encoder_size is not None
+
+    @property
+    def key_value_input_size(self) -> int:
+        """The width of what keys and values are projected from (of one layer)."""
+        return self._encoder_size if self.is_cross_attention else self.hidden_size
 
     @property
     def layer_types(self) -> list[str]:
@@ -411,16 +457,17 @@ class NLQConfig(PreTrainedConfig):
         cutting.
         """
         plan = {"self_attn.k_proj": "colwise"}  # always: Transformers reads from it that a cache holds some of the heads
-        for layer in self.distinct_layers:
+        for layer in self.attention_configs:
+            module = "cross_attn" if layer.is_cross_attention else "self_attn"
             for name in ("query", "key", "value"):
                 projection = PROJECTIONS[getattr(layer, f"{name}_projection")]
                 if projection.linear:
-                    plan[f"self_attn.{name[0]}_proj"] = "colwise"
+                    plan[f"{module}.{name[0]}_proj"] = "colwise"
                 if projection.bottleneck:
-                    plan |= {f"self_attn.{name[0]}_bottleneck.fc1": "colwise", f"self_attn.{name[0]}_bottleneck.fc2": "rowwise"}
+                    plan |= {f"{module}.{name[0]}_bottleneck.fc1": "colwise", f"{module}.{name[0]}_bottleneck.fc2": "rowwise"}
             for part in parts_of(layer):
-                plan |= {f"self_attn.{name}": style for name, style in part.split_layers(layer).items()}
-        plan |= {"self_attn.o_proj": "rowwise"}
+                plan |= {f"{module}.{name}": style for name, style in part.split_layers(layer).items()}
+            plan[f"{module}.o_proj"] = "rowwise"
         gated = {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}
         plan |= gated if self.mlp_type == "gated" else {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
         return {f"layers.*.{name}": style for name, style in plan.items()}
@@ -486,6 +533,7 @@ class NLQConfig(PreTrainedConfig):
         for index, layer in enumerate(self.distinct_layers):
             try:
                 _check_layer(layer)
+                _check_cross_attention(layer)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}" if self.is_heterogeneous else str(error)) from None
 
@@ -512,10 +560,11 @@ def _check_layer(layer: NLQConfig) -> None:
             suggestion = did_you_mean(value, PROJECTIONS)
             raise ValueError(f"{name}={value!r} is unknown; {suggestion}choose one of {', '.join(PROJECTIONS)}")
         heads = layer.num_query_heads if kind == "query" else layer.num_key_value_heads
-        if PROJECTIONS[value].identity and heads * layer.head_dim != layer.hidden_size:
+        width = layer.hidden_size if kind == "query" else layer.key_value_input_size
+        if PROJECTIONS[value].identity and heads * layer.head_dim != width:
             allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
             raise ValueError(
-                f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={layer.hidden_size}, "
+                f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={width}, "
                 f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
             )
     if (layer.projection_bottleneck_size or 0) < 1:
@@ -549,8 +598,10 @@ def _check_layer(layer: NLQConfig) -> None:
     needs_order = {"attention_activation": not activation.sees_own_key, "linear_attention_decay": layer.linear_attention_decay}
     needs_order |= {part.name: part.causal_only for part in parts}
     if not layer.is_causal and (names := [name for name, needs in needs_order.items() if needs]):
-        values = (f"{name}={getattr(layer, name)!r}" if hasattr(layer, name) else name for name in names)
-        raise ValueError(f"{', '.join(values)} needs an order of the tokens, and is_causal=False has none; use is_causal=True")
+        values = ", ".join(f"{name}={getattr(layer, name)!r}" if hasattr(layer, name) else name for name in names)
+        if layer.is_cross_attention:
+            raise ValueError(f"{values} needs an order of the tokens, which those of an encoder have not; name another there")
+        raise ValueError(f"{values} needs an order of the tokens, and is_causal=False has none; use is_causal=True")
     for part in parts:
         if part.activations and activation.name not in part.activations:
             allowed = " or ".join(map(repr, part.activations))
@@ -563,6 +614,39 @@ def _check_layer(layer: NLQConfig) -> None:
     for what in (lambda part: part.has_hook("change_weights"), lambda part: part.conv_states(layer)):
         if len(names := [part.name for part in parts if what(part)]) > 1:
             raise ValueError(f"{' and '.join(names)} exclude each other: they change the same weights, or use the same cache")
+
+
+def _check_cross_attention(layer: NLQConfig) -> None:
+    """Checks the switches of the cross-attention of one layer."""
+    overrides = layer.cross_attention
+    if overrides is True:
+        raise ValueError("cross_attention=True must be the switches that differ there, False, or None")
+    if not layer.add_cross_attention:
+        for name in ("cross_attention", "cross_attention_hidden_size"):
+            if getattr(layer, name) is not None:
+                raise ValueError(f"{name}={getattr(layer, name)!r} needs add_cross_attention=True")
+        return
+    if not layer.is_causal:
+        raise ValueError("add_cross_attention=True needs is_causal=True: an encoder has no cross-attention")
+    if (layer.cross_attention_hidden_size or 1) < 1:
+        raise ValueError(f"cross_attention_hidden_size={layer.cross_attention_hidden_size} must be a positive integer")
+    for name in overrides or {}:
+        if name not in CROSS_ATTENTION_SWITCHES:
+            hint = did_you_mean(name, CROSS_ATTENTION_SWITCHES)
+            raise ValueError(
+                f"cross_attention: {name!r} cannot be set there; {hint}choose from {', '.join(CROSS_ATTENTION_SWITCHES)}"
+            )
+    try:
+        if (cross := layer.cross_attention_config) is None:
+            return
+        _check_layer(cross)
+        for part in parts_of(cross):
+            if part.of_own_tokens() or part.has_hook("token_state"):
+                raise ValueError(f"{part.name} keeps a state of the decoder's own tokens, and cannot be there")
+        if cross.attention_gate == "value":
+            raise ValueError("attention_gate='value' reads the token's own value, which there is none of")
+    except ValueError as error:
+        raise ValueError(f"cross_attention: {error}") from None
 
 
 NLQConfig.register_for_auto_class()

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
@@ -78,10 +80,10 @@ def check_distribution(config: PreTrainedConfig, distributed_config: Distributed
             f"tp_size={tp_size} must divide num_attention_heads={config.num_attention_heads} and "
             f"num_key_value_heads={config.num_key_value_heads}"
         )
-    for index, layer in enumerate(config.per_layer_config):
+    for layer in config.attention_configs:
         for part in parts_of(layer):
             if tp_size > 1 and (reason := part.refuse_split(layer)):
-                raise ValueError(f"tp_size={tp_size}: {part.name} (layer {index}) cannot be split: {reason}")
+                raise ValueError(f"tp_size={tp_size}: {part.name} cannot be split: {reason}")
 
 
 class NLQIntegrationMixin:
@@ -91,7 +93,8 @@ class NLQIntegrationMixin:
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
         # diff with PreTrainedModel: modules cut the parts of their heads that no linear layer computes
         if mesh_manager is not None:
-            check_distribution(model.config, distributed_config)
+            for config in [getattr(model.config, name) for name in model.config.sub_configs] or [model.config]:
+                check_distribution(config, distributed_config)
         model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
         if mesh_manager is not None and distributed_config.tp_size > 1 and model.tp_plan:
             for module in model.modules():
@@ -112,6 +115,17 @@ class NLQGenerationMixin(GenerationMixin):
         # diff with GenerationMixin: what parts keep beside the keys makes them wider, so the first keys say how wide
         has_states = any(part.has_hook("token_state") for layer in self.config.per_layer_config for part in parts_of(layer))
         return None if has_states else super()._get_static_cache_init_shape()
+
+    def create_masks_for_generate(
+        self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs
+    ) -> torch.Tensor | None:
+        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays the same
+        if attention_mask is None:
+            return None
+        cache = past_key_values if cache is None else cache
+        layers = range(config.get_text_config(decoder=True).num_hidden_layers)
+        length = max(cache.get_mask_sizes(inputs_embeds.shape[1], layer_idx)[0] for layer_idx in layers)
+        return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
 
     def init_continuous_batching(self, *args, **kwargs) -> ContinuousBatchingManager:
         """Returns Transformers' manager of requests; `generate_batch` and the context manager call this too.

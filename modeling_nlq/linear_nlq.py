@@ -140,6 +140,28 @@ def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) 
     return divide(numerator, before[1] + after[1].flip(-1) - own)
 
 
+def state_of_source(key: torch.Tensor, value: torch.Tensor, is_valid: torch.Tensor | None) -> LinearState:
+    """Returns the sums over an encoder's tokens, which the queries of cross-attention need.
+
+    Args:
+        key, value: `(b, g, n, d)`.
+        is_valid: `(b or 1, n)` booleans, false for padding, or `None`.
+    """
+    with maybe_autocast(key.device.type, enabled=False):
+        key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (key, value))
+        key = feature_map(key) if is_valid is None else feature_map(key) * is_valid[:, None, :, None]
+        return LinearState(key.mT @ value, key.sum(dim=-2))
+
+
+def attend_to_state(query: torch.Tensor, state: LinearState, scaling: float) -> torch.Tensor:
+    """Returns `(b, query, heads, d)` in the type of the state, for queries `(b, heads, query, d)` that see all tokens."""
+    with maybe_autocast(query.device.type, enabled=False):
+        query = feature_map(query.to(state.numerator.dtype) * (scaling * math.sqrt(query.shape[-1])))
+        query = query.unflatten(1, (state.denominator.shape[1], -1))
+        denominator = (query @ state.denominator[:, :, None, :, None]).squeeze(-1)
+        return divide(query @ state.numerator[:, :, None], denominator).flatten(1, 2).transpose(1, 2)
+
+
 def _chunked_sums(
     inputs: LinearInputs, state: LinearState | None, chunk_size: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, LinearState]:

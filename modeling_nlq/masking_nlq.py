@@ -72,8 +72,9 @@ class TokenContext(NamedTuple):
 
     Attributes:
         visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
-        query_index: `(query,)`, each token's own index among the keys of the layer; `None` in continuous batching.
-        is_valid: `(batch, query)`, false for padding; `None` if there is none.
+        query_index: `(query,)`, each token's own index among the keys of the layer; `None` in continuous batching and in
+            cross-attention.
+        is_valid: `(batch, query)`, false for padding; `None` if there is none, and in cross-attention.
         position_in_document: `(batch or 1, query)`, the number of tokens before each in its packed document; `None` if there
             are no packed documents.
         has_own_mask: whether the caller gave a mask of queries and keys, which alone says what is visible.
@@ -255,6 +256,7 @@ class Sequences(NamedTuple):
         is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees, or for
             flash attention the arguments that Transformers passes to it.
         is_causal: whether no token sees a later one.
+        source_length: in cross-attention the number of the encoder's tokens, which are the keys; else `None`.
     """
 
     position_ids: torch.Tensor
@@ -265,6 +267,7 @@ class Sequences(NamedTuple):
     last_position: int | None = None
     is_paged: bool = False
     is_causal: bool = True
+    source_length: int | None = None
 
     @property
     def packed_position_ids(self) -> torch.Tensor | None:
@@ -301,11 +304,12 @@ class Sequences(NamedTuple):
             count = self.position_ids[:, None] + 1
             return TokenContext(count if sliding_window is None else count.clamp(max=sliding_window))
         visibility = self.visibility(cache, layer_idx, sliding_window)
-        key_offset, is_valid, position = self.key_range(cache, layer_idx)[1], None, None
-        query_index = torch.arange(visibility.visible_count.shape[-1], device=visibility.visible_count.device)
-        query_index = query_index + (self.query_offset - key_offset)
-        if visibility.key_is_valid is not None:
-            is_valid = visibility.key_is_valid[:, query_index]
+        key_offset, query_index, is_valid, position = self.key_range(cache, layer_idx)[1], None, None, None
+        if self.source_length is None:
+            query_index = torch.arange(visibility.visible_count.shape[-1], device=visibility.visible_count.device)
+            query_index = query_index + (self.query_offset - key_offset)
+            if visibility.key_is_valid is not None:
+                is_valid = visibility.key_is_valid[:, query_index]
         if self.segments is not None:
             position = query_index - _document_starts(self.segments, query_index)
         caller_mask = self.attention_mask
@@ -330,6 +334,8 @@ class Sequences(NamedTuple):
     def key_range(self, cache: Cache | None, layer_idx: int) -> tuple[int, int]:
         """Returns the number of keys of a layer, and the number of tokens before the first key."""
         query_length = self.position_ids.shape[-1]
+        if self.source_length is not None:
+            return self.source_length, 0
         return (query_length, 0) if cache is None else cache.get_mask_sizes(query_length, layer_idx)
 
 
@@ -391,27 +397,47 @@ def read_sequences(
     return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, last_position, is_causal=is_causal)
 
 
+def read_source(hidden_states: torch.Tensor, source: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Sequences:
+    """Finds what the queries of cross-attention see.
+
+    Args:
+        hidden_states: `(batch, query, hidden)`, the decoder's tokens.
+        source: `(batch, key, hidden)`, the encoder's.
+        attention_mask: `(batch, key)`, 0 for the padding of the source; or `(batch, 1 or heads, query, key)`.
+
+    Raises:
+        ValueError: for another shape.
+    """
+    batch, length = source.shape[:2]
+    padding_mask = _check_mask(attention_mask, batch, length, 0, False, name="encoder_attention_mask")
+    if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
+        attention_mask = padding_mask = None
+    positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
+    return Sequences(positions, attention_mask, padding_mask=padding_mask, is_causal=False, source_length=length)
+
+
 def _check_mask(
     attention_mask: torch.Tensor | BlockMask | None,
     batch: int,
     query_length: int,
     query_offset: int | torch.Tensor,
     is_causal: bool,
+    name: str = "attention_mask",
 ) -> torch.Tensor | None:
     """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
     if attention_mask is None or isinstance(attention_mask, BlockMask):
         return None
     if not isinstance(attention_mask, torch.Tensor):
-        raise ValueError(f"attention_mask must be a tensor, not a {type(attention_mask).__name__}")
+        raise ValueError(f"{name} must be a tensor, not a {type(attention_mask).__name__}")
     shape = tuple(attention_mask.shape)
     if attention_mask.ndim not in (2, 4):
-        raise ValueError(f"attention_mask={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
+        raise ValueError(f"{name}={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
     if attention_mask.ndim == 4:
         return None
     seen = query_offset + query_length
     # Of a static cache the mask is longer
     if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen or (shape[1] > seen and not is_causal)):
-        raise ValueError(f"attention_mask={shape} must be (batch, key)={(batch, seen)}, cached positions included")
+        raise ValueError(f"{name}={shape} must be (batch, key)={(batch, seen)}, cached positions included")
     return attention_mask
 
 

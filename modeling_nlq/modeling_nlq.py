@@ -1,5 +1,6 @@
 """NLQ models: GPT-style decoders, and encoders, whose query projection, attention activation and block are configured."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from torch import nn
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -18,8 +19,8 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
 )
@@ -29,7 +30,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .backends_nlq import (
@@ -41,6 +42,7 @@ from .backends_nlq import (
     own_masks,
     supports_flash_attention,
 )
+from .cache_nlq import LinearState, cache_of_both
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .integrations_nlq import (
     CACHE_NAME,
@@ -49,9 +51,9 @@ from .integrations_nlq import (
     check_arguments,
     register_default_targets,
 )
-from .linear_nlq import fixed_log_decay, initial_decay_bias, linear_attention
+from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, state_of_source
 from .loss_nlq import causal_lm_loss
-from .masking_nlq import LayerMasks, Sequences, read_sequences
+from .masking_nlq import LayerMasks, Sequences, read_sequences, read_source
 from .parts_base_nlq import AttentionCall, ScoreBias, from_columns, own_heads, to_columns
 from .projections_nlq import NLQAttentionProjections
 
@@ -117,21 +119,22 @@ class NLQAttentionLayer(NLQAttentionProjections):
         attention_mask: LayerMasks | torch.Tensor | None = None,
         cache: Cache | None = None,
         first_values: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
         mlp_hook: tuple[str, AttentionCall] | None = None,
         mlp_factor: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
 
-        `first_values` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch, query,
-        groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
+        `first_values` and `source` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch,
+        query, groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
         `mlp_factor` is the other one of a gated MLP, returned behind the weights.
         """
         if mlp_hook is not None:
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        masks = own_masks(self, hidden_states, attention_mask, cache, **kwargs)
+        masks = own_masks(self, hidden_states, attention_mask, cache, source, **kwargs)
         name, mask, token_context = masks.of(self.layer_idx)
-        call = self.make_call(hidden_states, token_context, first_values, cache)
+        call = self.make_call(hidden_states, token_context, first_values, cache, source)
         attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
         if attn_weights is not None:
             for part in self.parts_with("change_returned_weights"):
@@ -145,9 +148,9 @@ class NLQAttention(NLQAttentionLayer):
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        layer = config.per_layer_config[layer_idx]
+        layer = self.layer_config(config, layer_idx)
         self.attention_dropout = config.attention_dropout
-        self.is_causal = config.is_causal
+        self.is_causal = layer.is_causal
         self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
         # Which keys a query sees: the window, and whether that of its own token is among them
         self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
@@ -200,10 +203,7 @@ class NLQAttention(NLQAttentionLayer):
             if owners:
                 columns = to_columns(list(call.states.values()), key_states.dtype)
                 key_states = torch.cat([key_states, columns], dim=-1)
-            # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
-            # changes the arguments that flash attention gets
-            more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx, **more)
+            key_states, value_states = self.update_cache(cache, key_states, value_states, arguments)
             if owners:
                 key_states, columns = key_states[..., : self.head_dim], key_states[..., self.head_dim :]
                 call.states = from_columns(columns, owners)
@@ -215,6 +215,15 @@ class NLQAttention(NLQAttentionLayer):
             attended = (query_states, key_states, value_states)
             query_states, key_states, value_states = part("change_cached_qkv", call, *attended)
         return query_states, key_states, value_states, bias
+
+    def update_cache(
+        self, cache: Cache, key_states: torch.Tensor, value_states: torch.Tensor, arguments: dict | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values to the cache, and returns those of all tokens."""
+        # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
+        # changes the arguments that flash attention gets
+        more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
+        return cache.update(key_states, value_states, self.layer_idx, **more)
 
     def attend(
         self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
@@ -257,7 +266,7 @@ class NLQLinearAttention(NLQAttentionLayer):
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.is_causal = config.is_causal
-        self.linear_attention_decay = config.per_layer_config[layer_idx].linear_attention_decay
+        self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
             self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype()))
@@ -317,8 +326,52 @@ class NLQLinearAttention(NLQAttentionLayer):
             init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
 
+class CrossAttentionMixin:
+    """Keys and values are projected from an encoder's tokens, with a cache once for all calls."""
+
+    @staticmethod
+    def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
+        return config.per_layer_config[layer_idx].cross_attention_config
+
+    def has_source(self, cache: EncoderDecoderCache | None) -> bool:
+        """Tells whether the cache has keys and values of the encoder's tokens."""
+        return cache is not None and cache.is_updated.get(self.layer_idx, False)
+
+    def make_call(self, hidden_states, token_context, first_values, cache, source) -> AttentionCall:
+        source = source[:, :0] if self.has_source(cache) else source
+        return super().make_call(hidden_states, token_context, first_values, cache, source)
+
+    def update_cache(
+        self, cache: EncoderDecoderCache, key_states: torch.Tensor, value_states: torch.Tensor, *_
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of the encoder's tokens, and stores them at the first call."""
+        half, index = cache.cross_attention_cache, self.layer_idx
+        if self.has_source(cache):
+            return half.layers[index].keys, half.layers[index].values
+        cache.is_updated[index] = True
+        return half.update(key_states, value_states, index)
+
+
+class NLQCrossAttention(CrossAttentionMixin, NLQAttention):
+    """Attention of a decoder's tokens to those of an encoder."""
+
+
+class NLQLinearCrossAttention(CrossAttentionMixin, NLQLinearAttention):
+    """The same for linear attention, which stores the sums over the encoder's tokens."""
+
+    def attend(self, call: AttentionCall, position_embeddings: None, name: str, mask: Any, kwargs: dict):
+        query_states, key_states, value_states = self.project(call)
+        is_valid = None if mask is None or self.has_source(call.cache) else mask.key_is_valid
+        state = state_of_source(key_states, value_states, is_valid)
+        if call.cache is not None:
+            numerator, row = self.update_cache(call.cache, state.numerator, state.denominator[:, :, None])
+            state = LinearState(numerator, row.squeeze(2))
+        attn_output = attend_to_state(query_states, state, self.scaling)
+        return attn_output if self.needs_exact_output else attn_output.to(value_states.dtype), None
+
+
 class NLQDecoderLayer(GradientCheckpointingLayer):
-    """Attention, then MLP, each with a residual connection.
+    """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual connection.
 
     | `norm_position` | `F` is one of them, `a` is `sublayer_activation`, `r` is `residual_activation` |
     |---|---|
@@ -327,15 +380,20 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
     | `"output"` | `x = r(x + norm(F(a(x))))` |
     | `"sandwich"` | `x = r(x + norm(F(a(norm(x)))))`, with two norms |
 
-    With `parallel_residual`, both read the same `x`, and both outputs are added to it at once.
+    With `parallel_residual`, all read the same `x`, and all outputs are added to it at once.
     """
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
         self.parallel_residual = config.parallel_residual
         # diff with Llama: the activation decides the class
-        is_linear = config.per_layer_config[layer_idx].activation.kind == "linear"
+        layer = config.per_layer_config[layer_idx]
+        is_linear = layer.activation.kind == "linear"
         self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
+        self.cross_attn = self.cross_attn_norm = self.cross_attn_output_norm = None
+        if (cross := layer.cross_attention_config) is not None:
+            cross_class = NLQLinearCrossAttention if cross.activation.kind == "linear" else NLQCrossAttention
+            self.cross_attn = cross_class(config, layer_idx)
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
         self.is_post_norm = config.norm_position == "post"
@@ -347,6 +405,9 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else None
         self.self_attn_output_norm = make_norm(config) if has_output_norm else None
         self.mlp_output_norm = make_norm(config) if has_output_norm else None
+        if self.cross_attn is not None:
+            self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
+            self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
         self.sublayer_activation = _function(config.sublayer_activation)
         self.residual_activation = _function(config.residual_activation)
@@ -361,13 +422,19 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         first_values: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: LayerMasks | torch.Tensor | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         cache: Cache | None = None,
+        encoder_attention_mask: LayerMasks | torch.Tensor | None = None,
+        encoder_cache: EncoderDecoderCache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`(batch, query, hidden)` -> the same shape, and the values of its attention if that hands them on."""
-        # diff with Llama: `first_values` is no keyword, because reentrant gradient checkpointing differentiates the others only
+        """`(batch, query, hidden)` -> the same shape, and the values of its attention if that hands them on.
+
+        `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
+        """
+        # diff with Llama: the first tensors are no keywords, because reentrant gradient checkpointing differentiates no others
         masks = own_masks(self.self_attn, hidden_states, attention_mask, cache, **kwargs)
         residual = hidden_states
         output, _, *values = self.self_attn(
@@ -381,6 +448,17 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
         if not self.parallel_residual:
             residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
+        if self.cross_attn is not None:
+            output, _ = self.cross_attn(
+                self._before(residual, self.cross_attn_norm),
+                attention_mask=encoder_attention_mask,
+                cache=encoder_cache,
+                source=encoder_hidden_states,
+                **{**kwargs, "position_ids": None},  # flash attention reads packed documents from them
+            )
+            hidden_states = hidden_states + _apply(self.dropout, _apply(self.cross_attn_output_norm, output))
+            if not self.parallel_residual:
+                residual = hidden_states = self._after(hidden_states, self.cross_attn_norm)
         inputs, call = self._before(residual, self.mlp_norm), None
         if self.self_attn.has_mlp_hooks:
             *_, token_context = masks.of(self.self_attn.layer_idx)
@@ -410,7 +488,11 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": NLQDecoderLayer, "attentions": NLQAttention}
+    _can_record_outputs = {
+        "hidden_states": NLQDecoderLayer,
+        "attentions": OutputRecorder(NLQAttention, index=1, layer_name="self_attn"),
+        "cross_attentions": OutputRecorder(NLQCrossAttention, index=1),
+    }
 
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
         # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration class. That
@@ -429,7 +511,8 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         # The marks are attributes of modules, because Transformers calls this for modules only
         if getattr(module, "ends_sublayer", False):
             # Radford et al. 2019, section 2.3: the variance of the residual stream does not grow with depth
-            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+            sublayers = 3 if self.config.add_cross_attention else 2
+            std = self.config.initializer_range / math.sqrt(sublayers * self.config.num_hidden_layers)
             init.normal_(module.weight, mean=0.0, std=std)
         elif getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
@@ -447,6 +530,20 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         if requested_attention == AUTOMATIC:
             return requested_attention
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+
+def _without_empty(forward: Callable) -> Callable:
+    """Leaves out the `cross_attentions` of a model that has no cross-attention, which `capture_outputs` returns as `()`."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, return_dict: bool | None = None, **kwargs):
+        outputs = forward(self, *args, return_dict=True, **kwargs)
+        if "cross_attentions" in outputs and not self.config.add_cross_attention:
+            outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != "cross_attentions"})
+        is_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        return outputs if is_dict else outputs.to_tuple()
+
+    return wrapper
 
 
 class NLQModel(NLQPreTrainedModel):
@@ -469,6 +566,7 @@ class NLQModel(NLQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @_without_empty
     @capture_outputs
     def forward(
         self,
@@ -479,8 +577,10 @@ class NLQModel(NLQPreTrainedModel):
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         past_key_values: Cache | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPastAndCrossAttentions:
         """
         Args:
             input_ids: `(batch, query)` token ids.
@@ -492,11 +592,14 @@ class NLQModel(NLQPreTrainedModel):
                 batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
             use_cache: whether to make a cache if none is given; by default `config.use_cache`, and not in training mode.
+            encoder_hidden_states: `(batch, source, cross_attention_hidden_size)`, with `config.add_cross_attention`.
+            encoder_attention_mask: `(batch, source)`, 0 for padding; or a mask `(batch, 1 or heads, query, source)`.
 
         Raises:
-            ValueError: for no input or two, for packed documents together with a cache, for positions beyond the learned ones,
-                for a cache under gradient checkpointing or in an encoder, for two caches, for another `is_causal` than that
-                of the configuration, and for an unknown argument that holds a tensor or an object.
+            ValueError: for no input or two, for packed documents together with a cache or with cross-attention, for an
+                encoder's tokens that are missing or not expected, for positions beyond the learned ones, for a cache under
+                gradient checkpointing or in an encoder, for two caches, for another `is_causal` than that of the configuration,
+                and for an unknown argument that holds a tensor or an object.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
             raise ValueError("cache and past_key_values are two names for one argument; give one of them")
@@ -515,6 +618,11 @@ class NLQModel(NLQPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        self._check_source(encoder_hidden_states, len(inputs_embeds))
+        encoder_cache = None
+        if isinstance(cache, EncoderDecoderCache) or (cache is not None and self.config.add_cross_attention):
+            encoder_cache = cache_of_both(cache)
+            cache = encoder_cache.self_attention_cache
         use_cache = self._check_use_cache(use_cache, cache)
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
         layers = list(self.layers)[: self.config.num_hidden_layers]
@@ -524,6 +632,7 @@ class NLQModel(NLQPreTrainedModel):
         wants_cache = self.config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
             cache = DynamicCache(config=self.config)
+            encoder_cache = cache_of_both(cache) if self.config.add_cross_attention else None
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
@@ -535,19 +644,45 @@ class NLQModel(NLQPreTrainedModel):
 
         # diff with Llama: layers differ in backend and visible keys
         masks = make_layer_masks([layer.self_attn for layer in layers], inputs_embeds, sequences, cache, **kwargs)
+        encoder_masks, cross = None, [layer.cross_attn for layer in layers if layer.cross_attn is not None]
+        if cross:
+            if sequences.segments is not None:
+                raise ValueError(
+                    "position_ids: packed documents would see the same tokens of the encoder; give one text per row"
+                )
+            source = read_source(inputs_embeds, encoder_hidden_states, encoder_attention_mask)
+            encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
         first_values = None
         for layer in layers:
             output = layer(
                 hidden_states,
                 first_values,
+                encoder_hidden_states,
                 attention_mask=masks,
                 position_embeddings=position_embeddings,
                 position_ids=sequences.packed_position_ids,
                 cache=cache,
+                encoder_attention_mask=encoder_masks,
+                encoder_cache=encoder_cache,
                 **kwargs,
             )
             hidden_states, first_values = output if layer.self_attn.returns_values else (output, first_values)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+        cache = cache if encoder_cache is None else encoder_cache
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+
+    def _check_source(self, encoder_hidden_states: torch.Tensor | None, batch: int) -> None:
+        """Raises `ValueError` for an encoder's tokens that are missing, of another shape, or not expected."""
+        if not self.config.add_cross_attention:
+            if encoder_hidden_states is not None:
+                raise ValueError("encoder_hidden_states: this model has no cross-attention; set add_cross_attention=True")
+            return
+        width = self.config.cross_attention_hidden_size or self.config.hidden_size
+        expected = f"(batch, source, cross_attention_hidden_size)=({batch}, source, {width})"
+        if encoder_hidden_states is None:
+            raise ValueError(f"encoder_hidden_states: add_cross_attention=True needs the tokens of an encoder, {expected}")
+        shape = tuple(encoder_hidden_states.shape)
+        if len(shape) != 3 or shape[0] != batch or shape[2] != width:
+            raise ValueError(f"encoder_hidden_states={shape} must be {expected}")
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
         """Returns `use_cache`, or `False` under gradient checkpointing, where backward would update the cache again."""
@@ -577,6 +712,11 @@ class NLQModel(NLQPreTrainedModel):
         return sequences.position_ids
 
 
+def cap_logits(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Returns `c tanh(logits / c)`, or the logits if there is no cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
 class NLQLanguageModel(NLQPreTrainedModel):
     """A body and an output layer, the base of the language models of decoders and of encoders."""
 
@@ -601,9 +741,7 @@ class NLQLanguageModel(NLQPreTrainedModel):
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(..., hidden)` -> `(..., vocabulary)`."""
-        logits = self.lm_head(hidden_states)
-        cap = self.config.final_logit_softcapping
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return cap_logits(self.lm_head(hidden_states), self.config.final_logit_softcapping)
 
 
 class NLQForMaskedLM(NLQLanguageModel):
@@ -672,11 +810,14 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: Cache | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> CausalLMOutputWithPast:
+    ) -> CausalLMOutputWithCrossAttentions:
         """
         Args:
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in `NLQModel`.
+            encoder_hidden_states, encoder_attention_mask: as in `NLQModel`.
             labels: `(batch, query)` token ids, shifted inside; -100 is ignored.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
 
@@ -684,31 +825,23 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
             The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
         """
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values)
-        outputs = self.model(*inputs, **kwargs)
+        source = (encoder_hidden_states, encoder_attention_mask)
+        outputs = self.model(*inputs, *source, **kwargs)
         logits = self.compute_logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        return CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
         )
 
     def _choose_paged_implementation(self) -> str:
         return choose_paged_implementation(self.config)
-
-    def create_masks_for_generate(
-        self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs
-    ) -> torch.Tensor | None:
-        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays the same
-        if attention_mask is None:
-            return None
-        cache, layers = past_key_values if cache is None else cache, range(config.num_hidden_layers)
-        length = max(cache.get_mask_sizes(inputs_embeds.shape[1], layer_idx)[0] for layer_idx in layers)
-        return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
 
 
 # The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,

@@ -87,6 +87,8 @@ class AttentionCall:
         cache: the cache of the call, or `None`.
         values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
             `change_qkv`.
+        source: `(batch, key, hidden)`, the tokens of an encoder that keys and values are projected from; none of them where the
+            cache has those of all. `None` in self-attention, where they are `hidden_states`.
         states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after the cache.
     """
 
@@ -95,6 +97,7 @@ class AttentionCall:
     token_context: TokenContext | None = None
     first_values: torch.Tensor | None = None
     cache: Cache | None = None
+    source: torch.Tensor | None = None
     values: torch.Tensor | None = None
     states: dict[str, torch.Tensor] | None = None
 
@@ -147,6 +150,7 @@ class AttentionPart(SplitByHeads):
             computed in float32, except by flash attention, which cannot.
         activations: the attention activations that it can have; all if empty.
         causal_only: whether it needs an order of the tokens, so that an encoder (`is_causal=False`) cannot have it.
+        needs_own_value: whether it reads `call.values`, of which cross-attention has none.
         supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
         start: how `nlq convert` adds it to a trained layer, which must compute what it did without the part: `"zero"`, all its
@@ -160,6 +164,7 @@ class AttentionPart(SplitByHeads):
     needs_first_values: ClassVar[bool] = False
     activations: ClassVar[tuple[str, ...]] = ()
     causal_only: ClassVar[bool] = False
+    needs_own_value: ClassVar[bool] = False
     supports_crop: ClassVar[bool] = True
 
     state_size = 0
@@ -175,6 +180,11 @@ class AttentionPart(SplitByHeads):
     def has_hook(cls, hook: str) -> bool:
         """Tells whether the part overrides one of the `HOOKS`."""
         return getattr(cls, hook) is not getattr(AttentionPart, hook)
+
+    @classmethod
+    def of_own_tokens(cls) -> bool:
+        """Tells whether it needs an order or values of the query's own tokens, so that cross-attention cannot have it."""
+        return cls.causal_only or cls.needs_first_values or cls.needs_own_value
 
     def forward(self, hook: str, *inputs) -> Any:
         """Runs the hook of this name, or `measure`. A part cannot override it."""

@@ -575,6 +575,7 @@ class ExclusiveAttention(AttentionPart):
     """`y_i - a_h (y_i . v_i) v_i / |v_i|^2`, with `a = 1` if `"fixed"` and `a_h = tanh(alpha_h)` if `"learned"`."""
 
     name = "exclusive_attention"
+    needs_own_value = True
     formula = "y_i - a_h (y_i . v_i) v_i / |v_i|^2"
     source = "arXiv 2603.09078"
 

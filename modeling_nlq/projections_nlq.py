@@ -115,7 +115,7 @@ class NLQAttentionProjections(SplitByHeads):
         # `config` is the global configuration, because only it has the current attention implementation. The switches come from
         # the layer's own copy, which is read here once.
         self.config = config
-        layer = config.per_layer_config[layer_idx]
+        layer = self.layer_config(config, layer_idx)
         self.layer_idx = layer_idx
         self.num_heads = layer.num_query_heads
         self.head_dim = config.head_dim
@@ -130,11 +130,12 @@ class NLQAttentionProjections(SplitByHeads):
         self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in heads}
         for name, projection in self.projections.items():
             size, linear, bottleneck = heads[name] * self.head_dim, None, None
+            input_size = config.hidden_size if name == "query" else layer.key_value_input_size
             if projection.linear:
-                linear = nn.Linear(config.hidden_size, size, bias=config.has_bias("query_key_value"))
+                linear = nn.Linear(input_size, size, bias=config.has_bias("query_key_value"))
             if projection.bottleneck:
                 bottleneck = NLQBottleneck(
-                    config.hidden_size,
+                    input_size,
                     size,
                     bottleneck_size=layer.projection_bottleneck_size,
                     activation=layer.projection_activation,
@@ -167,7 +168,12 @@ class NLQAttentionProjections(SplitByHeads):
         self.needs_token_context = any(part.needs_token_context for part in parts.values())
         self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them
-        self.returns_values = layer_idx == 0 and config.needs_first_values
+        self.returns_values = layer_idx == 0 and config.needs_first_values and not layer.is_cross_attention
+
+    @staticmethod
+    def layer_config(config: PreTrainedConfig, layer_idx: int) -> PreTrainedConfig:
+        """Returns the switches of the layer."""
+        return config.per_layer_config[layer_idx]
 
     @property
     def activation(self) -> AttentionActivation:
@@ -200,7 +206,9 @@ class NLQAttentionProjections(SplitByHeads):
             position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each, of which `rotated` is
                 `head_dim` or a part of it.
         """
-        states = tuple(self._apply_projection(name, call.hidden_states) for name in self.projections)
+        source = call.hidden_states if call.source is None else call.source
+        inputs = {"query": call.hidden_states, "key": source, "value": source}
+        states = tuple(self._apply_projection(name, inputs[name]) for name in self.projections)
         for part in self.parts_with("change_qkv"):
             states = part("change_qkv", call, *states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)

@@ -5,6 +5,7 @@ Shapes: a sequence is `(length, width)`, a head of it `(length, head_dim)`; ever
 
 import functools
 import math
+import types
 
 import entmax
 import torch
@@ -249,7 +250,7 @@ def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
     outputs, all_weights = [], []
     for i in range(len(query)):
         seen = visible[i].nonzero()[:, 0].tolist()
-        weights, output, total = [torch.zeros((), dtype=query.dtype)] * len(query), torch.zeros_like(value[0]), 0.0
+        weights, output, total = [torch.zeros((), dtype=query.dtype)] * len(key), torch.zeros_like(value[0]), 0.0
         for age, j in enumerate(reversed(seen)):
             kept = decay**age
             weights[j] = kept * (query[i] * key[j]).sum()
@@ -341,11 +342,26 @@ def without_own_value(output, value, share):
     return output - share * (output * direction).sum(dim=-1, keepdim=True) * direction
 
 
-def attention(config, layer, x, parameters, positions, visible, is_token, texts, index=0, first_values=None):
+# What cross-attention has not, whatever the layer has
+ABSENT = {"position_embedding": "none", "attention_gate": None, "selective_attention": False} | dict.fromkeys(
+    ("sliding_window", "linear_attention_decay", "exclusive_attention", "value_residual", "forget_gate", "canon")
+)
+
+
+def cross_layer(layer):
+    """The switches of a layer's cross-attention, or `None` if there is none."""
+    if not layer.add_cross_attention or layer.cross_attention is False:
+        return None
+    absent = {**ABSENT, "attention_gate": None if layer.attention_gate == "value" else layer.attention_gate}
+    return types.SimpleNamespace(**{**vars(layer), **absent, **(layer.cross_attention or {})})
+
+
+def attention(config, layer, x, parameters, positions, visible, is_token, texts, index=0, first_values=None, source=None):
     """One sequence through the attention sub-layer.
 
     Args:
         visible: `(1 or heads, length, length)`, true where a query sees a key.
+        source: `(source length, width)`, the tokens of an encoder, in cross-attention.
         is_token: `(length,)`, false for padding.
         texts: as in `convolve`.
         index: the number of the layer.
@@ -358,8 +374,9 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
     options = {"activation": layer.projection_activation, "eps": eps}
     x = convolve("attention_input", x, parameters, texts)
     queries = convolve("query", projection(layer.query_projection, "q", x, parameters, **options), parameters, texts)
-    keys = convolve("key", projection(layer.key_projection, "k", x, parameters, **options), parameters, texts)
-    values = convolve("value", projection(layer.value_projection, "v", x, parameters, **options), parameters, texts)
+    source = x if source is None else source
+    keys = convolve("key", projection(layer.key_projection, "k", source, parameters, **options), parameters, texts)
+    values = convolve("value", projection(layer.value_projection, "v", source, parameters, **options), parameters, texts)
     second_queries = linear(x, parameters.below("parts.parallax.proj")) if layer.parallax else queries
     if layer.qk_norm == "rms_all_heads":
         queries = rms_norm(queries, parameters.get("q_norm.weight"), eps)
@@ -379,7 +396,7 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
     def of_group(states, group):
         return states[:, group * head_dim : (group + 1) * head_dim]
 
-    outputs, all_weights, loss = [], [], torch.zeros(len(x), len(x), dtype=torch.float64)
+    outputs, all_weights, loss = [], [], torch.zeros(len(x), len(source), dtype=torch.float64)
     for head in range(query_heads):
         second = second_queries[:, head * head_dim : (head + 1) * head_dim]
         group = head // (query_heads // groups)
@@ -414,12 +431,12 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
         sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]
         if layer.attention_sink == "learned":
             sink = sink[head]
-        kept = torch.zeros(len(x), dtype=torch.float64)
+        kept = torch.zeros(len(source), dtype=torch.float64)
         if layer.forget_gate is not None:
             kept = forget_rates(config, layer, x, parameters, head, query_heads)
             kept = torch.where(is_token, kept, 0.0)
 
-        output, weights = torch.zeros_like(value), torch.zeros(len(x), len(x), dtype=torch.float64)
+        output, weights = value.new_zeros(len(x), value.shape[-1]), torch.zeros(len(x), len(source), dtype=torch.float64)
         for i in range(len(x)):
             seen = visible[head, i].nonzero()[:, 0]
             if layer.sliding_window is not None:
@@ -488,8 +505,11 @@ def visible_keys(attention_mask, position_ids, is_causal=True):
     return visible
 
 
-def forward_sequence(config, parameters, tokens, positions, visible, is_token, texts):
-    """The logits `(length, vocabulary)` and each layer's weights `(heads, length, length)` for one sequence."""
+def forward_sequence(config, parameters, tokens, positions, visible, is_token, texts, source=None, is_source=None):
+    """The logits `(length, vocabulary)` and each layer's weights for one sequence, then those of its cross-attention.
+
+    Weights are `(heads, length, length)`; `source` is `(source length, width)`, and `is_source` false for its padding.
+    """
     eps = config.layer_norm_eps
     before, after = FUNCTIONS[config.sublayer_activation], FUNCTIONS[config.residual_activation]
     is_rms = config.norm_type == "rmsnorm"
@@ -503,7 +523,7 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token, t
         return rms_norm(x, model.get(f"{name}.weight"), eps) if is_rms else layer_norm(x, model.below(name), eps)
 
     x = norm_of_body("embed_norm", x) if config.embedding_norm else x
-    weights, first_values = [], []
+    weights, cross_weights, first_values = [], [], []
     for index in range(config.num_hidden_layers):
         layer = config.per_layer_config[index]
         block = model.below(f"layers.{index}")
@@ -515,6 +535,15 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token, t
             output, layer_weights, values = attention(*inputs)
             weights.append(layer_weights)
             first_values.append(values)
+            return output
+
+        cross = cross_layer(layer)
+
+        def attend_to_source(x, index=index, cross=cross, block=block):
+            seen = is_source.expand(1, len(x), -1)
+            inputs = (config, cross, x, block.below("cross_attn"), positions, seen, is_token, texts, index)
+            output, layer_weights, _ = attention(*inputs, source=source)
+            cross_weights.append(layer_weights)
             return output
 
         def feed_forward(x, block=block):
@@ -536,18 +565,30 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token, t
             return after(norm(f"{name}_norm", x) if config.norm_position == "post" else x)
 
         if config.parallel_residual:
-            x = end("mlp", x + output_of(attend, x, "self_attn") + output_of(feed_forward, x, "mlp"))
+            of_source = 0.0 if cross is None else output_of(attend_to_source, x, "cross_attn")
+            x = end("mlp", x + output_of(attend, x, "self_attn") + of_source + output_of(feed_forward, x, "mlp"))
         else:
             x = end("self_attn", x + output_of(attend, x, "self_attn"))
+            if cross is not None:
+                x = end("cross_attn", x + output_of(attend_to_source, x, "cross_attn"))
             x = end("mlp", x + output_of(feed_forward, x, "mlp"))
     if config.norm_position != "post":
         x = norm_of_body("norm", x)
     head = model["embed_tokens.weight"] if config.tie_word_embeddings else parameters["lm_head.weight"]
     logits, cap = x @ head.T, config.final_logit_softcapping
-    return logits if cap is None else cap * torch.tanh(logits / cap), weights
+    return logits if cap is None else cap * torch.tanh(logits / cap), weights + cross_weights
 
 
-def forward(config, state_dict, input_ids, attention_mask=None, position_ids=None, visible=None):
+def forward(
+    config,
+    state_dict,
+    input_ids,
+    attention_mask=None,
+    position_ids=None,
+    visible=None,
+    encoder_hidden_states=None,
+    encoder_attention_mask=None,
+):
     """The logits and attention weights of a batch.
 
     Args:
@@ -557,9 +598,11 @@ def forward(config, state_dict, input_ids, attention_mask=None, position_ids=Non
         attention_mask: `(batch, length)`, 0 for padding.
         position_ids: `(batch, length)`; by default a token's place among those that are not padding.
         visible: `(batch, 1 or heads, length, length)` booleans, in place of what mask and positions say.
+        encoder_hidden_states, encoder_attention_mask: `(batch, source length, width)` and `(batch, source length)`.
 
     Returns:
-        Logits `(batch, length, vocabulary)` and a list of `(batch, heads, length, length)`, one for each layer.
+        Logits `(batch, length, vocabulary)` and a list of `(batch, heads, length, length)`, one for each layer, then one for
+        the cross-attention of each.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
@@ -569,7 +612,11 @@ def forward(config, state_dict, input_ids, attention_mask=None, position_ids=Non
     for row in range(len(input_ids)):
         texts = visible_keys(attention_mask[row], position_ids[row], getattr(config, "is_causal", True))
         seen = texts[None] if visible is None else visible[row]
-        inputs = (input_ids[row], position_ids[row], seen, attention_mask[row].bool(), texts)
+        inputs = [input_ids[row], position_ids[row], seen, attention_mask[row].bool(), texts]
+        if encoder_hidden_states is not None:
+            length = encoder_hidden_states.shape[1]
+            is_source = torch.ones(length) if encoder_attention_mask is None else encoder_attention_mask[row]
+            inputs += [encoder_hidden_states[row], is_source.bool()]
         rows.append(forward_sequence(config, Parameters(state_dict), *inputs))
     logits = torch.stack([row[0] for row in rows])
     weights = [torch.stack(layer) for layer in zip(*(row[1] for row in rows))]

@@ -1,0 +1,206 @@
+"""An NLQ encoder and decoder: cross-attention whose queries, activation and matrices are configured."""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.models.auto import modeling_auto
+from transformers.models.bart.modeling_bart import shift_tokens_right
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+
+from .backends_nlq import choose_implementation, supports_flash_attention
+from .configuration_nlq import AUTOMATIC
+from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
+from .integrations_nlq import CACHE_NAME, NLQGenerationMixin, NLQIntegrationMixin, register_default_targets
+from .modeling_nlq import NLQModel, NLQPreTrainedModel, cap_logits
+
+
+class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
+    config: NLQSeq2SeqConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = NLQPreTrainedModel._no_split_modules
+    _skip_keys_device_placement = NLQPreTrainedModel._skip_keys_device_placement
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+
+    @property
+    def _supports_flash_attn(self) -> bool:
+        return all(supports_flash_attention(half) for half in (self.config.encoder, self.config.decoder))
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # diff with PreTrainedModel, which looks for the attention functions in this file
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        # Each half chooses its own; here a backend that does not exist, or cannot compute some layer, is an error
+        for half in (self.config.encoder, self.config.decoder):
+            choose_implementation(half, requested_attention)
+        return requested_attention or AUTOMATIC
+
+
+class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
+    """An encoder, and a decoder with cross-attention to its last hidden states."""
+
+    _tied_weights_keys = {"decoder.embed_tokens.weight": "encoder.embed_tokens.weight"}
+
+    def __init__(self, config: NLQSeq2SeqConfig):
+        super().__init__(config)
+        self.encoder, self.decoder = NLQModel(config.encoder), NLQModel(config.decoder)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        """Returns the encoder's token embedding, which the decoder shares by default."""
+        return self.encoder.embed_tokens
+
+    def set_input_embeddings(self, new_embeddings: nn.Embedding) -> None:
+        """Sets it; in the decoder too if it is shared."""
+        self.encoder.embed_tokens = new_embeddings
+        self.config.encoder.vocab_size = new_embeddings.num_embeddings
+        if self.config.tie_word_embeddings:
+            self.decoder.embed_tokens = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor, ...] | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
+        position_ids: torch.LongTensor | None = None,
+        decoder_position_ids: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqModelOutput:
+        """
+        Args:
+            input_ids, attention_mask, inputs_embeds, position_ids: the source, as in `NLQModel`; `(batch, source)`.
+            encoder_outputs: what the encoder has returned for it, instead of `input_ids`; the mask is still needed.
+            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, decoder_position_ids: the target, shifted right.
+            cache, past_key_values, use_cache: as in `NLQModel`.
+
+        Returns:
+            The decoder's last hidden state `(batch, query, hidden)`, the cache, and what the flags ask for of both halves.
+        """
+        if encoder_outputs is None:
+            encoder_outputs = self.encoder(
+                input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
+            )
+        elif not isinstance(encoder_outputs, dict):  # a tuple; outputs of Transformers are dictionaries
+            encoder_outputs = BaseModelOutput(*encoder_outputs)
+        outputs = self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            decoder_position_ids,
+            cache,
+            decoder_inputs_embeds,
+            use_cache,
+            past_key_values,
+            encoder_hidden_states=encoder_outputs.last_hidden_state,
+            encoder_attention_mask=attention_mask,
+            **kwargs,
+        )
+        return Seq2SeqModelOutput(
+            last_hidden_state=outputs.last_hidden_state,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
+            decoder_hidden_states=outputs.hidden_states,
+            decoder_attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+            encoder_last_hidden_state=encoder_outputs.last_hidden_state,
+            encoder_hidden_states=encoder_outputs.hidden_states,
+            encoder_attentions=encoder_outputs.attentions,
+        )
+
+
+class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin):
+    """An encoder and a decoder with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.encoder.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: NLQSeq2SeqConfig):
+        super().__init__(config)
+        self.model = NLQSeq2SeqModel(config)
+        self.lm_head = nn.Linear(config.decoder.hidden_size, config.decoder.vocab_size, bias=False)
+        self.loss_type = "ForMaskedLM"  # the labels are not shifted: the decoder's inputs are
+        self.post_init()
+
+    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Shifts labels `(batch, query)` to the right, behind `decoder_start_token_id`; -100 becomes `pad_token_id`."""
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(self.config, name) is None:
+                raise ValueError(f"{name}=None: labels need it in the configuration, or give decoder_input_ids")
+        return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
+
+    def generate_batch(self, *args, **kwargs):
+        """Raises `ValueError`: continuous batching has no place for the encoder's tokens."""
+        raise ValueError("an encoder and decoder has no continuous batching; use generate")
+
+    init_continuous_batching = generate_batch
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        decoder_input_ids: torch.LongTensor | None = None,
+        decoder_attention_mask: torch.Tensor | None = None,
+        encoder_outputs: BaseModelOutput | tuple[torch.Tensor, ...] | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        decoder_inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> Seq2SeqLMOutput:
+        """
+        Args:
+            input_ids, ..., past_key_values, kwargs: as in `NLQSeq2SeqModel`.
+            labels: `(batch, query)` token ids of the target; -100 is ignored. Without `decoder_input_ids`, they are these
+                shifted to the right.
+            logits_to_keep: how many last positions get logits (0: all), or their indices.
+
+        Returns:
+            The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
+        """
+        if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
+            decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
+        outputs = self.model(
+            input_ids,
+            attention_mask,
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs,
+            cache,
+            inputs_embeds,
+            decoder_inputs_embeds,
+            use_cache,
+            past_key_values,
+            **kwargs,
+        )
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits, loss = cap_logits(self.lm_head(hidden_states), self.config.decoder.final_logit_softcapping), None
+        if labels is not None:
+            options = {"labels": labels.contiguous(), "vocab_size": self.config.decoder.vocab_size}
+            loss = self.loss_function(logits=logits, **options, **kwargs)
+        return Seq2SeqLMOutput(
+            **{"loss": loss, "logits": logits} | {k: v for k, v in outputs.items() if k != "last_hidden_state"}
+        )
+
+
+modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(
+    NLQSeq2SeqConfig.model_type, NLQForConditionalGeneration.__name__
+)
+register_default_targets(NLQSeq2SeqConfig.model_type)

@@ -1,0 +1,447 @@
+"""Cross-attention, and encoders with decoders: formulas, backends, caches, other people's models, heads and refusals."""
+
+import random
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from support import reference
+from support.attention_cases import mask_of
+from support.model_cases import BLOCKS, PROJECTIONS, VOCABULARY, random_tokens
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertModel,
+    DynamicCache,
+    EncoderDecoderCache,
+    EncoderDecoderModel,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    ViTModel,
+    set_seed,
+)
+
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQModel, NLQSeq2SeqConfig
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
+
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES |= {"max_position_embeddings": 64}
+SOURCE_MASK = mask_of("1111000", "0101111")
+TARGET_MASK = mask_of("000111111", "111111111")
+
+
+def far_from_initial(model, dtype=torch.float64):
+    model = model.to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def decoder(dtype=torch.float64, **switches):
+    """A decoder with cross-attention, whose parameters are all far from their initial values."""
+    set_seed(0)
+    return far_from_initial(NLQForCausalLM(NLQConfig(**{**SIZES, "add_cross_attention": True, **switches})), dtype)
+
+
+def source(width=16, dtype=torch.float64, length=7):
+    return torch.randn(2, length, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
+
+
+def attention_switches(chance: random.Random, groups: int, widths_agree: bool) -> dict:
+    """Switches that self-attention and cross-attention may have."""
+    activation = chance.choice([name for name in ATTENTION_ACTIVATIONS if name != "stick_breaking"])
+    row = ATTENTION_ACTIVATIONS[activation]
+    projections = PROJECTIONS if groups == 4 and widths_agree else ("linear", "bottleneck", "upcycled")
+    normalizations = [None, "length", "none", *(["sum"] if row.non_negative else [])] if row.is_elementwise else [None]
+    return {
+        "attention_activation": activation,
+        "attention_normalization": chance.choice(normalizations),
+        "query_projection": chance.choice(PROJECTIONS),
+        "key_projection": chance.choice(projections),
+        "value_projection": chance.choice(projections),
+        "qk_norm": chance.choice([None, "rms", "rms_all_heads", "l2"]),
+        "attention_gate": chance.choice([None, "headwise", "elementwise"]),
+        "head_projection": chance.random() < 0.3,
+        "attention_output_activation": chance.choice([None, None, "gelu"]),
+    }
+
+
+def random_switches(seed: int) -> dict:
+    chance = random.Random(seed)
+    groups, width = chance.choice([1, 2, 4]), chance.choice([16, 20])
+    switches = {
+        **attention_switches(chance, groups, width == 16),
+        "num_key_value_heads": groups,
+        "cross_attention_hidden_size": width,
+        "position_embedding": chance.choice(["learned", "none"]),
+        "use_bias": chance.random() < 0.5,
+        **chance.choice(list(BLOCKS.values())),
+    }
+    if chance.random() < 0.6:
+        switches["cross_attention"] = attention_switches(chance, groups, width == 16)
+    both = {"attention_sink": "learned", "parallax": True, "attention_length_scaling": "log"}
+    both |= {"differential_attention": chance.choice(["v1", "v2"])}
+    own = {"exclusive_attention": "learned", "value_residual": "learned", "forget_gate": "learned", "sliding_window": 3}
+    own |= {"canon": "ABCD", "selective_attention": True, "attention_gate": "value"}
+    for name, value in (both | own).items():
+        if chance.random() < 0.25:
+            switches = _with_if_allowed(switches, {name: value})
+        if name in both and "cross_attention" in switches and chance.random() < 0.25:
+            switches = _with_if_allowed(switches, {"cross_attention": {**switches["cross_attention"], name: value}})
+    return switches
+
+
+def _with_if_allowed(switches: dict, more: dict) -> dict:
+    try:
+        NLQConfig(**{**SIZES, "add_cross_attention": True, **switches, **more})
+    except (ValueError, StrictDataclassError):
+        return switches
+    return {**switches, **more}
+
+
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))])
+def test_random_decoders(seed):
+    """Logits and weights are those of the formulas; the steps of a cache, and a pair alone, are those of the whole."""
+    switches = random_switches(seed)
+    try:
+        model = decoder(**switches)
+    except (ValueError, StrictDataclassError) as error:
+        pytest.fail(f"{switches}: {error}")
+    encoded = source(model.config.cross_attention_hidden_size)
+    input_ids, mask = random_tokens(2, 9), TARGET_MASK
+    inputs = {"encoder_hidden_states": encoded, "encoder_attention_mask": SOURCE_MASK}
+    model.set_attn_implementation("eager")
+    has_weights = all(layer.attention_activation != "linear_attention" for layer in model.config.attention_configs)
+    with torch.no_grad():
+        output = model(input_ids, attention_mask=mask, output_attentions=has_weights, **inputs)
+        logits, weights = reference.forward(model.config, model.state_dict(), input_ids, mask, **inputs)
+        is_token, layers = mask.bool(), model.config.num_hidden_layers
+        close = {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(output.logits[is_token], logits[is_token], **close)
+        if has_weights:
+            for actual, expected in zip((*output.attentions, *output.cross_attentions), weights, strict=True):
+                actual, expected = (each.transpose(1, 2)[is_token] for each in (actual, expected))
+                torch.testing.assert_close(actual, expected, **close)
+        assert len(weights) == 2 * layers
+        cache, steps = None, []
+        for start, end in ((0, 5), (5, 6), (6, 9)):
+            step = model(input_ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **inputs)
+            cache = step[1]
+            steps.append(step.logits)
+        torch.testing.assert_close(torch.cat(steps, dim=1)[is_token], output.logits[is_token], **close)
+        alone = model(input_ids[:1, 3:], encoder_hidden_states=encoded[:1, :4])
+        torch.testing.assert_close(alone.logits[0], output.logits[0, 3:], **close)
+
+
+def pair(dtype=torch.float64, encoder=None, tied=True, **switches):
+    """An encoder and a decoder, whose parameters are all far from their initial values."""
+    set_seed(0)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    halves = {"encoder": {**SIZES, **(encoder or {})}, "decoder": {**SIZES, **tokens, **switches}}
+    return far_from_initial(NLQForConditionalGeneration(NLQSeq2SeqConfig(**halves, tie_word_embeddings=tied)), dtype)
+
+
+GENERATED = {
+    "softmax": {},
+    "window": {"sliding_window": 3, "position_embedding": "rope"},
+    "linear": {"attention_activation": "linear_attention"},
+    "linear_to_source": {"cross_attention": {"attention_activation": "linear_attention"}},
+    "linear_and_sigmoid": {
+        "attention_activation": "linear_attention",
+        "linear_attention_decay": "learned",
+        "cross_attention": {"attention_activation": "sigmoid"},
+    },
+    "sinks": {"attention_sink": "learned", "num_key_value_heads": 2},
+    "own_state": {"forget_gate": "learned", "canon": "ABCD", "cross_attention": {"attention_activation": "relu"}},
+    "layers_differ": {
+        "per_layer_config": {
+            0: {"cross_attention": False, "sliding_window": 3},
+            1: {"attention_activation": "linear_attention", "cross_attention": {"attention_activation": "entmax15"}},
+        }
+    },
+}
+
+
+class TestGeneration:
+    @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "do_sample": True}], ids=str)
+    @pytest.mark.parametrize("name", GENERATED)
+    def test_cached_tokens_are_those_without_a_cache(self, name, options):
+        model, inputs = pair(**GENERATED[name]), {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK}
+        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **inputs, **options}
+        options["no_repeat_ngram_size"] = 1  # random models repeat one token
+
+        def generate(**more):
+            set_seed(0)
+            return model.generate(**options, **more)
+
+        expected = generate(use_cache=False)
+        assert generate().equal(expected)
+        if "own_state" not in name and not options["do_sample"]:  # canon takes no static cache with beams
+            assert generate(cache_implementation="static", disable_compile=True).equal(expected)
+        with torch.no_grad():
+            encoder_outputs = model.get_encoder()(inputs["input_ids"], attention_mask=SOURCE_MASK)
+        assert generate(encoder_outputs=encoder_outputs).equal(expected)
+
+    def test_compiled_steps(self):
+        model = pair(torch.float32, sliding_window=3, cross_attention={"attention_activation": "sigmoid"})
+        inputs = {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "max_new_tokens": 6, "do_sample": False}
+        expected = model.generate(**inputs)
+        step = torch.compile(model, dynamic=False, fullgraph=True, backend="eager")
+        cache = EncoderDecoderCache(DynamicCache(config=model.config.decoder), DynamicCache())
+        tokens, encoder_outputs = expected[:, :1], model.get_encoder()(inputs["input_ids"], attention_mask=SOURCE_MASK)
+        for _ in range(3):
+            with torch.no_grad():
+                shared = {"encoder_outputs": encoder_outputs, "attention_mask": SOURCE_MASK, "past_key_values": cache}
+                output = step(decoder_input_ids=tokens[:, -1:], **shared)
+            tokens = torch.cat([tokens, output.logits[:, -1:].argmax(dim=-1)], dim=1)
+        assert tokens.equal(expected[:, :4])
+
+    def test_decoder_alone_keeps_the_source_once(self):
+        model, inputs = decoder(), {"encoder_hidden_states": source(), "encoder_attention_mask": SOURCE_MASK}
+        cache = DynamicCache(config=model.config)
+        first = model(random_tokens(2, 3), past_key_values=cache, use_cache=True, **inputs)
+        assert isinstance(first[1], EncoderDecoderCache) and first[1].self_attention_cache is cache
+        projected = []
+        model.model.layers[0].cross_attn.k_proj.register_forward_hook(
+            lambda _, inputs, output: projected.append(output.shape[1])
+        )
+        model(random_tokens(2, 1), past_key_values=first[1], use_cache=True, **inputs)
+        assert projected == [0]
+
+
+class TestOtherModels:
+    """Weights copied by hand."""
+
+    @pytest.mark.parametrize("model_class", [PegasusForConditionalGeneration, BartForConditionalGeneration])
+    def test_pegasus_and_bart(self, model_class):
+        set_seed(0)
+        is_bart = model_class is BartForConditionalGeneration
+        sizes = {"vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 64, "scale_embedding": False}
+        for half in ("encoder", "decoder"):
+            sizes |= {f"{half}_layers": 2, f"{half}_attention_heads": 4, f"{half}_ffn_dim": 24}
+        tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "forced_eos_token_id": None}
+        config = (BartConfig if is_bart else PegasusConfig)(
+            **sizes, **tokens, decoder_start_token_id=1, attn_implementation="eager"
+        )
+        theirs = far_from_initial(model_class(config))
+        theirs.tie_weights()
+        block = {"use_bias": True, "query_projection": "linear", "norm_position": "post" if is_bart else "pre"}
+        block |= {"embedding_norm": is_bart}
+        model = pair(encoder=block, **block)
+        names = {"out_proj": "o_proj", "encoder_attn": "cross_attn", "final_layer_norm": "mlp_norm", "fc1": "mlp.fc1"}
+        names |= {"self_attn_layer_norm": "self_attn_norm", "encoder_attn_layer_norm": "cross_attn_norm", "fc2": "mlp.fc2"}
+        names |= {"layernorm_embedding": "embed_norm", "layer_norm": "norm"}
+        state = {}
+        for key, tensor in theirs.state_dict().items():
+            for name, ours in names.items():
+                key = key.replace(f".{name}.", f".{ours}.")
+            state[key] = tensor[2:] if is_bart and "embed_positions" in key else tensor
+        state = {key: tensor for key, tensor in state.items() if "shared" not in key and key != "final_logits_bias"}
+        model.load_state_dict(state)
+        source_ids, mask, labels = (
+            random_tokens(2, 7).clamp(min=3),
+            mask_of("1111111", "1111000"),
+            random_tokens(2, 5).clamp(min=3),
+        )
+        labels[1, 3:] = -100
+        inputs = {"input_ids": source_ids, "attention_mask": mask}
+        with torch.no_grad():
+            actual, expected = (each(**inputs, labels=labels) for each in (model, theirs))
+        assert (actual.logits - expected.logits).abs().max() < 1e-9
+        torch.testing.assert_close(actual.loss.double(), expected.loss.double(), rtol=1e-6, atol=1e-6)
+        for options in ({}, {"num_beams": 4, "length_penalty": 0.8}, {"num_beams": 4, "num_return_sequences": 3}):
+            options |= {"max_new_tokens": 9, "do_sample": False, "no_repeat_ngram_size": 1}
+            assert model.generate(**inputs, **options).equal(theirs.generate(**inputs, **options))
+
+    def test_stock_composites(self):
+        """A decoder in Transformers' own classes, whose caches are stock; and an encoder in their other slot."""
+        set_seed(0)
+        text = {"vocab_size": VOCABULARY, "hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4}
+        pixels = ViTConfig(hidden_size=20, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4)
+        switches = {"sliding_window": 3, "cross_attention": {"attention_activation": "sigmoid"}}
+        image = {"pixel_values": torch.rand(2, 3, 8, 8, dtype=torch.float64)}
+        words = {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK}
+        for composite, encoder, inputs in (
+            (EncoderDecoderModel, BertModel(BertConfig(**text, intermediate_size=24)), words),
+            (EncoderDecoderModel, NLQModel(NLQConfig(**SIZES, is_causal=False)), words),
+            (VisionEncoderDecoderModel, ViTModel(pixels, add_pooling_layer=False), image),
+        ):
+            width = encoder.config.hidden_size
+            half = decoder(**switches, cross_attention_hidden_size=width, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+            model = composite(encoder=encoder, decoder=half).double().eval()
+            model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
+            options = {"max_new_tokens": 8, "min_new_tokens": 8, "num_beams": 2, "do_sample": False, **inputs}
+            options |= {"no_repeat_ngram_size": 1}
+            options |= {"decoder_start_token_id": 1, "pad_token_id": 0, "eos_token_id": 2}
+            assert model.generate(**options).equal(model.generate(**options, use_cache=False))
+            labels = random_tokens(2, 5).clamp(min=3)
+            loss = model(**inputs, labels=labels).loss
+            loss.backward()
+            with torch.no_grad():
+                states = encoder(**inputs).last_hidden_state
+                shifted = model.prepare_decoder_input_ids_from_labels(labels)
+                source_inputs = {"encoder_hidden_states": states, "encoder_attention_mask": inputs.get("attention_mask")}
+                logits = half(shifted, **source_inputs).logits
+            torch.testing.assert_close(loss.detach(), torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.usefixtures("small_tiles", "cpp_allowed")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
+@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("mask", [None, SOURCE_MASK], ids=["plain", "padded"])
+@pytest.mark.parametrize(
+    "implementation, activation",
+    [
+        *(("sdpa", "softmax"), ("nlq_rows", "softmax"), ("nlq_cpp", "softmax"), ("nlq_rows", "entmax15")),
+        *((name, activation) for name in ("nlq_tiled", "nlq_cpp") for activation in ("sigmoid", "squared", "relu")),
+        *(("flex_attention", activation) for activation in ("softmax", "squared")),
+        ("nlq", "sigmoid"),
+    ],
+)
+def test_backends_equal_eager(implementation, activation, mask, queries):
+    """Outputs, and gradients but of `flex_attention`, which has none on the CPU."""
+    switches = {"attention_activation": activation, "num_key_value_heads": 2, "query_projection": "linear"}
+    model = decoder(torch.float32, **switches, cross_attention_hidden_size=20)
+    input_ids, encoded = random_tokens(2, queries), source(20, torch.float32).requires_grad_()
+    has_gradients = implementation != "flex_attention"
+
+    def results(name):
+        model.set_attn_implementation(name)
+        with torch.set_grad_enabled(has_gradients):
+            logits = model(input_ids, encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=False).logits
+            inputs = [encoded, *model.parameters()]
+            return [logits, *(torch.autograd.grad(logits.square().mean(), inputs) if has_gradients else ())]
+
+    for actual, expected in zip(results(implementation), results("eager")):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "linear_attention", "sigmoid"])
+def test_permuted_source_changes_nothing(activation):
+    model = pair(encoder={"position_embedding": "none"}, cross_attention={"attention_activation": activation})
+    input_ids, order, labels = random_tokens(2, 7), torch.randperm(7), random_tokens(2, 5)
+    logits = [
+        model(ids, mask, labels=labels).logits
+        for ids, mask in ((input_ids, SOURCE_MASK), (input_ids[:, order], SOURCE_MASK[:, order]))
+    ]
+    torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant):
+    """The encoder gets its gradients through every layer of the decoder."""
+    model, inputs = (
+        pair().train(),
+        {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "labels": random_tokens(2, 5)},
+    )
+
+    def gradients():
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    expected = gradients()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    for actual, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
+def test_compiles_and_exports():
+    model = pair(torch.float32, cross_attention={"attention_activation": "sigmoid"})
+    inputs = {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "decoder_input_ids": random_tokens(2, 5)}
+    expected = model(**inputs, use_cache=False).logits
+    torch.testing.assert_close(
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs, use_cache=False).logits, expected
+    )
+    lengths = {name: torch.export.Dim(name, min=2, max=60) for name in ("source", "target")}
+    shapes = {"input_ids": {1: lengths["source"]}, "attention_mask": {1: lengths["source"]}}
+    shapes |= {"decoder_input_ids": {1: lengths["target"]}, "use_cache": None}
+    exported = torch.export.export(model, (), {**inputs, "use_cache": False}, dynamic_shapes=shapes).module()
+    longer = {
+        "input_ids": random_tokens(2, 11),
+        "attention_mask": torch.ones(2, 11).long(),
+        "decoder_input_ids": random_tokens(2, 3),
+    }
+    torch.testing.assert_close(exported(**longer, use_cache=False).logits, model(**longer, use_cache=False).logits)
+
+
+def test_saved_and_resized(tmp_path):
+    model, inputs = pair(), {"input_ids": random_tokens(2, 7), "labels": random_tokens(2, 5)}
+    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight is model.model.encoder.embed_tokens.weight
+    model.resize_token_embeddings(VOCABULARY + 3)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert loaded.config.encoder.vocab_size == loaded.config.decoder.vocab_size == VOCABULARY + 3
+    assert loaded.lm_head.weight is loaded.model.decoder.embed_tokens.weight
+    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-12)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "switches, message",
+        [
+            ({"is_causal": False}, "add_cross_attention=True needs is_causal=True"),
+            ({"add_cross_attention": False, "cross_attention": {}}, "cross_attention={} needs add_cross_attention=True"),
+            ({"cross_attention": True}, "cross_attention=True must be the switches"),
+            ({"cross_attention": {"sliding_window": 3}}, "cross_attention: 'sliding_window' cannot be set there"),
+            ({"cross_attention": {"attention_activaton": "relu"}}, "did you mean 'attention_activation'"),
+            ({"cross_attention": {"attention_activation": "softmx"}}, "cross_attention: .*softmx"),
+            ({"cross_attention": {"attention_gate": "value"}}, "cross_attention: attention_gate='value' reads"),
+            (
+                {"attention_activation": "stick_breaking"},
+                "cross_attention: attention_activation='stick_breaking' needs an order",
+            ),
+            (
+                {"cross_attention": {"attention_sink": "zero", "attention_activation": "relu"}},
+                "cross_attention: attention_sink",
+            ),
+            (
+                {"cross_attention": {"key_projection": "identity"}, "cross_attention_hidden_size": 20},
+                "cross_attention: key_proj",
+            ),
+            ({"per_layer_config": {1: {"cross_attention": {"canon": "A"}}}}, "layer 1: cross_attention: 'canon' cannot"),
+        ],
+    )
+    def test_configurations(self, switches, message):
+        with pytest.raises((ValueError, StrictDataclassError), match=message):
+            NLQConfig(**{**SIZES, "add_cross_attention": True, **switches})
+
+    @pytest.mark.parametrize(
+        "encoder, switches, message",
+        [
+            ({"is_causal": True}, {}, "encoder: is_causal=True must be False, or left out"),
+            ({}, {"add_cross_attention": False}, "decoder: add_cross_attention=False must be True"),
+            ({}, {"cross_attention_hidden_size": 20}, "decoder: cross_attention_hidden_size=20 follows from the encoder"),
+            ({"vocab_size": 20}, {}, "tie_word_embeddings=True shares one embedding, but vocab_size is 20 in the encoder"),
+        ],
+    )
+    def test_pairs(self, encoder, switches, message):
+        with pytest.raises((ValueError, StrictDataclassError), match=message):
+            pair(encoder=encoder, **switches)
+
+    def test_calls(self):
+        model, input_ids, encoded = decoder(), random_tokens(2, 4), source()
+        plain = decoder(add_cross_attention=False)
+        packed = {"position_ids": torch.tensor([[0, 1, 0, 1]]), "encoder_hidden_states": encoded}
+        for other, inputs, message in (
+            (model, {}, r"encoder_hidden_states: add_cross_attention=True needs .*\(2, source, 16\)"),
+            (model, {"encoder_hidden_states": source(20)}, r"encoder_hidden_states=\(2, 7, 20\) must be"),
+            (
+                model,
+                {"encoder_hidden_states": encoded, "encoder_attention_mask": SOURCE_MASK[:, :5]},
+                "encoder_attention_mask=",
+            ),
+            (model, packed, "packed documents would see the same tokens"),
+            (plain, {"encoder_hidden_states": encoded}, "this model has no cross-attention; set add_cross_attention=True"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                other(input_ids, **inputs)
+        for each in (model, pair()):
+            with pytest.raises(ValueError, match="no continuous batching"):
+                each.generate_batch([[1, 2]])
