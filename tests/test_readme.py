@@ -59,6 +59,18 @@ def test_snippets_of_encoders(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_snippets_of_encoder_and_decoder(tmp_path, monkeypatch, capsys):
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "runs" / "demo")
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for snippet in snippets(DOCUMENTS / "encoder_decoder.md"):
+        exec(compile(snippet, "encoder_decoder.md", "exec"), names)
+    assert "torch.Size([2, " in capsys.readouterr().out.splitlines()[-1]
+    assert {"modeling_seq2seq_nlq.py", "tokenizer.json"} <= {path.name for path in (tmp_path / "runs" / "reversed").iterdir()}
+
+
+@pytest.mark.slow
 def test_snippets_of_the_other_side(run, tmp_path):
     """Snippets that load a published model run in a process without this package, on a local Hub."""
     documents = (README, DOCUMENTS / "conversion.md")
