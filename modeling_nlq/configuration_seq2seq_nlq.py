@@ -76,6 +76,16 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
         self.auto_map = SEQ2SEQ_AUTO_MAP
         self.nlq_version = __version__
 
+    @property
+    def vocab_size(self) -> int:
+        """That of the decoder."""
+        return self.decoder.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """That of the decoder."""
+        return self.decoder.hidden_size
+
     def validate_architecture(self):
         """Checks that what is shared has one shape."""
         for name in ("vocab_size", "hidden_size"):

@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from modeling_nlq.configuration_nlq import AUTO_MAP, MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
+from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
 
 from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
 from .parameters import Size, parts_in
@@ -26,12 +26,14 @@ _METRICS = {
     "pseudo_perplexity": "pseudo-perplexity of masked tokens",
     "bits_per_byte": "bits per byte",
     "token_accuracy": "token accuracy",
+    "chrf": "chrF of generated text",
 }
 _MEASURES = {f"{split}_{key}": f"{name} {text}" for split, name in _SPLITS.items() for key, text in _METRICS.items()}
 _PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForMaskedLM": "fill-mask",
+    "AutoModelForSeq2SeqLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
@@ -82,7 +84,7 @@ def render(
     measured = {key: metrics[key] for key in _MEASURES if metrics.get(key) is not None}
     base_model = metrics.get("base_model") or conversion.get("base_model")
     auto_class = _auto_class(config)
-    is_nlq = config.model_type == "nlq"
+    is_nlq = config.model_type in ("nlq", "nlq_seq2seq")
     is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
     name = location.split("/")[-1]
     pipeline, measures = _PIPELINES[auto_class], _MEASURES
@@ -121,6 +123,9 @@ def render(
         model_type=config.model_type,
         auto_class=auto_class,
         is_masked=auto_class == "AutoModelForMaskedLM",
+        kind={"AutoModelForMaskedLM": "an encoder", "AutoModelForSeq2SeqLM": "an encoder and decoder"}.get(
+            auto_class, "a GPT-style language model"
+        ),
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
@@ -128,7 +133,7 @@ def render(
         size=size,
         trained_parameters=metrics.get("trained_parameters", size.total),
         has_lora=given.get("lora") is not None,
-        context=config.max_position_embeddings,
+        context=config.get_text_config(decoder=True).max_position_embeddings,
         has_tokenizer=has_tokenizer,
         conversion=conversion,
         origin=_origin(conversion) if conversion else None,
@@ -184,8 +189,9 @@ def _auto_class(config: PreTrainedConfig) -> str:
     head = name.partition("For")[2]
     if name.endswith("LMHeadModel"):
         head = "CausalLM"
+    head = "Seq2SeqLM" if head == "ConditionalGeneration" else head
     auto_class = f"AutoModelFor{head}" if head else "AutoModel"
-    return auto_class if auto_class in AUTO_MAP else "AutoModelForCausalLM"
+    return auto_class if auto_class in _PIPELINES else "AutoModelForCausalLM"
 
 
 def _origin(conversion: dict[str, Any]) -> str:
@@ -197,6 +203,9 @@ def _origin(conversion: dict[str, Any]) -> str:
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:
     """The switches that are set, with the values of layers that differ."""
+    if config.sub_configs:
+        halves = {half: _switches(getattr(config, half)) for half in config.sub_configs}
+        return {f"{half}: {name}": value for half, switches in halves.items() for name, value in switches.items()}
     values = config.to_dict()
     # Of these, only `is_causal` is `True` by default
     switches = {name: values[name] for name in _SWITCHES if values.get(name) not in (None, name == "is_causal")}

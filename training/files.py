@@ -23,7 +23,7 @@ from ..configuration import suggestion
 # builder of `datasets` that reads them; and the built-in corpus with the key of `sysconfig.get_paths()` for the folder of
 # their Python files
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-BUILT_IN_CORPORA = {"python-stdlib": "stdlib"}
+BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-docstrings": "stdlib"}
 CARD_FILE = "README.md"
 CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"

@@ -50,11 +50,22 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     if values.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(f"{path}: model_type={values.get('model_type')!r} is no type of model that Transformers knows")
     config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
-    for key in switches or {}:
+    if not switches:
+        return config
+    _check_switches(name, config, switches)
+    halves = {key: {**values.get(key, {}), **switches[key]} for key in config.sub_configs if key in switches}
+    return AutoConfig.for_model(**{**values, **switches, **halves})
+
+
+def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any]) -> None:
+    for key, value in switches.items():
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
             known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
             raise ValueError(f"model {name!r} of type {config.model_type!r} has no field {key!r}; {suggestion(key, known)}")
-    return AutoConfig.for_model(**{**values, **(switches or {})}) if switches else config
+        if key in config.sub_configs:
+            if not isinstance(value, dict):
+                raise ValueError(f"{key}={value!r} must be the switches that differ there")
+            _check_switches(f"{name}: {key}", getattr(config, key), value)
 
 
 @torch.no_grad()
@@ -98,6 +109,7 @@ def weights_fingerprint(name: str) -> dict[str, str]:
 
 def limits_length(config: PreTrainedConfig) -> bool:
     """Tells whether a text can be no longer than `max_position_embeddings`, because positions are learned."""
+    config = config.get_text_config(decoder=True) if config.sub_configs else config
     return config.has_learned_positions if isinstance(config, NLQConfig) else not getattr(config, "rope_parameters", None)
 
 

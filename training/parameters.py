@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from modeling_nlq import NLQConfig
+from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.cache_nlq import LAYER_TYPE
 from modeling_nlq.parts_base_nlq import AttentionPart
 from modeling_nlq.parts_builtin_nlq import parts_of
@@ -35,14 +35,24 @@ class Size:
     trained: int
 
 
+AUTO_CLASSES = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}
+
+
 def auto_class_of(config: PreTrainedConfig) -> type:
-    """The Auto class of a configuration's language models: for masked tokens if it is that of an encoder, else for the next."""
+    """The Auto class of a configuration's language models."""
+    return AUTO_CLASSES[objective_of(config)]
+
+
+def objective_of(config: PreTrainedConfig) -> str:
+    """What the language models of a configuration are trained for, an `objective` of recipes."""
+    if config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping:
+        return "seq2seq"
     classes = AutoModelForCausalLM, AutoModelForMaskedLM
     is_of_decoders, is_of_encoders = (type(config) in each._model_mapping for each in classes)
     # BERT and its like are both: encoders, unless `is_decoder` says otherwise
     is_plain = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
     is_encoder = not getattr(config, "is_causal", True) or (is_of_encoders and (is_plain or not is_of_decoders))
-    return AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM
+    return "masked" if is_encoder else "causal"
 
 
 def measure(
@@ -86,7 +96,8 @@ def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
     """The attention parts that some layer of a model has, in the order in which they are applied."""
-    layers = config.per_layer_config if isinstance(config, NLQConfig) else []
+    halves = [getattr(config, name) for name in config.sub_configs] or [config]
+    layers = [layer for half in halves if isinstance(half, NLQConfig) for layer in half.attention_configs]
     return list(dict.fromkeys(part for layer in layers for part in parts_of(layer)))
 
 
@@ -108,10 +119,11 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     parameters = list(model.parameters())
     body = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in embeddings}
 
-    layers = config.per_layer_config if isinstance(config, NLQConfig) else []
+    halves = [getattr(config, name) for name in config.sub_configs] if isinstance(config, NLQSeq2SeqConfig) else [config]
     calls = {
         f".{index}.self_attn.{name}.": count
-        for index, layer in enumerate(layers)
+        for half in halves
+        for index, layer in enumerate(half.per_layer_config if isinstance(half, NLQConfig) else ())
         for part in parts_of(layer)
         for name, count in part.calls_per_token(layer).items()
     }
@@ -120,6 +132,17 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
         if parameter.ndim >= 2:
             share = next((count for layer, count in calls.items() if layer in name), 1)
             matrix_operations += round(share * _operations(parameter))
+    return Size(
+        total=sum(parameter.numel() for parameter in parameters),
+        non_embedding=sum(parameter.numel() for parameter in body.values()),
+        flops_per_token=matrix_operations + sum(6 * _products(half, context) for half in halves),
+        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+    )
+
+
+def _products(config: PreTrainedConfig, context: int | None) -> int:
+    """The products with keys and values per token of a decoder, with its cross-attention, or of an encoder."""
+    layers = config.per_layer_config if isinstance(config, NLQConfig) else []
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     context = context or config.max_position_embeddings
     heads, key_value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
@@ -132,12 +155,11 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     ]
     # A layer's parts may compute more heads, or wider values
     costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(products)
-    return Size(
-        total=sum(parameter.numel() for parameter in parameters),
-        non_embedding=sum(parameter.numel() for parameter in body.values()),
-        flops_per_token=matrix_operations + 6 * round(sum(cost * product for cost, product in zip(costs, products))),
-        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-    )
+    for cross in filter(None, (layer.cross_attention_config for layer in layers)):
+        is_linear = cross.activation.kind == "linear"
+        products.append(head_dim * head_dim * (heads + key_value_heads) if is_linear else context * 2 * heads * head_dim)
+        costs.append(math.prod(part.product_cost(cross) for part in parts_of(cross)))
+    return round(sum(cost * product for cost, product in zip(costs, products, strict=True)))
 
 
 def _operations(matrix: torch.nn.Parameter) -> int:

@@ -13,13 +13,20 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    DataCollatorForSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from ..files import atomic_dir, read_json, write_text
 from ..models import load_tokenizer
 from ..text import first_line, root_cause
 from .documents import check_text, load_documents
 from .masked import check_mask_token
+from .pairs import Blocks, make_pairs
 from .recipe import Recipe
 
 
@@ -42,7 +49,7 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
     if recipe.new_vocabulary_size is not None:
         # A stream costs as much to read again: its first documents are enough
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
-        texts = (check_text(row[recipe.text_column], recipe) for row in sample)
+        texts = (check_text(row[column], recipe) for row in sample for column in recipe.text_columns.values())
         return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
     try:
         tokenizer = load_tokenizer(recipe.tokenizer)
@@ -92,21 +99,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreT
         raise ValueError(
             f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={config.vocab_size}"
         )
-
-
-@dataclass
-class Blocks:
-    """The tokens of a split, cut into blocks.
-
-    Attributes:
-        dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept.
-        tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
-        bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
-    """
-
-    dataset: Dataset | IterableDataset
-    tokens: int | None = None
-    bytes_per_token: float | None = None
 
 
 def make_blocks(
@@ -240,13 +232,14 @@ def prepare_data(
         tokenizer = load_tokenizer(str(tokenizer_folder))
     else:
         tokenizer = make_tokenizer(recipe, documents)
-        tokenizer.model_max_length = recipe.block_size
+        tokenizer.model_max_length = recipe.max_source_length if recipe.objective == "seq2seq" else recipe.block_size
         if tokenizer_folder is not None:
             with atomic_dir(tokenizer_folder, last="tokenizer.json") as folder:
                 tokenizer.save_pretrained(folder)
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
-    blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
+    encode = make_pairs if recipe.objective == "seq2seq" else make_blocks
+    blocks = {split: encode(dataset, tokenizer, recipe) for split, dataset in documents.items()}
     if recipe.streaming:
         blocks["train"].dataset = EndlessBlocks(blocks["train"].dataset)
     return tokenizer, blocks, documents.fingerprint
@@ -303,3 +296,12 @@ class BlockCollator:
         elif hides_padding:
             batch["attention_mask"] = (~is_padding).long()
         return batch
+
+
+def make_collator(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> BlockCollator | DataCollatorForSeq2Seq:
+    """Makes the collator of a recipe's objective."""
+    if recipe.objective == "seq2seq":
+        return DataCollatorForSeq2Seq(tokenizer, model)
+    return BlockCollator(tokenizer.eos_token_id, recipe.packing == "documents", is_causal=recipe.objective == "causal")

@@ -1,11 +1,13 @@
 """Documents: corpora, files and datasets of the Hub, split into training, validation and test documents."""
 
+import ast
 import errno
 import gzip
 import hashlib
 import itertools
 import json
 import sysconfig
+import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from ..text import first_line, root_cause
 from .recipe import Recipe
 
 
+PAIRS = "python-docstrings"  # the built-in corpus of pairs
 # Of a document: a tokenizer takes some hundred bytes of memory for each
 MOST_CHARACTERS = 5_000_000
 
@@ -51,6 +54,27 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
             continue  # the standard library tests itself with broken files
         if text.strip():
             yield {"path": path.relative_to(root).as_posix(), "text": text}
+
+
+def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
+    """The code of each function without its docstring, and the first line of that. `datasets` caches by the arguments."""
+    seen = set()
+    for document in python_documents(corpus, fingerprint):
+        lines = document["text"].splitlines(keepends=True)
+        try:
+            nodes = ast.walk(ast.parse(document["text"]))
+        except SyntaxError:
+            continue
+        for node in nodes:
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            if not is_function or len(node.body) < 2 or not (docstring := ast.get_docstring(node)):
+                continue
+            first = node.body[0]
+            code = [*lines[node.lineno - 1 : first.lineno - 1], *lines[first.end_lineno : node.end_lineno]]
+            pair = {"source": textwrap.dedent("".join(code)), "target": docstring.splitlines()[0].strip()}
+            if " " in pair["target"] and tuple(pair.values()) not in seen:
+                seen.add(tuple(pair.values()))
+                yield pair
 
 
 def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[str, str]]:
@@ -90,14 +114,15 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     Raises:
         ValueError: if the dataset is missing, empty, not text, lacks the column, or leaves a split without documents.
     """
-    name, column = recipe.dataset, recipe.text_column
+    name, columns = recipe.dataset, recipe.text_columns
     content = None
     if name in BUILT_IN_CORPORA:
         digest = hashlib.sha256()
         for path in python_files(name):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
         content = digest.hexdigest()[:16]
-        rows = Dataset.from_generator(python_documents, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
+        reader = docstring_pairs if name == PAIRS else python_documents
+        rows = Dataset.from_generator(reader, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
         splits = {"train": rows.to_iterable_dataset() if recipe.streaming else rows}
     elif Path(name).exists():
         splits, content = _load_local(recipe)
@@ -105,9 +130,10 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
         splits = _load(recipe, load_dataset, name, recipe.dataset_config, streaming=recipe.streaming)
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
-    if splits["train"].column_names is not None and column not in splits["train"].column_names:
-        columns = ", ".join(splits["train"].column_names)
-        raise ValueError(f"dataset {name!r} has no column {column!r}; set text_column to one of {columns}")
+    known = splits["train"].column_names
+    for field, column in columns.items():
+        if known is not None and column not in known:
+            raise ValueError(f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}")
     if recipe.streaming and _load(recipe, next, iter(splits["train"]), None) is None:
         raise ValueError(f"dataset {name!r} is empty")
     documents = {"validation": concatenate_datasets([*splits.values()])} if is_whole else _hold_out(splits, recipe)
@@ -120,7 +146,8 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
             raise ValueError(f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction")
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
-    shape = [content, column, recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents, is_whole]
+    shares = (recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents)
+    shape = [content, *columns.values(), *shares, is_whole]
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
 
 
@@ -195,8 +222,8 @@ def _open(path: str | Path, mode: str, **options) -> IO:
 def check_text(value, recipe: Recipe) -> str:
     """Returns a value of the text column; raises `ValueError` if it is no text, or too long a one."""
     if not isinstance(value, str):
-        kind = type(value).__name__
-        raise ValueError(f"dataset {recipe.dataset!r}: column {recipe.text_column!r} must hold text, and a row holds a {kind}")
+        columns, kind = " and ".join(map(repr, recipe.text_columns.values())), type(value).__name__
+        raise ValueError(f"dataset {recipe.dataset!r}: column {columns} must hold text, and a row holds a {kind}")
     if len(value) > MOST_CHARACTERS:
         raise ValueError(
             f"dataset {recipe.dataset!r} holds a document of {len(value):,} characters (it begins with {value[:40]!r}), and at "
@@ -207,7 +234,7 @@ def check_text(value, recipe: Recipe) -> str:
 
 def _lies_between(document: dict, recipe: Recipe, first: float, last: float) -> bool:
     """Tells whether a hash of the document's text lies in `[first, last)` of [0, 1). It is the same in every process."""
-    text = check_text(document[recipe.text_column], recipe)
+    text = check_text(document[next(iter(recipe.text_columns.values()))], recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
 
@@ -225,7 +252,7 @@ def _hold_out(splits: dict, recipe: Recipe) -> dict:
         options = {}
         if not recipe.streaming:
             # By default `datasets` hashes the name of the function, and would reuse a result of another version of it
-            identity = Hasher.hash((splits["train"]._fingerprint, "hash of text", recipe.text_column, first, last))
+            identity = Hasher.hash((splits["train"]._fingerprint, "hash of text", *recipe.text_columns.values(), first, last))
             options = {"num_proc": recipe.num_proc, "new_fingerprint": identity}
         lies_here = {"recipe": recipe, "first": first, "last": last}
         documents[split] = splits["train"].filter(_lies_between, fn_kwargs=lies_here, **options)

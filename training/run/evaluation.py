@@ -8,22 +8,26 @@ from typing import Any, Literal
 
 import torch
 from evaluate import load as load_metric
-from transformers import AutoModelForMaskedLM, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA
 from ..models import limits_length, load_model
-from ..parameters import auto_class_of
+from ..parameters import objective_of
 from ..text import check_number
-from .data import BlockCollator, make_blocks
+from .data import make_blocks, make_collator
 from .documents import load_documents
 from .masked import Masking, MaskingTrainer, check_mask_token
+from .pairs import chrf_of, make_pairs
 from .recipe import Recipe
 from .trained_on import RECIPE_FIELDS, read_trained_on
 
 
 logger = logging.get_logger(__name__)
 
+# Fields of a run's recipe that shape what its model reads
+_SHAPES = ("block_size", "packing", "mask_probability", "source_column", "target_column")
+_SHAPES += ("max_source_length", "max_target_length")
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
 
@@ -33,7 +37,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
     Args:
         logits: `(batch, length, vocabulary)`, or a tuple that begins with them.
         labels: `(batch, length)`; -100 is ignored.
-        shift: 1 where a token's logits stand one place before it, 0 for masked tokens.
+        shift: 1 where a token's logits stand one place before it, 0 for masked tokens and targets.
 
     Returns:
         `(batch, length - shift)` each: negative log-likelihood in nats (0 where ignored), and whether it was the likeliest.
@@ -52,8 +56,9 @@ class LanguageModelingMetrics:
     called a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659): no model of texts has it.
     """
 
-    def __init__(self, bytes_per_token: float | None = None, is_masked: bool = False):
-        self.bytes_per_token, self.is_masked = None if is_masked else bytes_per_token, is_masked
+    def __init__(self, bytes_per_token: float | None = None, objective: str = "causal"):
+        self.is_masked, self.shift = objective == "masked", int(objective == "causal")
+        self.bytes_per_token = None if self.is_masked else bytes_per_token
         self.metric = load_metric(str(METRIC), keep_in_memory=True)
         self._rows: list[tuple[float, int]] = []  # of one evaluation
         self._is_over = False
@@ -63,7 +68,7 @@ class LanguageModelingMetrics:
             self._rows.clear()
         self._is_over = compute_result
         losses, correct = prediction.predictions
-        tokens = (prediction.label_ids[:, int(not self.is_masked) :] != -100).sum(dim=1)
+        tokens = (prediction.label_ids[:, self.shift :] != -100).sum(dim=1)
         self._rows += zip(losses.double().sum(dim=1).tolist(), tokens.tolist())
         self.metric.add(
             negative_log_likelihood=losses.double().sum().item(),
@@ -131,7 +136,7 @@ def evaluate(
     check_number("block_size", block_size, 2)
     name = str(model)
     loaded, tokenizer = load_model(name, trust_remote_code)
-    context = loaded.config.max_position_embeddings
+    context = loaded.config.get_text_config(decoder=True).max_position_embeddings
     if limits_length(loaded.config) and (block_size or 0) > context:
         raise ValueError(f"block_size={block_size} exceeds max_position_embeddings={context} of model {name!r}")
     trained_on = read_trained_on(name)
@@ -157,7 +162,7 @@ def evaluate(
     defaults = {"validation_fraction": 0.02, "block_size": context}
     if trained_on:  # longer blocks would have positions that were never trained
         last = trained_on[-1]
-        defaults |= {field: last[field] for field in ("block_size", "packing", "mask_probability") if field in last}
+        defaults |= {field: last[field] for field in _SHAPES if field in last}
     if own and is_whole:
         logger.warning(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all is evaluated"
@@ -166,7 +171,7 @@ def evaluate(
     elif own:
         defaults |= {field: own[-1][field] for field in RECIPE_FIELDS if field in own[-1]}
         defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}
-    recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, **given})
+    recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, "objective": objective_of(loaded.config), **given})
     is_own = bool(own) and not is_whole and all(defaults.get(field) == given[field] for field in given if field != "dataset")
     return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder=not is_own)
 
@@ -196,10 +201,10 @@ def evaluate_model(
 
     `keep_remainder` is that of `make_blocks`. An encoder predicts masked tokens, always the same ones.
     """
-    is_masked = auto_class_of(model.config) is AutoModelForMaskedLM
-    if is_masked:
+    if recipe.objective == "masked":
         check_mask_token(tokenizer, tokenizer.name_or_path)
-    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
+    encode = make_pairs if recipe.objective == "seq2seq" else make_blocks
+    validation = encode(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
             model=model,
@@ -210,9 +215,12 @@ def evaluate_model(
                 dataloader_pin_memory=torch.cuda.is_available(),
                 report_to="none",
             ),
-            data_collator=BlockCollator(tokenizer.eos_token_id, recipe.packing == "documents", is_causal=not is_masked),
-            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, is_masked),
-            preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(not is_masked)),
+            data_collator=make_collator(recipe, tokenizer, model),
+            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, recipe.objective),
+            preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(recipe.objective == "causal")),
         )
-        trainer.masking = Masking(tokenizer, recipe.mask_probability, 0) if is_masked else None
-        return trainer.evaluate(validation.dataset)
+        trainer.masking = Masking(tokenizer, recipe.mask_probability, 0) if recipe.objective == "masked" else None
+        found = trainer.evaluate(validation.dataset)
+    if recipe.objective == "seq2seq" and (score := chrf_of(model, tokenizer, validation.dataset, recipe)) is not None:
+        found["eval_chrf"] = score
+    return found

@@ -1,6 +1,7 @@
 """`nlq generate`: continues a text."""
 
 import torch
+from torch import nn
 from transformers import set_seed
 
 from modeling_nlq import kernelize
@@ -30,7 +31,7 @@ def generate_text(
         trust_remote_code: as in `load_model`.
 
     Returns:
-        The prompt and its continuation.
+        The prompt and its continuation; of an encoder and decoder, the target for the prompt.
 
     Raises:
         ValueError: for an empty prompt, one that leaves no position for new tokens, or no new tokens.
@@ -41,11 +42,17 @@ def generate_text(
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.device)
-    length = inputs["input_ids"].shape[1]
+    length, is_pair = inputs["input_ids"].shape[1], loaded.config.is_encoder_decoder
     if length == 0:
         raise ValueError("the prompt is empty")
+    if is_pair:  # sources end so
+        inputs = {name: nn.functional.pad(row, (0, 1), value=1) for name, row in inputs.items()}
+        inputs["input_ids"][:, -1] = tokenizer.eos_token_id
+        encoder, length = loaded.config.encoder, 1
+        if limits_length(encoder) and inputs["input_ids"].shape[1] > (context := encoder.max_position_embeddings):
+            raise ValueError(f"a source of {inputs['input_ids'].shape[1]} tokens does not fit {context} positions")
     if limits_length(loaded.config):
-        context = loaded.config.max_position_embeddings
+        context = loaded.config.get_text_config(decoder=True).max_position_embeddings
         room = context + 1 - length  # the last new token is not read
         max_new_tokens = min(100, room) if max_new_tokens is None else max_new_tokens
         if not 0 < max_new_tokens <= room:

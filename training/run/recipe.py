@@ -12,16 +12,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import torch
 import yaml
 from accelerate.utils import parse_flag_from_env
-from transformers import AutoModelForMaskedLM, HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from modeling_nlq import NLQConfig, load_attention_parts
+from modeling_nlq import NLQConfig, NLQSeq2SeqConfig, load_attention_parts
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
 from ..files import CONVERSION_FILE, check_keys, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
-from ..parameters import auto_class_of, freeze_all_but, shapes_of
+from ..parameters import freeze_all_but, objective_of, shapes_of
 from ..storage import normalized
 from ..text import check_number
 from .lora import add_lora
@@ -33,6 +33,12 @@ TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "tra
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
+# What a model is, by its objective, and what else a recipe of another objective may do
+KINDS = {
+    "causal": ("a decoder", ", or give it is_causal: false"),
+    "masked": ("an encoder", ", or give it is_causal: true"),
+    "seq2seq": ("an encoder and decoder", ""),
+}
 # Fields that are mappings
 _MAPPINGS = {
     "lora": "fields of LoraConfig with their values, such as {r: 8}",
@@ -53,6 +59,10 @@ class Recipe:
     """The configuration of a Hub dataset."""
     text_column: str = "text"
     """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
+    source_column: str = "source"
+    """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
+    target_column: str = "target"
+    """With `seq2seq`, the column of the texts that are to be written."""
     streaming: bool = False
     """Read the dataset while training instead of storing it; needs `max_steps`."""
     validation_fraction: float = 0.02
@@ -68,11 +78,16 @@ class Recipe:
     """Python files with attention parts of your own, which the model's `attention_parts` name."""
     block_size: int = 1024
     """Length of a training sample, in tokens."""
+    max_source_length: int = 512
+    """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
+    max_target_length: int = 128
+    """The same for targets, and the longest text that is generated for chrF."""
     packing: Literal["stream", "documents"] = "stream"
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
-    objective: Literal["causal", "masked"] = "causal"
-    """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`)."""
+    objective: Literal["causal", "masked", "seq2seq"] = "causal"
+    """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a target
+    from a source, by an encoder with a decoder."""
     mask_probability: float = 0.3
     """With `masked`, the share of tokens that are to be predicted."""
     num_proc: int | None = None
@@ -107,7 +122,8 @@ class Recipe:
             raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
         if not 0.0 < self.mask_probability < 1.0:
             raise ValueError(f"mask_probability={self.mask_probability} must be between 0 and 1")
-        for name, least in (("block_size", 2), ("max_validation_documents", 1), ("stability_steps", 1)):
+        sizes = {"block_size": 2, "max_source_length": 2, "max_target_length": 2, "max_validation_documents": 1}
+        for name, least in (sizes | {"stability_steps": 1}).items():
             check_number(name, getattr(self, name), least)
         for name, kind in get_type_hints(Recipe).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
@@ -123,6 +139,12 @@ class Recipe:
                 f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such as "
                 "{hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
             )
+
+    @property
+    def text_columns(self) -> dict[str, str]:
+        """The columns of text that are read, by the field that names each."""
+        names = ("source_column", "target_column") if self.objective == "seq2seq" else ("text_column",)
+        return {name: getattr(self, name) for name in names}
 
     @property
     def has_weights(self) -> bool:
@@ -386,8 +408,12 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
 
 def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
     recipe, config = resolved.recipe, resolved.config
-    if limits_length(config) and recipe.block_size > config.max_position_embeddings:
-        yield f"block_size={recipe.block_size} exceeds max_position_embeddings={config.max_position_embeddings}"
+    contexts = {"block_size": config}
+    if isinstance(config, NLQSeq2SeqConfig):
+        contexts = {"max_source_length": config.encoder, "max_target_length": config.decoder}
+    for name, half in contexts.items():
+        if limits_length(half) and getattr(recipe, name) > half.max_position_embeddings:
+            yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={half.max_position_embeddings}"
     if recipe.new_vocabulary_size and recipe.has_weights:
         yield (
             f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another; set "
@@ -400,19 +426,20 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
             f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq convert "
             "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    is_masked = auto_class_of(config) is AutoModelForMaskedLM
-    if is_masked != (recipe.objective == "masked"):
-        kind, right = ("an encoder", "masked") if is_masked else ("a decoder", "causal")
-        yield (
-            f"objective={recipe.objective!r}: model {recipe.model!r} is {kind}; set objective: {right}, or give it is_causal: "
-            f"{str(is_masked).lower()}"
-        )
+    kind, right = KINDS[objective := objective_of(config)]
+    if objective != recipe.objective:
+        yield f"objective={recipe.objective!r}: model {recipe.model!r} is {kind}; set objective: {objective}{right}"
+    if recipe.objective == "seq2seq":
+        for name in ("streaming", "packing", "record_stability", "parametrization"):
+            if getattr(recipe, name) != getattr(Recipe, name):
+                yield f"{name}={getattr(recipe, name)!r} does not go with objective='seq2seq'"
     # Others may see the document before, or have no layers to record; the shipped recipes set attn_implementation: nlq
-    for name in ("record_stability", "packing", "attn_implementation") if not isinstance(config, NLQConfig) else ():
+    is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
+    for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():
         value = getattr(recipe, name)
         if str(value).startswith(AUTOMATIC) if name == "attn_implementation" else value != getattr(Recipe, name):
             yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
-    if recipe.parametrization == "completep":
+    if recipe.parametrization == "completep" and recipe.objective != "seq2seq":
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
         if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):

@@ -56,7 +56,6 @@ class RunRecord(TrainerCallback, ExportableState):
 
     def add_batch(self, input_ids: torch.Tensor) -> None:
         """Adds a batch. It is hashed later, because reading it now would make an accelerator wait."""
-        self.tokens_seen += input_ids.numel() * self.processes
         self._batches.append(input_ids.detach())
         if len(self._batches) >= _BATCHES_TO_KEEP:
             self.hash_batches()
@@ -66,6 +65,8 @@ class RunRecord(TrainerCallback, ExportableState):
         by_process = gather_object([[batch.cpu().to(torch.int32).numpy() for batch in self._batches]])
         # The processes take turns in reading batches. Row by row, neither their number nor the batch size changes the hash
         for row in (row for batches in zip(*by_process, strict=True) for batch in batches for row in batch):
+            row = row[row != -100]  # the padding of pairs
+            self.tokens_seen += len(row)
             self.token_stream = hashlib.sha256(self.token_stream.encode() + row.tobytes()).hexdigest()
         self._batches.clear()
 
@@ -143,7 +144,10 @@ class RecordingTrainer(MaskingTrainer):
         return optimizer
 
     def training_step(self, model, inputs, *args, **kwargs):
-        self.record.add_batch(inputs["input_ids"])
+        tokens = inputs["input_ids"]
+        if "decoder_input_ids" in inputs:
+            tokens = torch.cat([tokens.masked_fill(inputs["attention_mask"] == 0, -100), inputs["labels"]], dim=1)
+        self.record.add_batch(tokens)
         return super().training_step(model, inputs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -42,10 +42,11 @@ from ..models import initialize_by_name, source_named
 from ..parameters import Size, auto_class_of, listed, measure, size_of
 from ..scrub import without_folders
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
-from .data import BlockCollator, Blocks, check_vocabulary, prepare_data
+from .data import Blocks, check_vocabulary, make_collator, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import merge_lora
 from .masked import Masking
+from .pairs import chrf_of
 from .parametrization import completep_factors, scale_initial_values
 from .recipe import ResolvedRecipe, check_recipe, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
@@ -135,8 +136,8 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
     record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
-    collate = BlockCollator(tokenizer.eos_token_id, recipe.packing == "documents", is_causal=recipe.objective == "causal")
-    smoothing, is_masked = arguments.label_smoothing_factor, recipe.objective == "masked"
+    collate = make_collator(recipe, tokenizer, model)
+    smoothing, shift = arguments.label_smoothing_factor, int(recipe.objective == "causal")
     trainer = RecordingTrainer(
         record=record,
         factors=factors,
@@ -147,11 +148,11 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         data_collator=collate,
         processing_class=tokenizer,
         # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
-        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=not is_masked) if smoothing else None,
-        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token, is_masked),
-        preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(not is_masked)),
+        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=bool(shift)) if smoothing else None,
+        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token, recipe.objective),
+        preprocess_logits_for_metrics=functools.partial(token_losses, shift=shift),
     )
-    if is_masked:
+    if recipe.objective == "masked":
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         trainer.masking = Masking(tokenizer, recipe.mask_probability, seed)
     if recipe.record_stability:
@@ -179,6 +180,8 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.mask_token_id = tokenizer.mask_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if config.is_encoder_decoder and config.decoder_start_token_id is None:
+        config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id
     if not recipe.has_weights:
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, resolved.training_arguments.seed)
@@ -279,12 +282,16 @@ def _evaluate_and_save(run: _Run) -> dict[str, Any]:
         last = next((entry for entry in entries if "eval_loss" in entry), {})
     evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
     if "test" in run.blocks:
-        is_masked = trainer.masking is not None
-        trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token, is_masked)
+        objective = run.resolved.recipe.objective
+        trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token, objective)
         evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
         evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
     if run.resolved.recipe.lora is not None:
         merge_lora(trainer)
+    if run.resolved.recipe.objective == "seq2seq":
+        rows = run.blocks["validation"].dataset
+        score = chrf_of(trainer.model, trainer.processing_class, rows, run.resolved.recipe)
+        evaluated |= {} if score is None else {"eval_chrf": score}
     trainer.save_model()
     return evaluated
 
