@@ -120,6 +120,14 @@ class TestOutput:
         ]
 
 
+@pytest.mark.parametrize(("seeds", "stop", "alpha"), [(2, None, 0.05), (5, None, 0.05), (5, "early", 0.025)])
+def test_smallest_difference(seeds, stop, alpha):
+    """With interim analyses, the last one has half of alpha."""
+    scale = SimpleNamespace(seeds=range(seeds), variants=range(3), stop=stop)
+    times = smallest_difference(seeds, 2, 1.0, alpha, 0.8)
+    assert estimate._describe_difference(scale, 0.5) == f"{times * 0.5:.2g} % of the loss, if the noise floor is 0.5 %"
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 def test_bf16_that_the_cpu_emulates(make_file, monkeypatch, is_native):
     monkeypatch.setattr(recipe.torch.accelerator, "is_available", lambda: False)

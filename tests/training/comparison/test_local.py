@@ -19,6 +19,7 @@ from support.paths import REPOSITORY
 from support.runs import without_times
 
 from modeling_nlq.configuration import find
+from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import check_same_models, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
@@ -27,6 +28,10 @@ from nlq import main
 
 
 LAST = "runs/squared/rate-0.01-seed-1"
+
+
+def test_threads_of_a_run():
+    assert LocalEngine(cpus_per_run=2).cpus_per_run == 2
 
 
 def files_of(folder: Path, pattern: str = "runs/**/*") -> dict[Path, int]:

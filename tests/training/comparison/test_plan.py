@@ -31,6 +31,7 @@ class TestPlan:
         for line, (name, variant) in zip(lines[1:], comparison.variants.items()):
             size = measure(load_config(variant.content["model"], variant.content["switches"]), 64)
             assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
+            assert f" {size.flops_per_token * 12 * 8 * 64:.3g} " in line
         assert f"12 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
 
     def test_power_warning(self, make_file):

@@ -17,7 +17,15 @@ from support.planted import PlantedEngine
 
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.inference import analyse
-from modeling_nlq.training.comparison.outcome import History, Outcome, ScaleOutcome, read_outcome, to_json, trend_of
+from modeling_nlq.training.comparison.outcome import (
+    History,
+    Outcome,
+    ScaleOutcome,
+    from_json,
+    read_outcome,
+    to_json,
+    trend_of,
+)
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import (
     describe,
@@ -168,6 +176,7 @@ def test_golden(report, name, fields):
 
 def test_results_are_read_as_they_were_written(outcome):
     assert read_outcome(json.loads(json.dumps(to_json(outcome)))) == outcome
+    assert from_json(tuple[float, ...], [1.0, 2.0]) == (1.0, 2.0) and from_json(np.ndarray, [1.0, 2.0]).tolist() == [1.0, 2.0]
     content = to_json(outcome)
     del content["models"]["base"]["runs"][0]["seed"]
     with pytest.raises(KeyError, match="seed"):

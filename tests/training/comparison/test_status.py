@@ -88,6 +88,10 @@ class TestEngines:
         assert capsys.readouterr().err == f"nlq: error: {message}\n"
         assert not (tmp_path / "results").exists()
 
+    def test_unknown_engine(self, make_file, tmp_path):
+        with pytest.raises(ValueError, match="engine='slurm' must be 'local' or 'ray'"):
+            compare(make_file(), tmp_path, engine="slurm")
+
     def test_training(self, recipe_file, tmp_path, monkeypatch):
         monkeypatch.setattr(ray_jobs, "ray", None)
         folder = tmp_path / "run"

@@ -15,12 +15,18 @@ from transformers import Trainer
 from transformers.models.auto import modeling_auto
 
 from modeling_nlq.training import files, train
+from modeling_nlq.training.run.record import has_diverged
 from nlq import main
 
 
 def times(folder: Path) -> dict[Path, int]:
     """When each file in a folder was written. Releases of filelock before 4 write to the lock's as often as they open it."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != files.LOCK_FILE}
+
+
+def test_divergence():
+    """Half a nat above a model that knows nothing is not yet divergence."""
+    assert [has_diverged(math.log(50) + more, 50) for more in (-1.0, 0.4, 0.6, math.nan)] == [False, False, True, True]
 
 
 class TestRun:
