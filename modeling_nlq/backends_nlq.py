@@ -470,7 +470,7 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
     make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
     options = {CACHE_NAME: cache, "position_ids": positions, "layer_idx": layer_idx}
     if is_cross:  # of which its shape is read
-        source = inputs_embeds.new_empty(len(inputs_embeds), sequences.source_length, 0)
+        source = inputs_embeds.new_empty(inputs_embeds.shape[0], sequences.source_length, 0)
         make, options = create_bidirectional_mask, {"encoder_hidden_states": source}
     if kind == "block" and not layer.is_causal and sequences.segments is not None:
         options["and_mask_function"] = packed_sequence_mask_function(sequences.segments)

@@ -81,10 +81,11 @@ def check_distribution(config: PreTrainedConfig, distributed_config: Distributed
             f"tp_size={tp_size} must divide num_attention_heads={config.num_attention_heads} and "
             f"num_key_value_heads={config.num_key_value_heads}"
         )
-    for layer in config.attention_configs:
-        for part in parts_of(layer):
-            if tp_size > 1 and (reason := part.refuse_split(layer)):
-                raise ValueError(f"tp_size={tp_size}: {part.name} cannot be split: {reason}")
+    for index, layer in enumerate(config.per_layer_config):
+        for attention in filter(None, (layer, layer.cross_attention_config)):
+            for part in parts_of(attention):
+                if tp_size > 1 and (reason := part.refuse_split(attention)):
+                    raise ValueError(f"tp_size={tp_size}: {part.name} (layer {index}) cannot be split: {reason}")
 
 
 class NLQIntegrationMixin:

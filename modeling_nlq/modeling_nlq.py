@@ -618,7 +618,7 @@ class NLQModel(NLQPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        self._check_source(encoder_hidden_states, len(inputs_embeds))
+        self._check_source(encoder_hidden_states, inputs_embeds.shape[0])
         encoder_cache = None
         if isinstance(cache, EncoderDecoderCache) or (cache is not None and self.config.add_cross_attention):
             encoder_cache = cache_of_both(cache)

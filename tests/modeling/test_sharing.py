@@ -116,10 +116,39 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
         assert set(names) <= set(results)
 
 
+ALL_CODE = {path.name for path in PACKAGE.glob("*_nlq.py")}
+PAIR_CODE = {"configuration_seq2seq_nlq.py", "modeling_seq2seq_nlq.py"}
+PAIR = """
+import sys
+import torch
+from transformers import AutoModelForSeq2SeqLM
+model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float64)
+torch.save([model(**torch.load(sys.argv[2])).logits, model.generate(**torch.load(sys.argv[2]), num_beams=2)], sys.argv[3])
+model.save_pretrained(sys.argv[4])
+"""
+
+
+def test_encoder_and_decoder_without_the_package(tmp_path):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    decoder = {**sizes, "sliding_window": 3, "cross_attention": {"attention_activation": "sigmoid"}}
+    config = modeling_nlq.NLQSeq2SeqConfig(encoder=sizes, decoder=decoder, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = modeling_nlq.NLQForConditionalGeneration(config).double().eval()
+    folder, again, inputs = tmp_path / "first", tmp_path / "again", {"input_ids": torch.randint(3, 50, (2, 7))}
+    model.save_pretrained(folder)
+    assert {path.name for path in folder.glob("*.py")} == ALL_CODE
+    inputs["decoder_input_ids"] = torch.tensor([[1], [1]])
+    torch.save(inputs, tmp_path / "inputs")
+    for source, target in ((folder, again), (again, tmp_path / "third")):
+        run_python(PAIR, source, tmp_path / "inputs", tmp_path / "outputs", target, cache=tmp_path)
+        logits, tokens = torch.load(tmp_path / "outputs")
+        torch.testing.assert_close(logits, model(**inputs).logits)
+        assert tokens.equal(model.generate(**inputs, num_beams=2))
+
+
 def test_published_folder_is_plain_pytorch(tmp_path):
     save(tmp_path, attention_activation="squared")
     files = {path.name: path.read_text() for path in tmp_path.glob("**/*.py")}
-    assert set(files) == {path.name for path in Path(modeling_nlq.__file__).parent.glob("*_nlq.py")}
+    assert set(files) == ALL_CODE - PAIR_CODE
     assert not list(tmp_path.glob("**/*.cpp")) + list(tmp_path.glob("**/*.h"))
     for name, text in files.items():
         found = re.findall(r"triton|#include|subprocess|ctypes|from \.+kernels", text)
@@ -169,7 +198,7 @@ def test_kernels_stay_in_the_package(order, tmp_path):
 
 def test_old_revision_lives_beside_the_installed_package(tmp_path):
     model = save(tmp_path, attention_activation="relu")
-    edit(tmp_path / "modeling_nlq.py", "logits = self.lm_head(", "logits = 2 * self.lm_head(")
+    edit(tmp_path / "modeling_nlq.py", "return logits if cap is None", "return 2 * logits if cap is None")
     old_model = load_remote(tmp_path)
     # An installed class wins over remote code in the Auto classes: Transformers' rule
     installed = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True).eval()
@@ -237,10 +266,12 @@ def test_import_registers_and_twice_is_harmless():
     assert type(AutoModel.from_config(config)) is modeling_nlq.NLQModel
 
 
-@pytest.mark.parametrize("entry", ["configuration_nlq.py", "modeling_nlq.py"])
+@pytest.mark.parametrize(
+    "entry", [f"{kind}{name}.py" for kind in ("configuration", "modeling") for name in ("_nlq", "_seq2seq_nlq")]
+)
 def test_scanner_finds_every_file_of_the_package(entry):
     shipped = {Path(path).name for path in get_relative_import_files(PACKAGE / entry)} | {entry}
-    assert shipped == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert shipped == (ALL_CODE if "seq2seq" in entry else ALL_CODE - PAIR_CODE)
 
 
 def test_shipped_files_need_transformers_and_torch_only():
