@@ -205,6 +205,7 @@ def _describe(metrics: dict, kind: str = "held-out ") -> str:
         "eval_pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
         "eval_loss": f"loss {{:.4f}} nats per {unit}",
         "eval_bits_per_byte": "{:.3f} bits per byte",
+        "eval_chrf": "chrF {:.1f}",
         "eval_token_accuracy": f"accuracy of {unit}s {{:.1%}}" if unit != "token" else "token accuracy {:.1%}",
     }
     parts = [text.format(metrics[name]) for name, text in said.items() if metrics.get(name) is not None]

@@ -180,8 +180,11 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.mask_token_id = tokenizer.mask_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if config.is_encoder_decoder and config.decoder_start_token_id is None:
-        config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id
+    if recipe.objective == "seq2seq":
+        if config.decoder_start_token_id is None:
+            config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # where Trainer sets them too
+            setattr(config.get_text_config(decoder=True), name, getattr(config, name))
     if not recipe.has_weights:
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, resolved.training_arguments.seed)

@@ -1,0 +1,114 @@
+"""Runs of an encoder with a decoder: pairs of texts, resumption, evaluation, generation, size and refusals."""
+
+import ast
+import json
+
+import pytest
+from support.runs import interrupt
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from modeling_nlq.training import evaluate, train
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.run.documents import docstring_pairs
+from modeling_nlq.training.run.generation import generate_text
+from nlq import main
+
+
+HALF = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
+SWITCHES = {"encoder": HALF, "decoder": {**HALF, "cross_attention": {"attention_activation": "sigmoid"}}}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Reverses two words; some sources are too long."""
+    folder = tmp_path_factory.mktemp("pairs")
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    pairs = [(f"{first} {second}", f"{second} {first}") for first in words for second in words]
+    pairs += [("nine " * 30, "nine")]
+    lines = [json.dumps({"given": given, "wanted": wanted}) for given, wanted in pairs]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    training = {"max_steps": 40, "per_device_train_batch_size": 8, "save_steps": 4, "eval_steps": 20, "eval_strategy": "steps"}
+    training |= {"learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "steps"}
+    content = {"model": "tiny-seq2seq", "objective": "seq2seq", "dataset": str(folder / "pairs.jsonl"), "tokenizer": "bpe:300"}
+    content |= {"source_column": "given", "target_column": "wanted", "max_source_length": 24, "max_target_length": 16}
+    content |= {"validation_fraction": 0.2, "switches": SWITCHES, "training": training}
+    (folder / "pairs.yaml").write_text(json.dumps(content))
+    return folder / "pairs.yaml"
+
+
+@pytest.fixture(scope="module")
+def pair_run(recipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair") / "run"
+    return folder, train(recipe, output_dir=folder)
+
+
+def test_run(pair_run, capsys):
+    folder, metrics = pair_run
+    assert metrics["steps"] == 40 and 0 < metrics["eval_chrf"] < 100 and metrics["eval_bits_per_byte"] > 0
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert model.config.decoder.cross_attention == {"attention_activation": "sigmoid"}
+    assert model.config.decoder_start_token_id == tokenizer.bos_token_id == tokenizer.eos_token_id
+    again = evaluate(folder, metrics["trained_on"][0]["dataset"], validation_fraction=0.2)
+    assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6) and again["eval_chrf"] == metrics["eval_chrf"]
+    text = generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4)
+    assert not text.startswith("one two") and generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4) == text
+    card = (folder / "README.md").read_text()
+    assert (
+        "An encoder and decoder made with NLQ" in card and "AutoModelForSeq2SeqLM" in card and "chrF of generated text" in card
+    )
+    assert main(["params", str(folder)]) == 0 and main(["explore", str(folder), "--text", "one"]) == 1
+    assert main(["convert", str(folder), str(folder.parent / "other")]) == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
+    assert len(errors) == 2 and all("nlq_seq2seq" in error for error in errors)
+
+
+def test_resumed_to_the_bit(pair_run, recipe, tmp_path):
+    folder, metrics = pair_run
+    interrupt(recipe, output_dir=tmp_path / "run")
+    resumed = train(recipe, output_dir=tmp_path / "run")
+    for name in ("eval_loss", "eval_chrf", "train_loss", "token_stream", "tokens_seen"):
+        assert resumed[name] == metrics[name], name
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_batches_do_not_change_the_loss(pair_run):
+    folder, metrics = pair_run
+    options = {"dataset": metrics["trained_on"][0]["dataset"], "validation_fraction": 0.2}
+    assert evaluate(folder, **options, batch_size=3)["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
+
+
+def test_size():
+    config = load_config("tiny-seq2seq", SWITCHES)
+    size, context, width = measure(config, 24), 24, 32
+    own = measure(load_config("tiny-seq2seq", {**SWITCHES, "decoder": {**HALF, "cross_attention": False}}), 24)
+    # Cross-attention: four matrices, and a product with keys and one with values
+    assert size.non_embedding - own.non_embedding == 4 * width**2 + width
+    assert size.flops_per_token - own.flops_per_token == 6 * (4 * width**2 + 2 * context * width)
+
+
+def test_built_in_corpus():
+    pairs = [pair for pair, _ in zip(docstring_pairs("python-docstrings", ""), range(200))]
+    for pair in pairs:
+        (function,) = ast.parse(pair["source"]).body
+        assert ast.get_docstring(function) is None and "\n" not in pair["target"] and " " in pair["target"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "causal"}, "model 'tiny-seq2seq' is an encoder and decoder; set objective: seq2seq"),
+        ({"model": "tiny-linear", "switches": {}}, "is a decoder; set objective: causal"),
+        ({"max_source_length": 99}, "max_source_length=99 exceeds max_position_embeddings=24"),
+        ({"packing": "documents"}, "packing='documents' does not go with objective='seq2seq'"),
+        ({"source_column": "text"}, "has no column 'text'; set source_column to one of given, wanted"),
+        ({"switches": {"decoder": {"cross_attenton": {}}}}, "tiny-seq2seq: decoder.* has no field 'cross_attenton'"),
+        ({"switches": {"encoder": 3}}, "encoder=3 must be the switches that differ there"),
+    ],
+)
+def test_refusals(recipe, tmp_path, fields, message):
+    content = json.loads(recipe.read_text())
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps({**content, **fields}))
+    with pytest.raises(ValueError, match=message):
+        train(file, output_dir=tmp_path / "run")
