@@ -29,7 +29,7 @@ from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.linear_nlq import chunked_form
 from modeling_nlq.parts_builtin_nlq import DifferentialAttention
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
+from modeling_nlq.training.parameters import Size, auto_class_of, matching_intermediate_size, measure
 from modeling_nlq.training.run.recipe import load_recipe
 
 
@@ -94,11 +94,10 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
 @pytest.mark.parametrize("name", names("models"))
 def test_shipped_models_build(name):
     config = AutoConfig.from_pretrained(find("models", name))
-    assert type(config) is NLQConfig
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert type(model) is NLQForCausalLM
-    if name.startswith("tiny-"):
+        model = auto_class_of(config).from_config(config)
+    assert type(model).__name__ == config.architectures[0]
+    if name.startswith("tiny-") and type(config) is NLQConfig:
         assert 1e6 < model.num_parameters() < (3e6 if model.lm_head.weight is not model.model.embed_tokens.weight else 2.2e6)
 
 
@@ -106,7 +105,8 @@ def test_shipped_models_build(name):
 def test_shipped_recipes_go_through_the_parser(name):
     resolved = load_recipe(name, {"bf16": False, "torch_compile": False})
     config = load_config(resolved.recipe.model, resolved.switches)
-    assert resolved.recipe.block_size <= config.max_position_embeddings
+    if type(config) is NLQConfig:
+        assert resolved.recipe.block_size <= config.max_position_embeddings
     arguments = resolved.training_arguments
     assert arguments.lr_scheduler_type == "cosine_with_min_lr"
     assert (arguments.max_steps > 0) == (name != "ladder")  # whose scales set it

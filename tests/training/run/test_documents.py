@@ -97,7 +97,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         "name, message",
         [
-            ("none", "'none' is neither python-stdlib, a local file or folder, nor"),
+            ("none", "'none' is neither python-stdlib, python-docstrings, a local file or folder, nor"),
             ("empty", "'empty' cannot be read"),
             ("latin.jsonl", "utf-8.* can't decode"),
             ("latin.txt", "'latin.txt' cannot be read: .*utf-8.* can't decode"),

@@ -12,6 +12,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     EuroBertConfig,
     EuroBertForMaskedLM,
@@ -122,11 +123,15 @@ def test_trains_as_eurobert_does(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, is_encoder",
-    [("bert", True), ("roberta", True), ("modernbert", True), ("gpt2", False), ("bart", False), ("nlq", False)],
+    "auto_class, names",
+    [
+        (AutoModelForMaskedLM, ("bert", "roberta", "modernbert")),
+        (AutoModelForCausalLM, ("gpt2", "nlq")),
+        (AutoModelForSeq2SeqLM, ("bart", "nlq_seq2seq")),
+    ],
 )
-def test_which_models_are_encoders(name, is_encoder):
-    assert auto_class_of(CONFIG_MAPPING[name]()) is (AutoModelForMaskedLM if is_encoder else AutoModelForCausalLM)
+def test_kinds_of_models(auto_class, names):
+    assert {auto_class_of(CONFIG_MAPPING[name]()) for name in names} == {auto_class}
 
 
 class TestRun:
