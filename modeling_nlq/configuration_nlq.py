@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from .activations_nlq import FUNCTIONS, AttentionActivation, did_you_mean, get_attention_activation
 from .cache_nlq import LAYER_TYPE, LinearState
-from .parts_base_nlq import WEIGHT_HOOKS, AttentionPart
+from .parts_base_nlq import MLP_HOOKS, WEIGHT_HOOKS, AttentionPart
 from .parts_builtin_nlq import ATTENTION_PARTS, parts_of
 from .parts_nlq import PARTS
 from .parts_user_nlq import code_of, find_part, save_parts
@@ -628,7 +628,7 @@ def _check_cross_attention(layer: NLQConfig) -> None:
         return
     if not layer.is_causal:
         raise ValueError("add_cross_attention=True needs is_causal=True: an encoder has no cross-attention")
-    if (layer.cross_attention_hidden_size or 1) < 1:
+    if layer.cross_attention_hidden_size is not None and layer.cross_attention_hidden_size < 1:
         raise ValueError(f"cross_attention_hidden_size={layer.cross_attention_hidden_size} must be a positive integer")
     for name in overrides or {}:
         if name not in CROSS_ATTENTION_SWITCHES:
@@ -641,8 +641,8 @@ def _check_cross_attention(layer: NLQConfig) -> None:
             return
         _check_layer(cross)
         for part in parts_of(cross):
-            if part.of_own_tokens() or part.has_hook("token_state"):
-                raise ValueError(f"{part.name} keeps a state of the decoder's own tokens, and cannot be there")
+            if part.of_own_tokens() or any(map(part.has_hook, ("token_state", *MLP_HOOKS))):
+                raise ValueError(f"{part.name} needs the decoder's own tokens or its MLP, and cannot be there")
         if cross.attention_gate == "value":
             raise ValueError("attention_gate='value' reads the token's own value, which there is none of")
     except ValueError as error:

@@ -31,7 +31,6 @@ KNOWN_ARGUMENTS = {
     *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),  # read by `masking_nlq.read_sequences`
     *("num_items_in_batch", "shift_labels"),  # read by the losses
     *("output_attentions", "output_hidden_states"),  # lists of layers; read by Transformers' `capture_outputs`
-    "labels",  # `generate` hands them to an encoder, where `Seq2SeqTrainer` predicts
     "token_type_ids",  # NLQ models have one type of token
     "tokenizer",  # `transformers serve` hands it to `generate`
 }

@@ -341,6 +341,11 @@ class CrossAttentionMixin:
         source = source[:, :0] if self.has_source(cache) else source
         return super().make_call(hidden_states, token_context, first_values, cache, source)
 
+    def project(self, call: AttentionCall, position_embeddings: None = None) -> tuple[torch.Tensor, ...]:
+        states = super().project(call)
+        call.values = None  # those of the source are no values of this call's tokens
+        return states
+
     def update_cache(
         self, cache: EncoderDecoderCache, key_states: torch.Tensor, value_states: torch.Tensor, *_
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -611,6 +616,8 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
         if is_causal != self.is_causal:
             raise ValueError(f"is_causal={is_causal}: this model was made with is_causal={self.is_causal}; make it anew")
+        if not is_causal:
+            kwargs.pop("labels", None)  # `generate` hands them to an encoder, where `Seq2SeqTrainer` predicts
         if not is_paged:  # beside its paged cache, continuous batching passes more
             check_arguments(kwargs)
         if not is_causal and (use_cache or cache is not None):

@@ -97,18 +97,9 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
             )
         elif not isinstance(encoder_outputs, dict):  # a tuple; outputs of Transformers are dictionaries
             encoder_outputs = BaseModelOutput(*encoder_outputs)
-        outputs = self.decoder(
-            decoder_input_ids,
-            decoder_attention_mask,
-            decoder_position_ids,
-            cache,
-            decoder_inputs_embeds,
-            use_cache,
-            past_key_values,
-            encoder_hidden_states=encoder_outputs.last_hidden_state,
-            encoder_attention_mask=attention_mask,
-            **kwargs,
-        )
+        target = (decoder_input_ids, decoder_attention_mask, decoder_position_ids, cache, decoder_inputs_embeds, use_cache)
+        source = (encoder_outputs.last_hidden_state, attention_mask)
+        outputs = self.decoder(*target, past_key_values, *source, **kwargs)
         return Seq2SeqModelOutput(
             last_hidden_state=outputs.last_hidden_state,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
@@ -177,19 +168,9 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        outputs = self.model(
-            input_ids,
-            attention_mask,
-            decoder_input_ids,
-            decoder_attention_mask,
-            encoder_outputs,
-            cache,
-            inputs_embeds,
-            decoder_inputs_embeds,
-            use_cache,
-            past_key_values,
-            **kwargs,
-        )
+        source, target = (input_ids, attention_mask), (decoder_input_ids, decoder_attention_mask)
+        embeds, caches = (inputs_embeds, decoder_inputs_embeds), (use_cache, past_key_values)
+        outputs = self.model(*source, *target, encoder_outputs, cache, *embeds, *caches, **kwargs)
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
         logits, loss = cap_logits(self.lm_head(hidden_states), self.config.decoder.final_logit_softcapping), None
         if labels is not None:

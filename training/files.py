@@ -6,7 +6,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold fields and values, not {type(content).__name__}")
     return content
+
+
+def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges two mappings of fields; of an encoder and decoder, the fields of each half too."""
+    halves = [
+        name for name in ("encoder", "decoder") if isinstance(fields.get(name), dict) and isinstance(more.get(name), dict)
+    ]
+    return {**fields, **more, **{name: {**fields[name], **more[name]} for name in halves}}
 
 
 def read_section(section: Any, source: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
-    AutoModelForMaskedLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -25,8 +24,8 @@ from transformers.utils.hub import extract_commit_hash
 from modeling_nlq import NLQConfig, load_attention_parts
 
 from ..configuration import find, suggestion
-from .files import CONVERSION_FILE, WEIGHTS, differences, read_json, read_yaml
-from .parameters import auto_class_of, listed
+from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml
+from .parameters import AUTO_CLASSES, listed, objective_of
 from .text import first_line, one_line
 
 
@@ -53,8 +52,7 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     if not switches:
         return config
     _check_switches(name, config, switches)
-    halves = {key: {**values.get(key, {}), **switches[key]} for key in config.sub_configs if key in switches}
-    return AutoConfig.for_model(**{**values, **switches, **halves})
+    return AutoConfig.for_model(**merged(values, switches))
 
 
 def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any]) -> None:
@@ -205,11 +203,16 @@ def load_model(
     try:
         with source_named(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-            if (auto_class := auto_class_of(config)) is AutoModelForMaskedLM and decoder_for is not None:
+            kind = objective_of(config)
+            if decoder_for is not None and kind == "masked":
                 raise ValueError(
                     f"{name!r} is an encoder (is_causal=False), which predicts masked tokens: {decoder_for} needs a decoder"
                 )
-            model, found = auto_class.from_pretrained(name, output_loading_info=True, trust_remote_code=trust_remote_code)
+            if decoder_for == "lm_eval" and kind == "seq2seq":
+                raise ValueError(f"{name!r} is an encoder and decoder: lm_eval needs a decoder alone")
+            model, found = AUTO_CLASSES[kind].from_pretrained(
+                name, output_loading_info=True, trust_remote_code=trust_remote_code
+            )
         tokenizer = load_tokenizer(name, trust_remote_code)
     except OSError as error:
         if Path(name).is_dir():

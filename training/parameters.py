@@ -180,6 +180,8 @@ def matching_intermediate_size(
     Raises:
         ValueError: if even a width of 1 exceeds it.
     """
+    if config.sub_configs:
+        raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
     name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]

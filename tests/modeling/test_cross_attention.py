@@ -25,7 +25,15 @@ from transformers import (
     set_seed,
 )
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQModel, NLQSeq2SeqConfig
+from modeling_nlq import (
+    AttentionPart,
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForConditionalGeneration,
+    NLQModel,
+    NLQSeq2SeqConfig,
+    register_attention_part,
+)
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
 
@@ -333,6 +341,34 @@ def test_permuted_source_changes_nothing(activation):
     torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
 
 
+def test_own_parts():
+    """Only where `cross_attention` names them, and none that needs the decoder's tokens, its MLP or a state of them."""
+
+    class Doubled(AttentionPart):
+        name = "doubled_test_part"
+
+        def change_output(self, call, heads):
+            assert call.values is None
+            return 2.0 * heads
+
+    class Inner(AttentionPart):
+        name = "inner_test_part"
+
+        def change_mlp_input(self, call, hidden_states):
+            return hidden_states
+
+    for part in (Doubled, Inner):
+        register_attention_part(part)
+    inputs = {"input_ids": random_tokens(2, 5), "encoder_hidden_states": source(), "encoder_attention_mask": SOURCE_MASK}
+    for activation in ("softmax", "linear_attention"):
+        cross = {"attention_activation": activation}
+        model = decoder(cross_attention=cross | {"attention_parts": ["doubled_test_part"]})
+        expected = decoder(cross_attention=cross | {"attention_output_scaling": 2.0})
+        torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits)
+    with pytest.raises((ValueError, StrictDataclassError), match="inner_test_part needs the decoder's own tokens or its MLP"):
+        decoder(cross_attention={"attention_parts": ["inner_test_part"]})
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_gradient_checkpointing(use_reentrant):
     """The encoder gets its gradients through every layer of the decoder."""
@@ -389,6 +425,7 @@ class TestRefusals:
             ({"is_causal": False}, "add_cross_attention=True needs is_causal=True"),
             ({"add_cross_attention": False, "cross_attention": {}}, "cross_attention={} needs add_cross_attention=True"),
             ({"cross_attention": True}, "cross_attention=True must be the switches"),
+            ({"cross_attention_hidden_size": 0}, "cross_attention_hidden_size=0 must be a positive integer"),
             ({"cross_attention": {"sliding_window": 3}}, "cross_attention: 'sliding_window' cannot be set there"),
             ({"cross_attention": {"attention_activaton": "relu"}}, "did you mean 'attention_activation'"),
             ({"cross_attention": {"attention_activation": "softmx"}}, "cross_attention: .*softmx"),

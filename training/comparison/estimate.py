@@ -142,13 +142,18 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
         whole = arguments.train_batch_size * arguments.gradient_accumulation_steps
         arguments.gradient_accumulation_steps = 1
         if arguments.device.type == "cpu":
-            most = max(1, _CPU_TOKENS // recipe.block_size)
+            most = max(1, _CPU_TOKENS // recipe.sample_length)
             arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
         config = copy.deepcopy(resolved.config)
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
-        shape = (arguments.train_batch_size * (_STEPS + 2), recipe.block_size)
-        tokens = torch.randint(model.config.vocab_size, shape)
-        data = Dataset.from_dict({"input_ids": tokens, "labels": tokens})
+        rows, size = arguments.train_batch_size * (_STEPS + 2), model.config.vocab_size
+        tokens = torch.randint(size, (rows, recipe.sample_length))
+        data = {"input_ids": tokens, "labels": tokens}
+        if recipe.objective == "seq2seq":  # as if every pair were as long as the longest
+            target = torch.randint(size, (rows, recipe.max_target_length))
+            source = torch.randint(size, (rows, recipe.max_source_length))
+            data = {"input_ids": source, "decoder_input_ids": target, "labels": target}
+        data = Dataset.from_dict(data)
         try:
             torch.set_num_threads(threads or before)
             Trainer(model, arguments, default_data_collator, data, callbacks=[watch]).train()

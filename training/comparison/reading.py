@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from ...configuration import find, names
-from ..files import check_keys, read_section, read_yaml
+from ..files import check_keys, merged, read_section, read_yaml
 from ..parameters import Size, matching_intermediate_size, measure
 from ..run.recipe import check_recipe, check_trusted, override_words, resolve_recipe, without_private
 from ..run.task_items import check_held_out
@@ -87,13 +87,14 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
         recipe_source = str(find("recipes", str(recipe)))
         recipe = read_yaml(Path(recipe_source))
     check_trusted(recipe, overrides, recipe_source, trust_parts)
-    recipe = _merged({"test_fraction": 0.02, "record_stability": True, **recipe}, given, str(path), recipe_source)
+    defaults = {"test_fraction": 0.02, "record_stability": recipe.get("objective") != "seq2seq"}
+    recipe = _merged({**defaults, **recipe}, given, str(path), recipe_source)
     name = _own_name(path, given)
     if (tasks := given.get("tasks")) is not None:
         if not isinstance(tasks, list):
             raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
         check_tasks(tasks)
-        if recipe.get("objective") == "masked":
+        if recipe.get("objective", "causal") != "causal":
             raise ValueError(
                 f"{path}: tasks={tasks!r}: lm_eval's tasks need decoders; take tasks out, or set objective: causal"
             )
@@ -230,12 +231,12 @@ def _own_name(path: Path, given: Mapping[str, Any]) -> str:
 
 def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, recipe_source: str = "") -> dict[str, Any]:
     """A recipe with the sections `training` and `switches` of a comparison or a scale."""
-    merged = dict(recipe)
+    whole = dict(recipe)
     for section in _SECTIONS:
         own = read_section(given.get(section), f"{source}: {section}")
         check_set_by_run(f"{source}: {section}", own)
-        merged[section] = {**read_section(recipe.get(section), f"{recipe_source}: {section}"), **own}
-    return merged
+        whole[section] = merged(read_section(recipe.get(section), f"{recipe_source}: {section}"), own)
+    return whole
 
 
 def _steps(source: str, ratio: Any, entry: Any, baseline: str, shared: dict[str, Any]) -> int:
@@ -344,11 +345,11 @@ def read_model(
     for section in _SECTIONS:
         own = read_section(entry.get(section), f"{source}: {section}")
         check_set_by_run(source, own)
-        content[section] = {**shared[section], **own}
+        content[section] = merged(shared[section], own)
     try:
         resolved = resolve_recipe(content, None, source)
         if match is not None and budget is not None:
-            width = matching_intermediate_size(resolved.config, budget, match, resolved.recipe.block_size)
+            width = matching_intermediate_size(resolved.config, budget, match, resolved.recipe.sample_length)
             content["switches"]["intermediate_size"] = width
             resolved = resolve_recipe(content, None, source)
         recipe, arguments, config = resolved.recipe, resolved.training_arguments, resolved.config
@@ -370,8 +371,8 @@ def read_model(
                 "interrupted would report another training loss"
             )
     # Each run has one device, even if this process has several
-    tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
-    size = measure(config, recipe.block_size, prepare=resolved.choose_trained)
+    tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.sample_length
+    size = measure(config, recipe.sample_length, prepare=resolved.choose_trained)
     return Variant(
         given=entry,
         rates=rates,

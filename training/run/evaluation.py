@@ -203,8 +203,11 @@ def evaluate_model(
     """
     if recipe.objective == "masked":
         check_mask_token(tokenizer, tokenizer.name_or_path)
-    encode = make_pairs if recipe.objective == "seq2seq" else make_blocks
-    validation = encode(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
+    documents = load_documents(recipe, is_whole)["validation"]
+    if recipe.objective == "seq2seq":
+        validation = make_pairs(documents, tokenizer, recipe)
+    else:
+        validation = make_blocks(documents, tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
             model=model,

@@ -48,7 +48,7 @@ def generate_text(
     if is_pair:  # sources end so
         inputs = {name: nn.functional.pad(row, (0, 1), value=1) for name, row in inputs.items()}
         inputs["input_ids"][:, -1] = tokenizer.eos_token_id
-        encoder, length = loaded.config.encoder, 1
+        encoder, length = getattr(loaded.config, "encoder", loaded.config), 1
         if limits_length(encoder) and inputs["input_ids"].shape[1] > (context := encoder.max_position_embeddings):
             raise ValueError(f"a source of {inputs['input_ids'].shape[1]} tokens does not fit {context} positions")
     if limits_length(loaded.config):

@@ -35,14 +35,13 @@ class Blocks:
     bytes_per_token: float | None = None
 
 
-def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, keep_remainder: bool = False) -> Blocks:
+def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
     """Encodes each pair, with end-of-text behind source and target; says how many are cut to the recipe's lengths.
 
     Args:
         documents: a split.
         tokenizer: a fast one.
         recipe: names the columns and lengths.
-        keep_remainder: has no meaning here.
 
     Returns:
         Rows of `input_ids` and `labels`, and the tokens of the targets.
@@ -75,7 +74,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
 def chrf_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset, recipe: Recipe) -> float | None:
     """Computes chrF (Popovic 2015) of the likeliest text for each of the first rows, from 0 to 100; needs `sacrebleu`."""
     if importlib.util.find_spec("sacrebleu") is None:
-        logger.warning("chrF of generated text needs sacrebleu: pip install 'nlq[seq2seq]'")
+        logger.warning("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]")
         return None
     import sacrebleu
 

@@ -19,7 +19,7 @@ from modeling_nlq import NLQConfig, NLQSeq2SeqConfig, load_attention_parts
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
-from ..files import CONVERSION_FILE, check_keys, parse_yaml, read_section, read_yaml
+from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
 from ..parameters import freeze_all_but, objective_of, shapes_of
 from ..storage import normalized
@@ -33,6 +33,7 @@ TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "tra
 # Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
+_READERS = {"source": "encoder", "target": "decoder"}
 # What a model is, by its objective, and what else a recipe of another objective may do
 KINDS = {
     "causal": ("a decoder", ", or give it is_causal: false"),
@@ -145,6 +146,11 @@ class Recipe:
         """The columns of text that are read, by the field that names each."""
         names = ("source_column", "target_column") if self.objective == "seq2seq" else ("text_column",)
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def sample_length(self) -> int:
+        """The length of the longest training sample, in tokens."""
+        return max(self.max_source_length, self.max_target_length) if self.objective == "seq2seq" else self.block_size
 
     @property
     def has_weights(self) -> bool:
@@ -325,7 +331,7 @@ def resolve_recipe(
     check_keys(source, content, _RECIPE_FIELDS | {"training", "switches"})
     check_keys(f"{source}: training", training, _TRAINING_FIELDS)
     check_keys("arguments", overrides, _RECIPE_FIELDS | _TRAINING_FIELDS | {"switches"})
-    switches |= read_section(overrides.pop("switches", None), "arguments: switches")
+    switches = merged(switches, read_section(overrides.pop("switches", None), "arguments: switches"))
     for name, value in overrides.items():
         (content if name in _RECIPE_FIELDS else training)[name] = value
     if content.get("parts"):
@@ -408,9 +414,10 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
 
 def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
     recipe, config = resolved.recipe, resolved.config
+    kind, hint = KINDS[objective := objective_of(config)]
     contexts = {"block_size": config}
-    if isinstance(config, NLQSeq2SeqConfig):
-        contexts = {"max_source_length": config.encoder, "max_target_length": config.decoder}
+    if objective == "seq2seq":  # of other families, both halves have the same positions
+        contexts = {f"max_{text}_length": getattr(config, half, config) for text, half in _READERS.items()}
     for name, half in contexts.items():
         if limits_length(half) and getattr(recipe, name) > half.max_position_embeddings:
             yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={half.max_position_embeddings}"
@@ -426,9 +433,9 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
             f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq convert "
             "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    kind, right = KINDS[objective := objective_of(config)]
     if objective != recipe.objective:
-        yield f"objective={recipe.objective!r}: model {recipe.model!r} is {kind}; set objective: {objective}{right}"
+        hint = "" if recipe.objective == "seq2seq" else hint
+        yield f"objective={recipe.objective!r}: model {recipe.model!r} is {kind}; set objective: {objective}{hint}"
     if recipe.objective == "seq2seq":
         for name in ("streaming", "packing", "record_stability", "parametrization"):
             if getattr(recipe, name) != getattr(Recipe, name):

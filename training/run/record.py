@@ -26,7 +26,6 @@ class RunRecord(TrainerCallback, ExportableState):
     """Keeps the record of a run, in its checkpoints too, and stops a run whose loss is infinite or not a number.
 
     Args:
-        processes: number of processes that train together, on batches of the same size.
         global_batch_size: samples of an optimizer step, of all processes together.
         dataset_fingerprint: fingerprint of the training documents, or `None` if it is unknown (a stream from the Hub).
 
@@ -34,15 +33,14 @@ class RunRecord(TrainerCallback, ExportableState):
         conditions: batch size and fingerprint, which a checkpoint keeps. Only with the same ones does a run see its data in the
             same order.
         tokens_seen: number of tokens that all processes trained on so far, with those that Accelerate repeats to fill a last
-            batch.
+            batch, and without padding of pairs.
         token_stream: a hash of all tokens that the processes trained on so far, row by row in the order of the data. Two runs
             with the same hash saw the same data.
         seconds: time of the training steps, with data loading, without evaluation and saving.
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
 
-    def __init__(self, processes: int = 1, global_batch_size: int | None = None, dataset_fingerprint: str | None = None):
-        self.processes = processes
+    def __init__(self, global_batch_size: int | None = None, dataset_fingerprint: str | None = None):
         self.conditions = {"global_batch_size": global_batch_size, "dataset_fingerprint": dataset_fingerprint}
         self._reset()
 

@@ -93,7 +93,7 @@ def train_recipe(
     if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
         logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
-    size = measure(resolved.config, recipe.block_size, recipe.attn_implementation, resolved.choose_trained)
+    size = measure(resolved.config, recipe.sample_length, recipe.attn_implementation, resolved.choose_trained)
     forget_used_kernels()
     if arguments.torch_compile:
         # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record empty
@@ -133,7 +133,7 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         factors = completep_factors(model, recipe.base_sizes)
         scale_initial_values(model, factors)
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    record = RunRecord(arguments.world_size, global_batch_size, fingerprint)
+    record = RunRecord(global_batch_size, fingerprint)
     arguments.batch_eval_metrics = True
     arguments.logging_nan_inf_filter = False
     collate = make_collator(recipe, tokenizer, model)

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from modeling_nlq import NLQConfig
 
 from ..files import ADAPTER
-from ..models import auto_class_of
-from ..parameters import listed
+from ..parameters import auto_class_of, listed
 from ..run.lora import peft_task
 
 

@@ -4,10 +4,13 @@ import ast
 import json
 
 import pytest
-from support.runs import interrupt
+from support.inline_engine import InlineEngine
+from support.runs import interrupt, write_comparison
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from modeling_nlq.training import evaluate, train
+from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.documents import docstring_pairs
@@ -112,3 +115,31 @@ def test_refusals(recipe, tmp_path, fields, message):
     file.write_text(json.dumps({**content, **fields}))
     with pytest.raises(ValueError, match=message):
         train(file, output_dir=tmp_path / "run")
+
+
+@pytest.fixture
+def make_comparison(recipe, tmp_path):
+    """A function to the file of a comparison with the control, a decoder that never sees the source."""
+    models = {name: {"switches": {"decoder": {"cross_attention": cross}}} for name, cross in (("sees", None), ("blind", False))}
+    training = {"max_steps": 300, "save_strategy": "no", "eval_strategy": "no"}
+    fields = {"switches": {"decoder": {"attention_activation": "relu"}}, "training": training, "learning_rates": [1e-2]}
+    fields |= {"recipe": str(recipe), "models": models, "baseline": "sees", "seeds": [0, 1]}
+    return lambda **more: write_comparison(tmp_path, **fields, **more)
+
+
+def test_plan_of_a_comparison(make_comparison, capsys, tmp_path):
+    file = make_comparison()
+    assert main(["compare", file, "--dry-run", "--output_dir", str(tmp_path / "results")]) == 0
+    assert "time on this machine: about" in capsys.readouterr().out
+    for name, variant in load_comparison(file).largest.variants.items():
+        own = variant.config["decoder"]
+        assert own["attention_activation"] == "relu" and (own["cross_attention"] is False) == (name == "blind")
+    with pytest.raises(ValueError, match="match='parameters' widens one MLP, and an encoder and decoder has two"):
+        load_comparison(make_comparison(match="parameters"))
+
+
+@pytest.mark.slow
+def test_control_without_the_source_is_worse(make_comparison, tmp_path):
+    results = run_comparison(load_comparison(make_comparison()), tmp_path / "results", InlineEngine())["models"]
+    losses = {name: [run["test_loss"] for run in model["runs"]] for name, model in results.items()}
+    assert max(losses["sees"]) < min(losses["blind"])
