@@ -330,6 +330,29 @@ def test_backends_equal_eager(implementation, activation, mask, queries):
         torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize(
+    "implementation, activation", [("sdpa", "softmax"), ("nlq_tiled", "sigmoid"), ("flex_attention", "sigmoid")]
+)
+def test_pairs_on_a_gpu(implementation, activation):
+    """Gradients beside those of `eager`; tokens with a compiled static cache beside those of the CPU."""
+    wide = {"hidden_size": 64, "num_key_value_heads": 2, "attention_activation": activation}
+    model, inputs = pair(torch.float32, encoder=wide, **wide), {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK}
+    options, labels = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}, random_tokens(2, 9).cuda()
+    expected = model.generate(**inputs, **options)
+    model, inputs = model.cuda(), {name: value.cuda() for name, value in inputs.items()}
+    found = []
+    for name in (implementation, "eager"):
+        model.set_attn_implementation(name)
+        output = model(**inputs, labels=labels)
+        found.append([output.logits, *torch.autograd.grad(output.loss, list(model.parameters()))])
+    torch.testing.assert_close(*found, rtol=2e-3, atol=2e-3)
+    model.set_attn_implementation("nlq")
+    for cache in ("dynamic", "static"):
+        assert model.generate(**inputs, **options, cache_implementation=cache).cpu().equal(expected)
+
+
 @pytest.mark.parametrize("activation", ["softmax", "linear_attention", "sigmoid"])
 def test_permuted_source_changes_nothing(activation):
     model = pair(encoder={"position_embedding": "none"}, cross_attention={"attention_activation": activation})
