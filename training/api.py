@@ -69,8 +69,7 @@ def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[st
     folder = open_folder(place)
     with RunFolder(folder).held():
         metrics = train_on_ray(resolved, folder, **given) if engine == "ray" else train_recipe(resolved)
-        wants_page = resolved.recipe.explore and resolved.recipe.objective != "seq2seq"
-        if wants_page and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+        if resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
             from .explorer.of_runs import explore_runs  # without a page, training imports no explorer
 
             explore_runs(resolved.recipe, {Path(origin(folder)).resolve().name: folder}, "validation", folder)

@@ -48,8 +48,9 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
         if "mlp_hook" in keywords:
             return
         *_, token_context = keywords["attention_mask"].of(layer.layer_idx)
-        positions = layer.own_positions(keywords["position_embeddings"])
-        receive(layer, layer.make_call(*positional, token_context, keywords["first_values"]), positions)
+        positions = layer.own_positions(keywords.get("position_embeddings"))
+        inputs = (*positional, token_context, keywords.get("first_values"), None, keywords.get("source"))
+        receive(layer, layer.make_call(*inputs), positions)
 
     # The layers read the backend from their own configuration
     config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
@@ -69,17 +70,16 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
 
 
 def visibility_of(
-    layer: NLQAttentionProjections, length: int, device: torch.device, segments: torch.Tensor | None = None
+    layer: NLQAttentionProjections, query: torch.Tensor, key: torch.Tensor, segments: torch.Tensor | None = None
 ) -> Visibility:
     """Which keys each query of a layer sees in texts without padding.
 
     Args:
         layer: no layer of linear attention.
-        length: of the texts, in tokens.
-        device: where the `Visibility` is made.
+        query, key: `(batch, heads, length, head_dim)`; keys of cross-attention have a length of their own.
         segments: `(batch, length)`, the number of each token's document, for packed documents.
     """
     window, sees_own_key = layer.visible_keys
     options = {"segments": segments, "sliding_window": window, "is_causal": layer.is_causal}
-    visibility = make_visibility(length, length, 0, device, **options)
+    visibility = make_visibility(query.shape[2], key.shape[2], 0, query.device, **options)
     return visibility if sees_own_key else visibility.excluding_self()

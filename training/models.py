@@ -74,10 +74,13 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
     change all values that are drawn after it.
     """
     with torch.random.fork_rng(devices=[]):
+        owners = {"": model}
+        for name, module in model.named_modules():  # as in Transformers, a model inside another one initializes its own modules
+            owners[name] = module if isinstance(module, PreTrainedModel) else owners[name.rpartition(".")[0]]
         # Children first, as Transformers does
         for name, module in reversed(list(model.named_modules())):
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1)
-            model._init_weights(module)
+            owners[name]._init_weights(module)
 
 
 def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:

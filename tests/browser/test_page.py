@@ -91,6 +91,31 @@ def written(value):
     return f"{float(f'{value:.4g}'):g}"
 
 
+def test_cross_attention(open_page, tmp_path):
+    """A click on a map of the source's tokens names the key in the source, and paints the source."""
+    from support.corpora import byte_tokenizer
+
+    from modeling_nlq import NLQForConditionalGeneration, NLQSeq2SeqConfig
+    from modeling_nlq.training.explorer.exploring import explore
+
+    half = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = NLQSeq2SeqConfig(encoder=half, decoder=half, decoder_start_token_id=0, pad_token_id=0)
+    NLQForConditionalGeneration(config).save_pretrained(tmp_path)
+    byte_tokenizer(2).save_pretrained(tmp_path)
+    done = explore(tmp_path, text="abcdefg", target="xyz", output=tmp_path / "page.html")
+    opened = open_page(tmp_path / "page.html")
+    page = opened.page
+    page.locator(".heads").first.get_by_role("button").nth(3).click()
+    opened.shows("#panels h3", "layer 0 cross, head 1 ")
+    page.locator("#colour").select_option("attention 0")
+    box, (_, rows, columns) = page.locator("canvas").bounding_box(), done.models[0].layers[1].weights.shape
+    page.locator("canvas").click(position={"x": 5.5 / columns * box["width"], "y": 2.5 / rows * box["height"]})
+    shown = opened.shows("#panels .readout", r"Weight (\S+) of key 5 “f”; Query 2 “y”: sum of weights 1\.$")
+    assert float(shown[1]) == pytest.approx(done.models[0].layers[1].weights[1, 2, 5].item(), rel=0.02)
+    assert page.locator("#source .token.key").inner_text() == "f" and page.locator("#text .token.key").count() == 0
+    assert page.locator("#source .token").nth(5).evaluate("token => token.style.background") != "transparent"
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_fits(open_page, explored, width, theme):

@@ -8,6 +8,7 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.linear_nlq import linear_attention
+from modeling_nlq.modeling_nlq import CrossAttentionMixin
 from modeling_nlq.parts_base_nlq import AttentionCall
 from modeling_nlq.projections_nlq import NLQAttentionProjections
 
@@ -48,6 +49,7 @@ HEADS = {
 }
 _NO_WEIGHTS = "linear attention has no weight for a pair of tokens"
 _PAIRS = "differential attention subtracts two maps, and each of them has its own value"
+_NO_OWN_KEY = "cross-attention sees the tokens of the source, and no token of its own text"
 
 
 @dataclass
@@ -61,6 +63,7 @@ class Layer:
         rows: `(heads, query)` by the names in `ROWS`; NaN where a row has none.
         numbers: `(heads,)` by the names in `ROWS`, `HEADS` and of parts.
         missing: why a name is not among them.
+        name: the number of the layer, with `cross` where the keys are the tokens of the source.
     """
 
     activation: str
@@ -69,6 +72,11 @@ class Layer:
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    name: str = ""
+
+    @property
+    def is_cross(self) -> bool:
+        return self.name.endswith("cross")
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
         """Adds rows, `(heads, query)` each, and their means over the queries that see several keys, booleans `(query,)`."""
@@ -93,7 +101,11 @@ class Layer:
 
 
 def measure_attention(
-    model: PreTrainedModel, input_ids: torch.Tensor, random_ids: torch.Tensor, ablated_tokens: int = 0
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    random_ids: torch.Tensor,
+    ablated_tokens: int = 0,
+    source: torch.Tensor | None = None,
 ) -> list[Layer]:
     """Measures the attention of each layer on a text.
 
@@ -102,14 +114,15 @@ def measure_attention(
         input_ids: `(1, length)`.
         random_ids: random tokens, repeated once (see `repeated_tokens`).
         ablated_tokens: remove heads on this many tokens; with fewer than 2 no head is removed.
+        source: an encoder's hidden states `(1, source, hidden)`, for a decoder with cross-attention.
     """
-    layers, period = _see(model, input_ids), random_ids.shape[1] // 2
-    for layer, again in zip(layers, _see(model, random_ids) if period > 1 else ()):
-        if again.weights is not None:
+    layers, period = _see(model, input_ids, source), random_ids.shape[1] // 2
+    for layer, again in zip(layers, _see(model, random_ids, source) if period > 1 else ()):
+        if again.weights is not None and not layer.is_cross:
             layer.numbers["previous_token"] = previous_token_scores(again.weights)
             layer.numbers["induction"] = induction_scores(again.weights, period)
     if ablated_tokens > 1:
-        costs = ablations(model, input_ids[:, :ablated_tokens], [layer.heads for layer in layers])
+        costs = ablations(model, input_ids[:, :ablated_tokens], [layer.heads for layer in layers], source)
         for layer, cost in zip(layers, costs):
             layer.numbers["ablation"] = cost
     return layers
@@ -125,21 +138,25 @@ def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
     return min(length, max(FEWEST_ABLATED, int(ABLATION_BUDGET / cost)))
 
 
-def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
+def _see(model: PreTrainedModel, input_ids: torch.Tensor, source: torch.Tensor | None) -> list[Layer]:
     """Measures the layers of a model, in its own calls."""
     layers: list[Layer] = []
+    given = {} if source is None else {"encoder_hidden_states": source}
 
     def receive(
         layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> None:
         see = _see_linear if layer.activation.kind == "linear" else _see_weights
-        found = see(layer, call, position_embeddings)
+        found, is_cross = see(layer, call, position_embeddings), isinstance(layer, CrossAttentionMixin)
+        found.name = f"{layer.layer_idx} cross" if is_cross else str(layer.layer_idx)
+        if is_cross:
+            found.missing |= dict.fromkeys(("own_value_cosine", "previous_token", "induction"), _NO_OWN_KEY)
         for part in layer.parts.values():
             for name, values in part("measure", call).items():
                 found.add_measure(part.name, name, values, layer.num_heads)
         layers.append(found)
 
-    observe_calls(model, receive, input_ids, logits_to_keep=1)
+    observe_calls(model, receive, input_ids, logits_to_keep=1, **given)
     return layers
 
 
@@ -148,7 +165,7 @@ def _see_weights(
 ) -> Layer:
     """Measures a layer that has weights."""
     query, key, value, bias = layer.prepare(call, position_embeddings)
-    visibility = visibility_of(layer, query.shape[2], query.device)
+    visibility = visibility_of(layer, query, key)
     visible, counts = visibility.dense(), visibility.visible_count
     key = repeat_kv(key, layer.num_key_value_groups)
     query, columns = query[..., : key.shape[-1]], query[..., key.shape[-1] :]
@@ -164,7 +181,7 @@ def _see_weights(
         found.numbers["largest_score"] = largest_scores(scores[0], visible[0]).cpu()
     else:
         found.missing |= dict.fromkeys(("effective_rank", "largest_score"), _PAIRS)
-    if value.shape == call.values.shape:
+    if call.values is not None and value.shape == call.values.shape:
         values = value[0].cpu().to(weights.dtype)
         values = values.repeat_interleave(len(weights) // len(values), dim=0)
         found.add_rows(has_choice, own_value_cosine=own_value_cosines(weights @ values, values))
@@ -180,13 +197,15 @@ def _see_linear(
     query, key, value = layer.project(call)
     options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
     options["is_causal"] = layer.is_causal
-    outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")
     found = Layer(layer.activation.name, query.shape[1])
     found.missing = dict.fromkeys(
         ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction"), _NO_WEIGHTS
     )
+    found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
+    if call.source is not None:
+        return found
+    outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
     later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees itself alone
     found.add_rows(later, own_value_cosine=own_value_cosines(outputs[0].transpose(0, 1).cpu(), values))
-    found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     return found

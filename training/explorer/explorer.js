@@ -85,12 +85,13 @@ async function readHead(index) {
   }
   if (!found.maps) return { found, rows, weight: null };
   const levels = new Int8Array(await unpack(found.maps[head]));
-  const place = (query, key) => (model.is_causal ? (query * (query + 1)) / 2 : query * model.map_tokens) + key;
-  const weight = (query, key) => (key > lastKey(model, query) ? 0 : (levels[place(query, key)] * rows.largest[query]) / data.levels);
-  return { found, rows, weight };
+  const isLower = model.is_causal && !found.is_cross;
+  const keys = found.is_cross ? data.source : data.tokens.slice(0, model.map_tokens);
+  const lastKey = (query) => (isLower ? query : keys.length - 1);
+  const place = (query, key) => (isLower ? (query * (query + 1)) / 2 : query * keys.length) + key;
+  const weight = (query, key) => (key > lastKey(query) ? 0 : (levels[place(query, key)] * rows.largest[query]) / data.levels);
+  return { found, rows, weight, keys, lastKey };
 }
-
-const lastKey = (model, query) => (model.is_causal ? query : model.map_tokens - 1);
 
 // Models
 
@@ -120,6 +121,9 @@ const tokens = data.tokens.map((token, index) =>
   ),
 );
 byId("text").append(...tokens);
+const source = data.source.map((token) => element("span", { class: "token" }, token.replaceAll("\n", "↵\n")));
+byId("source").append(...source);
+byId("source").hidden = !source.length;
 byId("text").addEventListener("keydown", (event) => {
   const steps = { ArrowLeft: -1, ArrowUp: -10, ArrowRight: 1, ArrowDown: 10, Home: -length, End: length };
   if (event.altKey || event.ctrlKey || event.metaKey || !(event.key in steps)) return;
@@ -130,7 +134,7 @@ byId("text").addEventListener("keydown", (event) => {
 
 function selectQuery(query, key = null) {
   state.query = Math.min(Math.max(query, 0), length - 1);
-  state.key = key === null ? null : Math.min(Math.max(key, 0), length - 1);
+  state.key = key;
   paintText();
   data.models.forEach((_, index) => paintPanel(index));
 }
@@ -138,25 +142,30 @@ function selectQuery(query, key = null) {
 let textsPainted = 0;
 
 async function paintText() {
-  const turn = ++textsPainted;
+  const turn = ++textsPainted, isCross = data.models[0].layers[state.heads[0].layer].is_cross;
   const [kind, place] = state.colour.split(" ");
-  let values, unit = "nats";
+  let values, seen = [], unit = "nats";
   if (kind === "loss") values = data.models[place].losses;
   else if (kind === "difference") values = data.models[1].losses.map((loss, index) => (isNumber(loss) ? loss - data.models[0].losses[index] : null));
   else {
-    const { weight } = await readHead(place);
-    const model = data.models[place], isSeen = (key) => key <= lastKey(model, state.query) && state.query < model.map_tokens;
-    values = data.tokens.map((_, key) => (weight && isSeen(key) ? weight(state.query, key) : null));
+    const { found, weight, keys, lastKey } = await readHead(place);
+    const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.models[place].map_tokens;
+    values = (keys ?? data.tokens).map((_, key) => (isSeen(key) ? weight(state.query, key) : null));
+    if (found.is_cross) [seen, values] = [values, []];
     unit = "weight";
   }
   if (turn !== textsPainted) return; // another choice meanwhile
-  const numbers = values.filter(isNumber);
+  const numbers = [...values, ...seen].filter(isNumber);
   const limit = Math.max(...numbers.map(Math.abs), 0);
   tokens.forEach((token, index) => {
     token.style.background = colour(values[index], limit, "var(--behind-text)");
     token.setAttribute("aria-selected", String(index === state.query));
     token.tabIndex = index === state.query ? 0 : -1;
-    token.classList.toggle("key", index === state.key);
+    token.classList.toggle("key", !isCross && index === state.key);
+  });
+  source.forEach((token, index) => {
+    token.style.background = colour(seen[index], limit, "var(--behind-text)");
+    token.classList.toggle("key", isCross && index === state.key);
   });
   if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, limit, unit, "var(--behind-text)");
   else byId("text-scale").replaceChildren("This head has no weights to show here.");
@@ -188,7 +197,7 @@ const grids = data.models.map((model, index) => {
   grid.append(element("span", {}, ""), ...Array.from({ length: widest }, (_, head) => element("span", { "aria-hidden": "true" }, String(head))));
   const buttons = model.layers.map((layer, row) => {
     const made = Array.from({ length: layer.heads }, (_, head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
-    grid.append(element("span", {}, String(row)), ...made, ...Array.from({ length: widest - layer.heads }, () => element("span")));
+    grid.append(element("span", {}, layer.name), ...made, ...Array.from({ length: widest - layer.heads }, () => element("span")));
     return made;
   });
   const readout = element("p", { class: "readout" });
@@ -226,7 +235,7 @@ function paintHeads() {
         button.classList.toggle("none", !isNumber(value));
         button.setAttribute("aria-pressed", String(isSelected));
         button.tabIndex = isSelected ? 0 : -1;
-        button.title = `layer ${layer}, head ${head}: ${written(value)}`;
+        button.title = `layer ${model.layers[layer].name}, head ${head}: ${written(value)}`;
         button.setAttribute("aria-label", button.title);
       }),
     );
@@ -234,7 +243,7 @@ function paintHeads() {
     const value = model.layers[layer].numbers[state.quantity]?.[head];
     const reason = model.layers[layer].missing[state.quantity];
     const found = isNumber(value) || !reason ? `${label(state.quantity)} ${written(value)}` : `no ${label(state.quantity)}: ${reason}`;
-    readout.textContent = `Layer ${layer}, head ${head}: ${found}.`;
+    readout.textContent = `Layer ${model.layers[layer].name}, head ${head}: ${found}.`;
     if (all.length) showScale(scale, low, high, from, limit, "");
     else scale.replaceChildren("no head has it");
   });
@@ -252,12 +261,11 @@ const panels = data.models.map((model, index) => {
     charts: element("div", { class: "charts" }),
     numbers: element("table"),
   };
-  panel.map.width = panel.map.height = model.map_tokens;
-  panel.map.addEventListener("click", (event) => {
-    const box = panel.map.getBoundingClientRect();
-    const place = (offset, size) => Math.min(Math.max(Math.floor((offset / size) * model.map_tokens), 0), model.map_tokens - 1);
-    const query = place(event.clientY - box.top, box.height);
-    selectQuery(query, Math.min(place(event.clientX - box.left, box.width), lastKey(model, query)));
+  panel.map.addEventListener("click", async (event) => {
+    const box = panel.map.getBoundingClientRect(), { lastKey } = await readHead(index);
+    const place = (offset, size, count) => Math.min(Math.max(Math.floor((offset / size) * count), 0), count - 1);
+    const query = place(event.clientY - box.top, box.height, panel.map.height);
+    selectQuery(query, Math.min(place(event.clientX - box.left, box.width, panel.map.width), lastKey(query)));
   });
   const picture = element("div", {}, panel.map, panel.scale, panel.reason, panel.readout);
   byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.charts, panel.numbers))));
@@ -267,13 +275,13 @@ const panels = data.models.map((model, index) => {
 async function paintPanel(index) {
   const model = data.models[index], panel = panels[index];
   const { layer, head } = state.heads[index];
-  const { found, rows, weight } = await readHead(index);
+  const read = await readHead(index), { found, rows, weight } = read;
   if (state.heads[index].layer !== layer || state.heads[index].head !== head) return; // another choice meanwhile
-  panel.title.textContent = `${model.name}: layer ${layer}, head ${head}${found.activation && ` (${found.activation})`}`;
+  panel.title.textContent = `${model.name}: layer ${found.name}, head ${head}${found.activation && ` (${found.activation})`}`;
   panel.map.hidden = panel.scale.hidden = !weight;
   panel.reason.textContent = weight ? "" : `No map: ${found.missing.weights ?? "none"}.`;
-  if (weight) paintMap(panel, weight, rows.largest, model);
-  panel.readout.textContent = weight ? describeRow(model, rows, weight) : "";
+  if (weight) paintMap(panel, read, model);
+  panel.readout.textContent = weight ? describeRow(model, read) : "";
   panel.charts.replaceChildren(...Object.entries(rows).filter(([name]) => name !== "largest").map(([name, values]) => chart(name, values)));
   const names = Object.keys(data.quantities).filter((name) => name in found.numbers || name in found.missing);
   panel.numbers.replaceChildren(
@@ -284,29 +292,30 @@ async function paintPanel(index) {
   );
 }
 
-function describeRow(model, rows, weight) {
+function describeRow(model, { rows, weight, keys, lastKey }) {
   if (state.query >= model.map_tokens) return `The maps of this page have the first ${model.map_tokens} tokens.`;
-  const token = (place) => `“${shown(data.tokens[place])}”`;
+  const token = (place) => `“${shown(keys[place])}”`;
   const sum = rows.row_sum ? `: sum of weights ${written(rows.row_sum[state.query])}` : "";
-  const parts = [`Query ${state.query} ${token(state.query)}${sum}`];
-  if (state.key !== null) parts.unshift(`Weight ${written(weight(state.query, state.key))} of key ${state.key} ${token(state.key)}`);
+  const parts = [`Query ${state.query} “${shown(data.tokens[state.query])}”${sum}`];
+  if (state.key !== null && state.key < keys.length) parts.unshift(`Weight ${written(weight(state.query, state.key))} of key ${state.key} ${token(state.key)}`);
   else {
-    const keys = Array.from({ length: lastKey(model, state.query) + 1 }, (_, key) => key);
-    const best = keys.sort((one, other) => Math.abs(weight(state.query, other)) - Math.abs(weight(state.query, one))).slice(0, 3);
+    const indices = Array.from({ length: lastKey(state.query) + 1 }, (_, key) => key);
+    const best = indices.sort((one, other) => Math.abs(weight(state.query, other)) - Math.abs(weight(state.query, one))).slice(0, 3);
     parts.push(`largest ${best.map((key) => `${written(weight(state.query, key))} of ${key} ${token(key)}`).join(", ")}`);
   }
   return `${parts.join("; ")}.`;
 }
 
-function paintMap(panel, weight, largest, model) {
-  const context = panel.map.getContext("2d"), size = model.map_tokens;
+function paintMap(panel, { rows: { largest }, weight, keys, lastKey, found }, model) {
+  const context = panel.map.getContext("2d"), size = model.map_tokens, columns = keys.length;
+  [panel.map.width, panel.map.height] = [columns, size];
   const style = getComputedStyle(document.documentElement);
   const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().replace(/^#(.)(.)(.)$/, "#$1$1$2$2$3$3").slice(start, start + 2), 16));
   const [sheet, hot, cold, soft] = ["--sheet", "--hot", "--cold", "--line"].map(rgb);
-  const image = context.createImageData(size, size);
+  const image = context.createImageData(columns, size);
   let low = 0, high = 0;
   for (let query = 0; query < size; query++) {
-    for (let key = 0; key < size; key++) {
+    for (let key = 0; key < columns; key++) {
       const value = weight(query, key);
       if (query === state.query) {
         low = Math.min(low, value);
@@ -314,11 +323,11 @@ function paintMap(panel, weight, largest, model) {
       }
       const part = largest[query] ? Math.min(Math.abs(value) / largest[query], 1) ** 0.6 : 0;
       const full = value < 0 ? cold : hot;
-      const base = key > lastKey(model, query) ? soft : sheet;
+      const base = key > lastKey(query) ? soft : sheet;
       for (let channel = 0; channel < 3; channel++) {
-        image.data[4 * (query * size + key) + channel] = base[channel] + part * (full[channel] - base[channel]);
+        image.data[4 * (query * columns + key) + channel] = base[channel] + part * (full[channel] - base[channel]);
       }
-      image.data[4 * (query * size + key) + 3] = 255;
+      image.data[4 * (query * columns + key) + 3] = 255;
     }
   }
   context.putImageData(image, 0, 0);
@@ -326,8 +335,8 @@ function paintMap(panel, weight, largest, model) {
   if (state.query < size) {
     context.globalAlpha = 0.35;
     context.fillStyle = style.getPropertyValue("--mark");
-    context.fillRect(0, state.query, lastKey(model, state.query) + 1, 1);
-    const first = model.is_causal ? state.key : 0;
+    context.fillRect(0, state.query, lastKey(state.query) + 1, 1);
+    const first = model.is_causal && !found.is_cross ? state.key : 0;
     if (state.key !== null) context.fillRect(state.key, first, 1, size - first);
     context.globalAlpha = 1;
   }

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_nlq.configuration_nlq import NLQConfig
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
 
 from ..conversion.renaming import to_nlq
 from ..files import PAGE_FILE, write_text
@@ -20,6 +20,7 @@ from .page import ExploredModel, write_page
 
 
 DEFAULT_TOKENS = 512
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Random tokens of the text for induction scores, which has them twice
 INDUCTION_PERIOD = 64
 
@@ -45,6 +46,7 @@ def explore(
     *,
     text: str | None = None,
     file: str | Path | None = None,
+    target: str | None = None,
     output: str | Path | None = PAGE_FILE,
     max_tokens: int | None = None,
     trust_remote_code: bool = False,
@@ -52,10 +54,12 @@ def explore(
     """Shows what the attention of one model does with a text, or of two models side by side, as a page.
 
     Args:
-        model, other: folders or Hub names of saved causal language models, NLQ or of a family that converts to it; the two
-            must have one tokenizer.
+        model, other: folders or Hub names of saved language models, NLQ or of a family that converts to it; the two must
+            have one tokenizer.
         text: the text.
         file: a UTF-8 text file instead.
+        target: for encoders with decoders, whose source is the text: the page shows how this target sees it. By default it is
+            the text that the first model generates.
         output: the HTML file to write; `None` writes none.
         max_tokens: the page shows the first tokens of the text; by default 512, or as many as the models have positions for.
         trust_remote_code: as in `load_model`.
@@ -71,14 +75,31 @@ def explore(
     if file is not None:
         text = Path(file).read_text(encoding="utf-8")
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
-    # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
-    shown = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    shown, source = _tokens(tokenizer, text), None
     if not shown:
         raise ValueError("the text is empty: it has no token")
-    done = explore_tokens(models, tokenizer, shown, max_tokens)
+    if (pair := next(iter(models.values())).pair) is not None:
+        source = [*shown, tokenizer.eos_token_id]
+        if target is None:
+            shown = pair.generate(torch.tensor([source], device=pair.device), max_new_tokens=64, do_sample=False)[0].tolist()
+        else:
+            shown = after_start(pair, [*_tokens(tokenizer, target), tokenizer.eos_token_id])
+    elif target is not None:
+        raise ValueError("--target: only an encoder with a decoder has a target")
+    done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
         write_text(Path(output), done.page)
     return done
+
+
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+
+def after_start(pair: NLQForConditionalGeneration, labels: Sequence[int]) -> list[int]:
+    """Puts the token before labels with which the decoder starts."""
+    return pair.prepare_decoder_input_ids_from_labels(torch.tensor([[*labels, labels[-1]]]))[0].tolist()
 
 
 @dataclass
@@ -86,12 +107,14 @@ class Subject:
     """A model that is ready to be looked at, in float32.
 
     Attributes:
-        model: an NLQ model.
+        model: an NLQ model; of an encoder and decoder, the decoder.
         description: what it is.
+        pair: the encoder and decoder.
     """
 
     model: PreTrainedModel
     description: str
+    pair: NLQForConditionalGeneration | None = None
 
 
 def load_subjects(names: Sequence[str], trust_remote_code: bool = False) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
@@ -99,10 +122,13 @@ def load_subjects(names: Sequence[str], trust_remote_code: bool = False) -> tupl
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if any(tokenizer.get_vocab() != tokenizers[0].get_vocab() for tokenizer in tokenizers):
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared")
+    subjects = list(map(prepare, models))
+    if len({subject.pair is None for subject in subjects}) > 1:
+        raise ValueError(f"{names[0]!r} and {names[1]!r}: an encoder with a decoder is shown beside another only")
     labels = [Path(name).resolve().name for name in names]
     if len(set(labels)) < len(labels):
         labels = list(names)
-    return dict(zip(labels, map(prepare, models))), tokenizers[0]
+    return dict(zip(labels, subjects)), tokenizers[0]
 
 
 def explore_tokens(
@@ -111,6 +137,7 @@ def explore_tokens(
     shown: Sequence[int],
     max_tokens: int | None = None,
     notes: Sequence[str] = (),
+    source: Sequence[int] | None = None,
 ) -> Exploration:
     """Makes the page of one or two models.
 
@@ -120,6 +147,7 @@ def explore_tokens(
         shown: the tokens of the shown text.
         max_tokens: as in `explore`.
         notes: what the page should say besides.
+        source: the tokens that encoders read, if the models are decoders with cross-attention.
 
     Raises:
         ValueError: for more tokens than a model has positions for, and losses that are not finite.
@@ -145,11 +173,16 @@ def explore_tokens(
         config = subject.model.config
         if not config.is_causal and config.mask_token_id is None:
             raise ValueError(f"model {name!r}: mask_token_id=None must be the id of the token that stands for a masked one")
-        losses = losses_of_tokens(subject.model, input_ids)[0]
+        states = None
+        if source is not None and config.add_cross_attention:
+            with torch.no_grad():
+                encoder = subject.pair.get_encoder()
+                states = encoder(torch.tensor([list(source)], device=encoder.device)).last_hidden_state
+        losses = losses_of_tokens(subject.model, input_ids, states)[0]
         if not losses.isfinite().all():
             raise ValueError(f"model {name!r}: its losses are infinite or not a number: its training diverged")
         count = tokens_to_ablate(subject.model, length)
-        layers = measure_attention(subject.model, input_ids, random_ids, count)
+        layers = measure_attention(subject.model, input_ids, random_ids, count, states)
         if count < 2:
             reason = "the text has a single token" if length < 2 else "it would take too long for a model of this size"
             for layer in layers:
@@ -159,8 +192,8 @@ def explore_tokens(
         if not config.is_causal:
             notes.append(f"The loss of a token by {name}, an encoder, is that of masking this token alone; the first has none.")
         pages.append(ExploredModel(name, subject.description, losses, layers, config.is_causal))
-    tokens = token_texts(tokenizer, input_ids[0].tolist())
-    return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages), pages, tokens)
+    tokens, read = (token_texts(tokenizer, ids) for ids in (input_ids[0].tolist(), source or ()))
+    return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages, read), pages, tokens)
 
 
 def prepare(model: PreTrainedModel) -> Subject:
@@ -169,15 +202,22 @@ def prepare(model: PreTrainedModel) -> Subject:
     Raises:
         ValueError: for a model that does not convert.
     """
-    shown, note = model.float().eval(), ""
-    if not isinstance(model.config, NLQConfig):
+    shown, note, pair = model.float().eval(), "", None
+    if isinstance(model, NLQForConditionalGeneration):
+        pair = model.to(DEVICE)
+        with torch.device("meta"):
+            shown = NLQForCausalLM(model.config.decoder).eval()
+        shown.model, shown.lm_head = model.model.decoder, model.lm_head
+    elif not isinstance(model.config, NLQConfig):
         shown, note = to_nlq(model), "; shown by its exact conversion to an NLQ model"
-    return Subject(shown.to("cuda" if torch.cuda.is_available() else "cpu"), f"{_describe(model)}{note}")
+    return Subject(shown.to(DEVICE), f"{_describe(model)}{note}", pair)
 
 
 def _describe(model: PreTrainedModel) -> str:
-    config = model.config
-    parts = [f"{config.model_type}, {model.num_parameters():,} parameters"]
+    config = model.config.get_text_config(decoder=True)
+    parts = [f"{model.config.model_type}, {model.num_parameters():,} parameters"]
+    if config is not model.config:
+        parts.append("decoder")
     parts.append(f"{config.num_hidden_layers} layers of {config.num_attention_heads} heads")
     if isinstance(config, NLQConfig):
         layers = config.per_layer_config

@@ -12,7 +12,7 @@ from ..run.documents import load_documents
 from ..run.recipe import Recipe
 from ..storage import fetch
 from ..text import one_line
-from .exploring import explore_tokens, prepare
+from .exploring import after_start, explore_tokens, prepare
 
 
 logger = logging.get_logger(__name__)
@@ -22,7 +22,8 @@ def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: P
     """Writes the page of one or two trained models; a failure is a warning, for the models themselves are finished.
 
     Args:
-        recipe: names the text, of which the first block is shown; with `packing: documents`, the longest document in it.
+        recipe: names the text, of which the first block or pair is shown; with `packing: documents`, the longest document in
+            it.
         runs: the folders of the models, or addresses, by the names that the page gives them.
         split: the split of the text, which the models were not trained on.
         target: the folder of the page, or an address.
@@ -35,12 +36,14 @@ def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: P
         loaded = {name: load_model(str(fetch(folder))) for name, folder in runs.items()}
         tokenizer = next(iter(loaded.values()))[1]
         blocks = make_blocks(load_documents(recipe)[split], tokenizer, recipe).dataset
-        shown = list(map(int, next(iter(blocks))["input_ids"]))
-        if recipe.packing == "documents":
+        row = {name: list(map(int, ids)) for name, ids in next(iter(blocks)).items() if name in ("input_ids", "labels")}
+        subjects, shown, source = {name: prepare(model) for name, (model, _) in loaded.items()}, row["input_ids"], None
+        if recipe.objective == "seq2seq":
+            shown, source = after_start(next(iter(subjects.values())).pair, row["labels"]), shown
+        elif recipe.packing == "documents":
             ends = [index + 1 for index, token in enumerate(shown) if token == tokenizer.eos_token_id]
             shown = max((shown[start:end] for start, end in zip([0, *ends], [*ends, len(shown)])), key=len)
-        subjects = {name: prepare(model) for name, (model, _) in loaded.items()}
-        write_text(target / PAGE_FILE, explore_tokens(subjects, tokenizer, shown, notes=notes).page)
+        write_text(target / PAGE_FILE, explore_tokens(subjects, tokenizer, shown, notes=notes, source=source).page)
         return True
     except Exception as error:  # of a library, for a model of another family
         logger.warning(f"no page of attention was made: {type(error).__name__}: {one_line(error)}")

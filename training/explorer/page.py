@@ -57,7 +57,7 @@ def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray,
     """Rounds weights `(heads, length, length)` to 1/127 of the largest in each row.
 
     Returns:
-        The levels of the keys up to each query, `(heads, length * (length + 1) / 2)`, or of all keys, `(heads, length^2)`, from
+        The levels of the keys up to each query, `(heads, length * (length + 1) / 2)`, or of all, `(heads, length * keys)`, from
         -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
     """
     largest = weights.abs().amax(dim=-1)
@@ -68,7 +68,9 @@ def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray,
     return levels[:, query, key].numpy(), largest.float().numpy()
 
 
-def write_page(title: str, notes: Sequence[str], tokens: Sequence[str], models: Sequence[ExploredModel]) -> str:
+def write_page(
+    title: str, notes: Sequence[str], tokens: Sequence[str], models: Sequence[ExploredModel], source: Sequence[str] = ()
+) -> str:
     """Makes the page of one model or of two, of at most `PAGE_LIMIT` bytes, or a quarter more for a thousand heads.
 
     If not all fits, the page has the maps of the first tokens only, and says so.
@@ -78,9 +80,10 @@ def write_page(title: str, notes: Sequence[str], tokens: Sequence[str], models: 
         notes: sentences below the title.
         tokens: the tokens of the text.
         models: each has a loss for every token but the first.
+        source: the tokens that layers of cross-attention see.
     """
     notes, length = list(notes), len(tokens)
-    content = _content(tokens, models)
+    content = _content(tokens, models) | {"source": list(source)}
     rest = PAGE_LIMIT - len(json.dumps(content)) - len(_read("explorer.js")) - 10_000
     map_tokens, maps = _pack_maps(models, length, max(rest, PAGE_LIMIT // 4))
     if map_tokens < length:
@@ -131,21 +134,20 @@ def _pack_maps(models: Sequence[ExploredModel], length: int, budget: int) -> tup
     """Packs all maps, of as many tokens as fit into some bytes: their number, and the maps by model, layer and head."""
     tokens = length
     while True:
-        packed = [
-            [
-                None
-                if layer.weights is None
-                else [pack(head) for head in quantize(layer.weights[:, :tokens, :tokens], model.is_causal)[0]]
-                for layer in model.layers
-            ]
-            for model in models
-        ]
+        packed = [[_pack_layer(layer, tokens, model.is_causal) for layer in model.layers] for model in models]
         size = sum(len(head) + 4 for layers in packed for heads in layers if heads for head in heads)
         if size <= budget or tokens <= FEWEST_MAP_TOKENS:
             return tokens, packed
         # The size of a map grows with the square
         fitting = int(tokens * math.sqrt(max(budget, 1) / size) * 0.98)
         tokens = max(FEWEST_MAP_TOKENS, fitting // 16 * 16)
+
+
+def _pack_layer(layer: Layer, tokens: int, is_causal: bool) -> list[str] | None:
+    if layer.weights is None:
+        return None
+    weights = layer.weights[:, :tokens] if layer.is_cross else layer.weights[:, :tokens, :tokens]
+    return [pack(head) for head in quantize(weights, is_causal and not layer.is_cross)[0]]
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
@@ -163,6 +165,8 @@ def _layer(layer: Layer) -> dict[str, Any]:
     if layer.weights is not None:
         rows = {"largest": layer.weights.abs().amax(dim=-1).float(), **rows}
     return {
+        "name": layer.name,
+        "is_cross": layer.is_cross,
         "activation": layer.activation,
         "heads": layer.heads,
         "numbers": {name: [_number(value) for value in values.tolist()] for name, values in layer.numbers.items()},

@@ -285,6 +285,7 @@ def explore(
     other: str | None = _argument("A second model with the same tokenizer.", None),
     text: str | None = _option("The text."),
     file: str | None = _option("A text file instead."),
+    target: str | None = _option("With an encoder and decoder: how this target sees the text; by default a generated one."),
     output: str | None = _option("By default explore.html in this folder.", metavar="PAGE.html"),
     max_tokens: int | None = _option("Show the first tokens of the text; by default 512, or as many as the models take."),
     parts: list[str] = _PARTS,
@@ -298,7 +299,7 @@ def explore(
     from modeling_nlq.training.explorer.exploring import explore
     from modeling_nlq.training.files import PAGE_FILE
 
-    options = {"text": text, "file": file, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
+    options = {"text": text, "file": file, "target": target, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
     output = PAGE_FILE if output is None else output
     done = explore(model, other, output=output, **options)
     for each in done.models:

@@ -107,7 +107,7 @@ def make_blocks(
     recipe: Recipe,
     keep_remainder: bool = False,
 ) -> Blocks:
-    """Joins documents by end-of-text into one stream, and cuts the stream into blocks.
+    """Joins documents by end-of-text into one stream, and cuts the stream into blocks; with `objective: seq2seq`, makes pairs.
 
     A special token that is written in a document, such as `<|endoftext|>`, is read as text. Tokenizers whose model looks up
     whole words (`Unigram`, `WordLevel`) still read it as a special token.
@@ -123,6 +123,8 @@ def make_blocks(
     Raises:
         ValueError: if the documents make no block.
     """
+    if recipe.objective == "seq2seq":
+        return make_pairs(documents, tokenizer, recipe)
     column, block_size, end = recipe.text_column, recipe.block_size, tokenizer.eos_token_id
     too_few = (
         f"tokens in a split: block_size={block_size} fits none; give more text, or raise "
@@ -238,8 +240,7 @@ def prepare_data(
                 tokenizer.save_pretrained(folder)
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
-    encode = make_pairs if recipe.objective == "seq2seq" else make_blocks
-    blocks = {split: encode(dataset, tokenizer, recipe) for split, dataset in documents.items()}
+    blocks = {split: make_blocks(dataset, tokenizer, recipe) for split, dataset in documents.items()}
     if recipe.streaming:
         blocks["train"].dataset = EndlessBlocks(blocks["train"].dataset)
     return tokenizer, blocks, documents.fingerprint

@@ -18,7 +18,7 @@ from ..text import check_number
 from .data import make_blocks, make_collator
 from .documents import load_documents
 from .masked import Masking, MaskingTrainer, check_mask_token
-from .pairs import chrf_of, make_pairs
+from .pairs import chrf_of
 from .recipe import Recipe
 from .trained_on import RECIPE_FIELDS, read_trained_on
 
@@ -204,10 +204,7 @@ def evaluate_model(
     if recipe.objective == "masked":
         check_mask_token(tokenizer, tokenizer.name_or_path)
     documents = load_documents(recipe, is_whole)["validation"]
-    if recipe.objective == "seq2seq":
-        validation = make_pairs(documents, tokenizer, recipe)
-    else:
-        validation = make_blocks(documents, tokenizer, recipe, keep_remainder)
+    validation = make_blocks(documents, tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
             model=model,

@@ -65,7 +65,6 @@ def attention_statistics(
     if position_ids is not None:
         inputs["position_ids"] = position_ids.to(model.device)
         segments = find_packed_sequence_indices(inputs["position_ids"])
-    length = input_ids.shape[1]
     records: list[dict[str, float]] = []
 
     def record(layer: NLQAttentionProjections, call: AttentionCall, position_embeddings) -> None:
@@ -73,7 +72,7 @@ def attention_statistics(
             records.append({})
             return
         query, key, _, bias = layer.prepare(call, position_embeddings)
-        visibility = visibility_of(layer, length, model.device, segments)
+        visibility = visibility_of(layer, query, key, segments)
         records.append(_layer_statistics(call, query, key, bias, visibility))
 
     observe_calls(model, record, input_ids, **inputs)

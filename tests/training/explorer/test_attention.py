@@ -5,7 +5,7 @@ import torch
 from support.corpora import byte_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from modeling_nlq import load_attention_parts
+from modeling_nlq import NLQForConditionalGeneration, NLQSeq2SeqConfig, load_attention_parts
 from modeling_nlq.training.explorer.attention import HEADS, ROWS, measure_attention, tokens_to_ablate
 from modeling_nlq.training.explorer.exploring import Subject, explore_tokens, prepare
 from modeling_nlq.training.explorer.measures import ablations, effective_ranks, repeated_tokens
@@ -65,6 +65,43 @@ def test_weights_are_those_that_the_model_returns(make_model, name):
         torch.testing.assert_close(layer.numbers["induction"], induction)
     for index, (layer, cost) in enumerate(zip(layers, ablations(model, ids, [layer.heads for layer in layers]), strict=True)):
         torch.testing.assert_close(layer.numbers["ablation"], cost, msg=f"layer {index}")
+
+
+@pytest.mark.parametrize("activation", ["tanh", "linear_attention"])
+def test_cross_attention(activation):
+    """The decoder of a pair: maps of its own tokens and of the source's, and what removing a head costs."""
+    half = {
+        "vocab_size": 13,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    }
+    decoder = {
+        **half,
+        "cross_attention": {"attention_activation": activation},
+        "per_layer_config": {1: {"cross_attention": False}},
+    }
+    pair = NLQForConditionalGeneration(NLQSeq2SeqConfig(encoder=half, decoder=decoder))
+    model, ids, source = prepare(pair).model, torch.randint(13, (1, 9)), torch.randint(13, (1, 5))
+    pair.double().set_attn_implementation("eager")
+    with torch.no_grad():
+        for parameter in pair.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+        expected = pair(source, decoder_input_ids=ids, output_attentions=activation == "tanh")
+        found = measure_attention(model, ids, RANDOM, 9, expected.encoder_last_hidden_state)
+        pair.model.decoder.layers[0].cross_attn.o_proj.weight[:, :4] = 0.0
+        logits = (expected.logits, pair(source, decoder_input_ids=ids).logits)
+    before, after = (torch.nn.functional.cross_entropy(each[0, :-1], ids[0, 1:]) for each in logits)
+    assert [layer.name for layer in found] == ["0", "0 cross", "1"]
+    torch.testing.assert_close(found[1].numbers["ablation"][0], after - before)
+    if activation == "tanh":
+        torch.testing.assert_close(found[2].weights, expected.decoder_attentions[1][0])
+        torch.testing.assert_close(found[1].weights, expected.cross_attentions[0][0])
+        torch.testing.assert_close(found[1].numbers["row_sum"], found[1].weights.sum(-1).mean(-1))
+        assert found[1].missing.keys() == {"own_value_cosine", "previous_token", "induction"}
+    else:
+        assert found[1].weights is None and found[1].numbers.keys() == {"effective_rank", "ablation"}
 
 
 LINEAR = {"attention_activation": "linear_attention", "value_projection": "linear"}

@@ -4,14 +4,16 @@ import ast
 import json
 
 import pytest
+import torch
 from support.inline_engine import InlineEngine
 from support.runs import interrupt, write_comparison
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-from modeling_nlq.training import evaluate, train
+from modeling_nlq import NLQForConditionalGeneration
+from modeling_nlq.training import evaluate, explore, train
 from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.models import initialize_by_name, load_config
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.documents import docstring_pairs
 from modeling_nlq.training.run.generation import generate_text
@@ -60,10 +62,24 @@ def test_run(pair_run, capsys):
     assert (
         "An encoder and decoder made with NLQ" in card and "AutoModelForSeq2SeqLM" in card and "chrF of generated text" in card
     )
-    assert main(["params", str(folder)]) == 0 and main(["explore", str(folder), "--text", "one"]) == 1
+    assert main(["params", str(folder)]) == 0
     assert main(["convert", str(folder), str(folder.parent / "other")]) == 1
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
-    assert len(errors) == 2 and all("nlq_seq2seq" in error for error in errors)
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
+    assert "nlq_seq2seq" in error
+
+
+def test_pages(pair_run, run):
+    """Of the run, of a text and what is generated for it, and of a text with a target."""
+    folder, _ = pair_run
+    assert '"source": [' in (folder / "explore.html").read_text()
+    assert explore(folder, text="one two", output=None).tokens[0] == "<|endoftext|>"
+    done = explore(folder, folder, text="one two", target="two one", output=None)
+    assert "".join(done.tokens) == "<|endoftext|>two one<|endoftext|>"
+    weights = {layer.name: layer.weights.shape for layer in done.models[0].layers}
+    source = len(AutoTokenizer.from_pretrained(folder)("one two")["input_ids"]) + 1
+    assert weights == {"0": (2, len(done.tokens), len(done.tokens)), "0 cross": (2, len(done.tokens), source)}
+    with pytest.raises(ValueError, match="--target: only an encoder with a decoder has a target"):
+        explore(run[0], text="one", target="two", output=None)
 
 
 def test_resumed_to_the_bit(pair_run, recipe, tmp_path):
@@ -79,6 +95,25 @@ def test_batches_do_not_change_the_loss(pair_run):
     folder, metrics = pair_run
     options = {"dataset": metrics["trained_on"][0]["dataset"], "validation_fraction": 0.2}
     assert evaluate(folder, **options, batch_size=3)["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
+
+
+def test_initial_values():
+    """Each half initializes its own modules: those that end a sub-layer, those that begin with zero, and those of parts."""
+    half = {**HALF, "initializer_range": 0.5, "query_projection": "upcycled", "attention_sink": "learned"}
+    model = NLQForConditionalGeneration(
+        load_config("tiny-seq2seq", {"encoder": {**HALF, "initializer_range": 0.1}, "decoder": half})
+    )
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    initialize_by_name(model, 0)
+    layers = model.model.encoder.layers[0], model.model.decoder.layers[0]
+    deviations = [
+        layers[0].self_attn.o_proj.weight.std(),
+        layers[1].self_attn.o_proj.weight.std(),
+        layers[0].mlp.fc1.weight.std(),
+    ]
+    torch.testing.assert_close(torch.stack(deviations), torch.tensor([0.1 / 2**0.5, 0.5 / 3**0.5, 0.1]), rtol=0.1, atol=0.0)
+    assert not any(parameter.eq(7.0).any() for parameter in model.parameters())
 
 
 def test_size():
