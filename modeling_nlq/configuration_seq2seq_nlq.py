@@ -78,8 +78,12 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        """That of the decoder."""
+        """That of the decoder; set, it is that of both halves."""
         return self.decoder.vocab_size
+
+    @vocab_size.setter
+    def vocab_size(self, size: int) -> None:
+        self.encoder.vocab_size = self.decoder.vocab_size = size
 
     @property
     def hidden_size(self) -> int:

@@ -18,10 +18,13 @@ from transformers.testing_utils import torch_device
 from modeling_nlq import (
     NLQConfig,
     NLQForCausalLM,
+    NLQForConditionalGeneration,
     NLQForQuestionAnswering,
     NLQForSequenceClassification,
     NLQForTokenClassification,
     NLQModel,
+    NLQSeq2SeqConfig,
+    NLQSeq2SeqModel,
 )
 
 
@@ -42,8 +45,13 @@ HEADS = {
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": NLQForTokenClassification,
     "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": NLQForQuestionAnswering,
 }
-for table, head in HEADS.items():
-    setattr(model_tests, table, {**getattr(model_tests, table), NLQConfig.model_type: head.__name__})
+PAIR_HEADS = {
+    "MODEL_MAPPING_NAMES": NLQSeq2SeqModel,
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": NLQForConditionalGeneration,
+}
+for config_class, heads in ((NLQConfig, HEADS), (NLQSeq2SeqConfig, PAIR_HEADS)):
+    for table, head in heads.items():
+        setattr(model_tests, table, {**getattr(model_tests, table), config_class.model_type: head.__name__})
 
 
 def set_large_epsilon(config: NLQConfig) -> None:
@@ -89,8 +97,9 @@ CONFIGURATIONS = {
         "per_layer_config": {"1": {"position_embedding": "none"}},
     },
 }
-EVERY = tuple(CONFIGURATIONS)
-NOT_SOFTMAX = EVERY[1:-2]
+PAIR = "encoder-decoder"
+EVERY = (*CONFIGURATIONS, PAIR)
+NOT_SOFTMAX = EVERY[1:-3]
 ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope", "parts", "upcycled-softmax-modern")
 NOT_ROPE = tuple(name for name in EVERY if name not in ROPE)
 RECURRENT = ("nonlinear-linear-attention", "linear-hybrid-rope")
@@ -104,7 +113,12 @@ DESELECTED = (
     ("test_model_rope_scaling_from_config_*_dynamic", ROPE, "NLQ refuses it: its angles would change what is already cached."),
     ("test_bc_cache_name_forward", EVERY, "It expects a warning: both names of the cache are taken without one."),
     ("test_can_set_attention_dynamically", NOT_SOFTMAX, _SDPA),
-    ("test_sdpa_can_dispatch_non_composite_models", (*NOT_SOFTMAX, "parts"), "It expects SDPA by default; parts have a bias."),
+    ("test_config", (PAIR,), "It compares each half with the dictionary that was given, which lacks the defaults."),
+    (
+        "test_sdpa_can_dispatch_non_composite_models",
+        (*NOT_SOFTMAX, "parts", PAIR),
+        "It expects SDPA by default; parts have a bias, and each half chooses.",
+    ),
     ("test_sdpa_can_dispatch_on_flash", NOT_SOFTMAX, _SDPA),
     ("test_sdpa_can_compile_dynamic", NOT_SOFTMAX, _SDPA),
     ("test_flash_attn_*", NOT_SOFTMAX, "It selects flash attention, which computes softmax only."),
@@ -205,6 +219,35 @@ def matching_tests(pattern: str) -> list[str]:
     return [name for name in names if callable(getattr(TransformersSuite, name))]
 
 
+class PairTester(ModelTester):
+    """An encoder and decoder; the first row of the source has padding."""
+
+    is_encoder_decoder = True
+    causal_lm_class = None
+
+    def get_config(self) -> NLQSeq2SeqConfig:
+        sizes = {
+            name: getattr(self, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        }
+        half = {**sizes, "max_position_embeddings": 512}
+        return NLQSeq2SeqConfig(encoder=half, decoder={**half, **self.switches}, pad_token_id=0, bos_token_id=1)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[NLQSeq2SeqConfig, dict[str, torch.Tensor]]:
+        config, inputs = super().prepare_config_and_inputs_for_common()
+        target = torch.randint(1, self.vocab_size, (self.batch_size, self.seq_length)).to(torch_device)
+        return config, {**inputs, "decoder_input_ids": target, "decoder_attention_mask": torch.ones_like(target)}
+
+
+class EncoderDecoderTest(TransformersSuite, unittest.TestCase):
+    configuration = "encoder-decoder"
+    all_model_classes = tuple(PAIR_HEADS.values())
+    is_encoder_decoder = True
+    _torch_compile_train_cls = NLQForConditionalGeneration
+
+    def setUp(self):
+        self.model_tester = PairTester({"cross_attention": {"query_projection": "nonlinear"}})
+
+
 for name in CONFIGURATIONS:
     test_name = f"{name.title().replace('-', '')}Test"
     globals()[test_name] = type(test_name, (TransformersSuite, unittest.TestCase), {"configuration": name})
@@ -222,7 +265,7 @@ def test_deselected_test_exists(pattern):
 
 
 def test_deselected_configurations_exist():
-    assert {name for row in DESELECTED for name in row[1]} <= set(CONFIGURATIONS)
+    assert {name for row in DESELECTED for name in row[1]} <= {*CONFIGURATIONS, PAIR}
 
 
 @pytest.mark.parametrize("name", transformers_suite.STUBS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import (
     AutoPeftModelForCausalLM,
+    AutoPeftModelForSeq2SeqLM,
     IA3Config,
     LoraConfig,
     PeftModel,
@@ -19,7 +20,7 @@ from transformers import (
     GPT2Config,
 )
 
-from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM
+from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
 from modeling_nlq.training import convert
 
 
@@ -219,3 +220,33 @@ def test_default_targets(trained):
     for query, layers in (("linear", {"q_proj"}), ("nonlinear", {"q_bottleneck.fc1", "q_bottleneck.fc2"})):
         model = get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
         assert adapted_layers(model) == {f"self_attn.{name}" for name in (*layers, "v_proj")}
+
+
+def test_encoder_and_decoder(tmp_path):
+    """LoRA by its defaults changes queries and values of all three kinds of attention; it is loaded, and merged."""
+    half = {key: value for key, value in SIZES.items() if key not in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    config = NLQSeq2SeqConfig(encoder=half, decoder={**half, "cross_attention": {"attention_activation": "sigmoid"}})
+    config.decoder_start_token_id = config.pad_token_id = 0
+    NLQForConditionalGeneration(config).save_pretrained(tmp_path / "base")
+
+    def output(model):
+        with torch.no_grad():
+            return model(input_ids=IDS, labels=IDS).logits
+
+    base = NLQForConditionalGeneration.from_pretrained(tmp_path / "base").eval()
+    before = output(base)
+    model = get_peft_model(base, LoraConfig(task_type="SEQ_2_SEQ_LM", lora_alpha=16)).eval()
+    names = {name.split("layers.0.")[1] for name in model.base_model.targeted_module_names if "decoder.layers.0." in name}
+    assert names == {f"{attention}.{name}_proj" for attention in ("self_attn", "cross_attn") for name in "qv"}
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0)
+    for _ in range(3):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = output(model)
+    assert (after - before).abs().max() > 1e-4
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = AutoPeftModelForSeq2SeqLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(output(loaded.eval()), after, atol=0, rtol=0)
+    assert loaded.generate(input_ids=IDS, max_new_tokens=3, do_sample=False).shape[0] == len(IDS)
+    torch.testing.assert_close(output(model.merge_and_unload()), after, **MERGED)

@@ -12,7 +12,7 @@ from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, RICH, SWITCHES
 from support.paths import TESTS
 from transformers.distributed import DistributedConfig
 
-from modeling_nlq import NLQConfig
+from modeling_nlq import NLQConfig, NLQForConditionalGeneration, NLQSeq2SeqConfig
 from modeling_nlq.integrations_nlq import check_distribution
 
 
@@ -58,7 +58,10 @@ def check(cases, make_model, folder):
     for name, (switches, sizes) in cases.items():
         if switches.get("num_key_value_heads", 4) % sizes.get("tp_size", 1):
             switches = {**switches, "num_key_value_heads": 4}
-        model = make_model(implementation=None, **switches)
+        if "decoder" in switches:
+            model = NLQForConditionalGeneration(NLQSeq2SeqConfig(**switches))
+        else:
+            model = make_model(implementation=None, **switches)
         model.save_pretrained(folder / name)
         described[name] = {"folder": str(folder / name), "sizes": sizes}
     (folder / "cases.json").write_text(json.dumps(described))
@@ -77,6 +80,23 @@ def check(cases, make_model, folder):
 def test_equals_one_process(make_model, tmp_path):
     cases = {name: CASES[name] for name in QUICK} | {name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")}
     check({name: (switches, SIZES["tp2"]) for name, switches in cases.items()}, make_model, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["tp2", "fsdp2"])
+def test_encoder_and_decoder(sizes, make_model, tmp_path):
+    half = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    half |= {"max_position_embeddings": 32, "query_projection": "upcycled", "initializer_range": 0.3}
+    crosses = {"sigmoid": {"attention_activation": "sigmoid", "query_projection": "nonlinear"}}
+    crosses |= {
+        "linear": {"attention_activation": "linear_attention", "attention_gate": "headwise"},
+        "sink": {"attention_sink": "learned"},
+    }
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    cases = {
+        name: {"encoder": half, "decoder": {**half, "cross_attention": cross}, **tokens} for name, cross in crosses.items()
+    }
+    check({name: (switches, SIZES[sizes]) for name, switches in cases.items()}, make_model, tmp_path)
 
 
 @pytest.mark.slow

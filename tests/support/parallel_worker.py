@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
-from modeling_nlq import NLQForCausalLM
+from modeling_nlq import NLQForCausalLM, NLQForConditionalGeneration
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -35,19 +36,23 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def compare(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     """Returns the differences of logits, tokens, losses, gradients and saved weights from those of the whole model."""
-    expected = NLQForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    found = NLQForCausalLM.from_pretrained(folder, dtype=torch.float64, distributed_config=DistributedConfig(**sizes))
+    is_pair = AutoConfig.from_pretrained(folder).is_encoder_decoder
+    model_class = NLQForConditionalGeneration if is_pair else NLQForCausalLM
+    expected = model_class.from_pretrained(folder, dtype=torch.float64)
+    found = model_class.from_pretrained(folder, dtype=torch.float64, distributed_config=DistributedConfig(**sizes))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(expected.config.vocab_size, (2, 9), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     inputs = {"input_ids": ids, "attention_mask": mask}
+    source, name = (inputs, "decoder_input_ids") if is_pair else ({}, "input_ids")
     differences = {}
     with torch.no_grad():
-        kept = mask.bool()
-        differences["logits"] = relative(found(**inputs).logits[kept], expected(**inputs).logits[kept])
-        caches = [(model, model(ids[:, :5]).past_key_values) for model in (found, expected)]
-        step, whole_step = (model(ids[:, 5:], past_key_values=cache).logits for model, cache in caches)
+        kept = torch.ones_like(mask).bool() if is_pair else mask.bool()
+        whole_call = {**inputs, name: ids}
+        differences["logits"] = relative(found(**whole_call).logits[kept], expected(**whole_call).logits[kept])
+        caches = [(model, model(**source, **{name: ids[:, :5]}).past_key_values) for model in (found, expected)]
+        step, whole_step = (model(**source, **{name: ids[:, 5:]}, past_key_values=cache).logits for model, cache in caches)
         differences["cached"] = relative(step, whole_step)
         for cache in ("dynamic", "static"):
             options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}

@@ -11,6 +11,10 @@ from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.trainer import train_recipe
 
 
+HALF = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
+PAIR_SWITCHES = {"encoder": HALF, "decoder": {**HALF, "cross_attention": {"attention_activation": "sigmoid"}}}
+
+
 def logged_losses(folder: Path) -> list[float]:
     """The training losses that a run logged."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]

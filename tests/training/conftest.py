@@ -1,10 +1,11 @@
 """Makes the runs of these tests quicker, and the use of lm_eval; writes the files of comparisons."""
 
 import gc
+import json
 from pathlib import Path
 
 import pytest
-from support.runs import write_comparison
+from support.runs import PAIR_SWITCHES, write_comparison
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -37,3 +38,21 @@ def make_file(recipe_file, tmp_path_factory):
         return write_comparison(tmp_path_factory.mktemp("comparison"), **{**defaults, **fields})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def pairs_recipe(tmp_path_factory):
+    """An encoder and decoder that reverses two words; some sources are too long."""
+    folder = tmp_path_factory.mktemp("pairs")
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    pairs = [(f"{first} {second}", f"{second} {first}") for first in words for second in words]
+    pairs += [("nine " * 30, "nine")]
+    lines = [json.dumps({"given": given, "wanted": wanted}) for given, wanted in pairs]
+    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    training = {"max_steps": 40, "per_device_train_batch_size": 8, "save_steps": 4, "eval_steps": 20, "eval_strategy": "steps"}
+    training |= {"learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "steps"}
+    content = {"model": "tiny-seq2seq", "objective": "seq2seq", "dataset": str(folder / "pairs.jsonl"), "tokenizer": "bpe:300"}
+    content |= {"source_column": "given", "target_column": "wanted", "max_source_length": 24, "max_target_length": 16}
+    content |= {"validation_fraction": 0.2, "switches": PAIR_SWITCHES, "training": training}
+    (folder / "pairs.yaml").write_text(json.dumps(content))
+    return folder / "pairs.yaml"

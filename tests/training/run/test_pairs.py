@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from support.inline_engine import InlineEngine
-from support.runs import interrupt, write_comparison
+from support.runs import HALF, PAIR_SWITCHES, interrupt, write_comparison
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from modeling_nlq import NLQForConditionalGeneration
@@ -20,32 +20,10 @@ from modeling_nlq.training.run.generation import generate_text
 from nlq import main
 
 
-HALF = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
-SWITCHES = {"encoder": HALF, "decoder": {**HALF, "cross_attention": {"attention_activation": "sigmoid"}}}
-
-
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    """Reverses two words; some sources are too long."""
-    folder = tmp_path_factory.mktemp("pairs")
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
-    pairs = [(f"{first} {second}", f"{second} {first}") for first in words for second in words]
-    pairs += [("nine " * 30, "nine")]
-    lines = [json.dumps({"given": given, "wanted": wanted}) for given, wanted in pairs]
-    (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    training = {"max_steps": 40, "per_device_train_batch_size": 8, "save_steps": 4, "eval_steps": 20, "eval_strategy": "steps"}
-    training |= {"learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "steps"}
-    content = {"model": "tiny-seq2seq", "objective": "seq2seq", "dataset": str(folder / "pairs.jsonl"), "tokenizer": "bpe:300"}
-    content |= {"source_column": "given", "target_column": "wanted", "max_source_length": 24, "max_target_length": 16}
-    content |= {"validation_fraction": 0.2, "switches": SWITCHES, "training": training}
-    (folder / "pairs.yaml").write_text(json.dumps(content))
-    return folder / "pairs.yaml"
-
-
-@pytest.fixture(scope="module")
-def pair_run(recipe, tmp_path_factory):
+def pair_run(pairs_recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "run"
-    return folder, train(recipe, output_dir=folder)
+    return folder, train(pairs_recipe, output_dir=folder)
 
 
 def test_run(pair_run, capsys):
@@ -82,10 +60,10 @@ def test_pages(pair_run, run):
         explore(run[0], text="one", target="two", output=None)
 
 
-def test_resumed_to_the_bit(pair_run, recipe, tmp_path):
+def test_resumed_to_the_bit(pair_run, pairs_recipe, tmp_path):
     folder, metrics = pair_run
-    interrupt(recipe, output_dir=tmp_path / "run")
-    resumed = train(recipe, output_dir=tmp_path / "run")
+    interrupt(pairs_recipe, output_dir=tmp_path / "run")
+    resumed = train(pairs_recipe, output_dir=tmp_path / "run")
     for name in ("eval_loss", "eval_chrf", "train_loss", "token_stream", "tokens_seen"):
         assert resumed[name] == metrics[name], name
     assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -117,9 +95,9 @@ def test_initial_values():
 
 
 def test_size():
-    config = load_config("tiny-seq2seq", SWITCHES)
+    config = load_config("tiny-seq2seq", PAIR_SWITCHES)
     size, context, width = measure(config, 24), 24, 32
-    own = measure(load_config("tiny-seq2seq", {**SWITCHES, "decoder": {**HALF, "cross_attention": False}}), 24)
+    own = measure(load_config("tiny-seq2seq", {**PAIR_SWITCHES, "decoder": {**HALF, "cross_attention": False}}), 24)
     # Cross-attention: four matrices, and a product with keys and one with values
     assert size.non_embedding - own.non_embedding == 4 * width**2 + width
     assert size.flops_per_token - own.flops_per_token == 6 * (4 * width**2 + 2 * context * width)
@@ -144,8 +122,8 @@ def test_built_in_corpus():
         ({"switches": {"encoder": 3}}, "encoder=3 must be the switches that differ there"),
     ],
 )
-def test_refusals(recipe, tmp_path, fields, message):
-    content = json.loads(recipe.read_text())
+def test_refusals(pairs_recipe, tmp_path, fields, message):
+    content = json.loads(pairs_recipe.read_text())
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**content, **fields}))
     with pytest.raises(ValueError, match=message):
@@ -153,12 +131,12 @@ def test_refusals(recipe, tmp_path, fields, message):
 
 
 @pytest.fixture
-def make_comparison(recipe, tmp_path):
+def make_comparison(pairs_recipe, tmp_path):
     """A function to the file of a comparison with the control, a decoder that never sees the source."""
     models = {name: {"switches": {"decoder": {"cross_attention": cross}}} for name, cross in (("sees", None), ("blind", False))}
     training = {"max_steps": 300, "save_strategy": "no", "eval_strategy": "no"}
     fields = {"switches": {"decoder": {"attention_activation": "relu"}}, "training": training, "learning_rates": [1e-2]}
-    fields |= {"recipe": str(recipe), "models": models, "baseline": "sees", "seeds": [0, 1]}
+    fields |= {"recipe": str(pairs_recipe), "models": models, "baseline": "sees", "seeds": [0, 1]}
     return lambda **more: write_comparison(tmp_path, **fields, **more)
 
 

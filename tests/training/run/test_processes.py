@@ -152,3 +152,18 @@ def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_f
         metrics, weights = json.loads((folder / "metrics.json").read_text()), load_file(folder / "model.safetensors")
         assert metrics["trained_parameters"] == one[1]["trained_parameters"] < metrics["parameters"]
         assert {name for name in start if (weights[name] != start[name]).any()} == set(new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state_dict_type", [None, SHARDED], ids=["data parallel", "fsdp"])
+def test_pairs_are_trained_as_by_one_process(state_dict_type, pairs_recipe, tmp_path):
+    """Padding is not counted, and a run of two processes goes on in one."""
+    expected = train(pairs_recipe, output_dir=tmp_path / "one", max_steps=8, eval_steps=4)
+    options = ("--max_steps", "8", "--eval_steps", "4")
+    done = launch(pairs_recipe, tmp_path / "two", 2, state_dict_type, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cut(tmp_path / "two", tmp_path / "cut")
+    done = launch(pairs_recipe, tmp_path / "cut", 1, state_dict_type, *options)
+    assert done.returncode == 0 and "checkpoint-4" in done.stderr, done.stderr[-3000:]
+    for folder, processes in ((tmp_path / "two", 2), (tmp_path / "cut", 1)):
+        check_same_run(folder, (tmp_path / "one", expected), processes)
