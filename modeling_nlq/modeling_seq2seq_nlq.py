@@ -51,6 +51,8 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
     def __init__(self, config: NLQSeq2SeqConfig):
         super().__init__(config)
         self.encoder, self.decoder = NLQModel(config.encoder), NLQModel(config.decoder)
+        if config.tie_word_embeddings:  # one module, because FSDP2 lets no two groups of modules share a parameter
+            self.decoder.embed_tokens = self.encoder.embed_tokens
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:

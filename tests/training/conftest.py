@@ -44,7 +44,7 @@ def make_file(recipe_file, tmp_path_factory):
 def pairs_recipe(tmp_path_factory):
     """An encoder and decoder that reverses two words; some sources are too long."""
     folder = tmp_path_factory.mktemp("pairs")
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight"]
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "ten", "eleven"]
     pairs = [(f"{first} {second}", f"{second} {first}") for first in words for second in words]
     pairs += [("nine " * 30, "nine")]
     lines = [json.dumps({"given": given, "wanted": wanted}) for given, wanted in pairs]

@@ -12,7 +12,7 @@ from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
 from ..storage import fetch
 from ..text import bar_options
-from .inference import Analysis, analyse
+from .inference import analyse
 from .outcome import TaskOutcome
 from .plan import Scale
 from .results import RunStore, run_folder
@@ -57,14 +57,12 @@ def read_scores(scale: Scale, finished: RunStore) -> dict[str, dict[str, TaskOut
                         new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
                         found.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
     at_boundary = [model for model in scale.variants if finished.is_at_boundary(scale, model)]
-    return {
-        task: {metric: replace(entry, statistics=_judged(entry, scale.baseline, at_boundary)) for metric, entry in of.items()}
-        for task, of in found.items()
-    }
 
+    def judged(entry: TaskOutcome) -> TaskOutcome:
+        options = {"at_boundary": at_boundary, "resolution": resolution(entry)}
+        return replace(entry, statistics=analyse(judged_losses(entry), scale.baseline, **options))
 
-def _judged(entry: TaskOutcome, baseline: str, at_boundary: list[str]) -> Analysis:
-    return analyse(judged_losses(entry), baseline, at_boundary=at_boundary, resolution=resolution(entry))
+    return {task: {metric: judged(entry) for metric, entry in of.items()} for task, of in found.items()}
 
 
 def resolution(entry: TaskOutcome) -> float:

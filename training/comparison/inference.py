@@ -326,7 +326,8 @@ def _describe(runs: dict[int, float | None], reference: dict[int, float | None],
     """Describes a model without a test; the verdict says why there is none, or is empty."""
     finished = [loss for loss in runs.values() if loss is not None]
     diverged = len(runs) - len(finished)
-    pairs, differences = _pairs(runs, reference), _differences(runs, reference)
+    pairs = _pairs(runs, reference)
+    differences = np.array([runs[seed] - reference[seed] for seed in pairs])
     if diverged and not finished:
         verdict = "diverged"
     elif diverged:
@@ -381,10 +382,6 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: 
 
 def _pairs(runs: dict[int, float | None], reference: dict[int, float | None]) -> list[int]:
     return sorted(seed for seed, loss in runs.items() if loss is not None and reference.get(seed) is not None)
-
-
-def _differences(runs: dict[int, float | None], reference: dict[int, float | None]) -> np.ndarray:
-    return np.array([runs[seed] - reference[seed] for seed in _pairs(runs, reference)])
 
 
 def _mean(values) -> float | None:

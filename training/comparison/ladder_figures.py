@@ -23,7 +23,7 @@ def draw_losses(outcome: Outcome) -> Figure | None:
     is_empty = True
     for name, style in styles.items():
         losses = {
-            _flops(outcome, scale, name): [run.test_loss for run in found.models[name].finished]
+            float(outcome.scales[scale].flops(name)): [run.test_loss for run in found.models[name].finished]
             for scale, found in outcome.scales.items()
         }
         means = [(place, np.mean(values)) for place, values in losses.items() if values]
@@ -131,10 +131,6 @@ def _all_runs(outcome: Outcome) -> dict[str, list[RunOutcome]]:
 
 def _styles(outcome: Outcome) -> dict[str, dict[str, Any]]:
     return model_styles(outcome.baseline, outcome.trend.models)
-
-
-def _flops(outcome: Outcome, scale: str, model: str) -> float:
-    return float(outcome.scales[scale].flops(model))
 
 
 def _scale_compute(axes: Axes, outcome: Outcome) -> None:
