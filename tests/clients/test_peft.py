@@ -237,7 +237,8 @@ def test_encoder_and_decoder(tmp_path):
     before = output(base)
     model = get_peft_model(base, LoraConfig(task_type="SEQ_2_SEQ_LM", lora_alpha=16)).eval()
     names = {name.split("layers.0.")[1] for name in model.base_model.targeted_module_names if "decoder.layers.0." in name}
-    assert names == {f"{attention}.{name}_proj" for attention in ("self_attn", "cross_attn") for name in "qv"}
+    layers = ("q_bottleneck.fc1", "q_bottleneck.fc2", "v_proj")
+    assert names == {f"{attention}.{name}" for attention in ("self_attn", "cross_attn") for name in layers}
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0)
     for _ in range(3):
         model(input_ids=IDS, labels=IDS).loss.backward()

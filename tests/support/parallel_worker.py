@@ -73,7 +73,7 @@ def compare(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     saved = Path(folder).parent / f"{Path(folder).name}-saved"
     found.save_pretrained(saved)
     dist.barrier()
-    again = NLQForCausalLM.from_pretrained(saved, dtype=torch.float64).state_dict()
+    again = model_class.from_pretrained(saved, dtype=torch.float64).state_dict()
     differences["saved"] = largest([relative(again[name], tensor) for name, tensor in expected.state_dict().items()])
     return differences
 
