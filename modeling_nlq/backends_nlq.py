@@ -9,6 +9,7 @@ backend takes. A backend itself refuses tensors that it cannot take, such as a d
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -229,9 +230,10 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
         ValueError: if the user asked for a backend that does not exist or that cannot compute the activation of some layer.
     """
     layers = _requests(config)
+    requests = list(itertools.chain(*layers))
     if requested is None:
         # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
-        is_plain = all(_is_softmax(layer) and not layer.bias and not layer.materializes for layer in layers)
+        is_plain = all(_is_softmax(request) and not request.bias and not request.materializes for request in requests)
         return None if is_plain else AUTOMATIC
     # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
@@ -239,9 +241,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
         raise ValueError(
             f'Specified `attn_implementation="{requested}"` is not supported; use one of {_choices(ATTENTION_BACKENDS)}'
         )
-    for layer in layers:
-        numbers = [index % config.num_hidden_layers for index, other in enumerate(layers) if other == layer]
-        find_backend(requested, numbers, layer)
+    for request in requests:
+        find_backend(requested, [index for index, own in enumerate(layers) if request in own], request)
     return requested
 
 
@@ -253,10 +254,8 @@ def choose_paged_implementation(config: NLQConfig) -> str:
             compute some layer.
     """
     if config.add_cross_attention:
-        raise ValueError(
-            "add_cross_attention=True has no continuous batching, whose cache has no encoder's tokens; use generate"
-        )
-    layers = _requests(config)
+        raise ValueError("add_cross_attention=True has no continuous batching; use generate")
+    layers = list(itertools.chain(*_requests(config)))
     for index, layer in enumerate(layers):
         # A state has no place in the paged cache, and its masks do not say which key is the query's own
         if layer.activation.kind == "linear" or not layer.activation.sees_own_key:
@@ -282,7 +281,8 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 
 def supports_flash_attention(config: NLQConfig) -> bool:
     """True if flash attention computes every layer, linear ones apart, which need no backend."""
-    return all(_flash_attention.supports_layer(layer) for layer in _requests(config) if layer.activation.kind != "linear")
+    requests = itertools.chain(*_requests(config))
+    return all(_flash_attention.supports_layer(request) for request in requests if request.activation.kind != "linear")
 
 
 def _choices(backends: Iterable[str]) -> str:
@@ -290,11 +290,11 @@ def _choices(backends: Iterable[str]) -> str:
     return ", ".join((AUTOMATIC, *(name for name in backends if name != PAGED_EAGER)))
 
 
-def _requests(config: NLQConfig) -> list[AttentionRequest]:
-    """Returns what each layer requests in any call, and the cross-attention of each after them."""
-    layers = config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
-    cross = [layer.cross_attention_config for layer in layers]
-    return [request_of(layer) for layer in (*layers, *filter(None, cross))]
+def _requests(config: NLQConfig) -> list[list[AttentionRequest]]:
+    """Returns what each layer requests in any call, its attention and its cross-attention."""
+    layers = [filter(None, (layer, layer.cross_attention_config)) for layer in config.distinct_layers]
+    found = [list(map(request_of, layer)) for layer in layers]
+    return found if config.is_heterogeneous else found * config.num_hidden_layers
 
 
 def request_of(layer: NLQConfig) -> AttentionRequest:

@@ -230,7 +230,7 @@ class NLQConfig(PreTrainedConfig):
 
     model_type = "nlq"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
-    _encoder_size = None  # the width of an encoder's tokens, in a `cross_attention_config`
+    is_cross_attention = False  # whether this is a `cross_attention_config`
 
     vocab_size: int = 50304
     hidden_size: int = 768
@@ -321,7 +321,9 @@ class NLQConfig(PreTrainedConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         super().__post_init__(**kwargs)
-        self._remember_code()
+        with contextlib.suppress(ValueError):  # an unknown part; the validation reports it
+            if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:
+                self.attention_parts_code = codes  # as it is now
         # This code, whatever an old file says, but for derived classes
         self.auto_map = AUTO_MAP | {name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)}
         self.nlq_version = __version__
@@ -330,12 +332,6 @@ class NLQConfig(PreTrainedConfig):
         """The user's own parts in any layer, by name."""
         names = dict.fromkeys(name for layer in self.attention_configs for name in layer.attention_parts or ())
         return {name: find_part(name, (self.attention_parts_code or {}).get(name)) for name in names}
-
-    def _remember_code(self) -> None:
-        """Notes the code of the user's own parts, as they are now."""
-        with contextlib.suppress(ValueError):  # an unknown part; the validation reports it
-            if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:
-                self.attention_parts_code = codes
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
@@ -388,18 +384,13 @@ class NLQConfig(PreTrainedConfig):
             absent["attention_gate"] = None
         for name, value in (absent | overrides).items():
             setattr(config, name, value)
-        config._encoder_size = self.cross_attention_hidden_size or self.hidden_size
+        config.is_cross_attention = True
         return config
-
-    @property
-    def is_cross_attention(self) -> bool:
-        """Whether this is a `cross_attention_config`."""
-        return self._encoder_size is not None
 
     @property
     def key_value_input_size(self) -> int:
         """The width of what keys and values are projected from (of one layer)."""
-        return self._encoder_size if self.is_cross_attention else self.hidden_size
+        return (self.is_cross_attention and self.cross_attention_hidden_size) or self.hidden_size
 
     @property
     def layer_types(self) -> list[str]:

@@ -88,7 +88,14 @@ def check_distribution(config: PreTrainedConfig, distributed_config: Distributed
 
 
 class NLQIntegrationMixin:
-    """Before `PreTrainedModel` among the bases: what Transformers splits over processes, and which layers PEFT adapts."""
+    """Before `PreTrainedModel` among the bases: what the models support, and what Transformers splits over processes."""
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NLQDecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
+    _can_compile_fullgraph = True
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):

@@ -1,6 +1,5 @@
 """NLQ models: GPT-style decoders, and encoders, whose query projection, attention activation and block are configured."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -341,11 +340,6 @@ class CrossAttentionMixin:
         source = source[:, :0] if self.has_source(cache) else source
         return super().make_call(hidden_states, token_context, first_values, cache, source)
 
-    def project(self, call: AttentionCall, position_embeddings: None = None) -> tuple[torch.Tensor, ...]:
-        states = super().project(call)
-        call.values = None  # those of the source are no values of this call's tokens
-        return states
-
     def update_cache(
         self, cache: EncoderDecoderCache, key_states: torch.Tensor, value_states: torch.Tensor, *_
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -485,14 +479,6 @@ def _apply(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tenso
 
 class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     config: NLQConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["NLQDecoderLayer"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
     _can_record_outputs = {
         "hidden_states": NLQDecoderLayer,
         "attentions": OutputRecorder(NLQAttention, index=1, layer_name="self_attn"),
@@ -537,18 +523,12 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
 
-def _without_empty(forward: Callable) -> Callable:
-    """Leaves out the `cross_attentions` of a model that has no cross-attention, which `capture_outputs` returns as `()`."""
+class NLQModelOutput(BaseModelOutputWithPastAndCrossAttentions):
+    """Without the `()` that `capture_outputs` returns as `cross_attentions` of a model that has none."""
 
-    @functools.wraps(forward)
-    def wrapper(self, *args, return_dict: bool | None = None, **kwargs):
-        outputs = forward(self, *args, return_dict=True, **kwargs)
-        if "cross_attentions" in outputs and not self.config.add_cross_attention:
-            outputs = type(outputs)(**{name: value for name, value in outputs.items() if name != "cross_attentions"})
-        is_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
-        return outputs if is_dict else outputs.to_tuple()
-
-    return wrapper
+    def __setitem__(self, key: str, value: Any) -> None:
+        if not (isinstance(value, tuple) and not value):
+            super().__setitem__(key, value)
 
 
 class NLQModel(NLQPreTrainedModel):
@@ -571,7 +551,6 @@ class NLQModel(NLQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @_without_empty
     @capture_outputs
     def forward(
         self,
@@ -585,7 +564,7 @@ class NLQModel(NLQPreTrainedModel):
         encoder_hidden_states: torch.Tensor | None = None,
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPastAndCrossAttentions:
+    ) -> NLQModelOutput:
         """
         Args:
             input_ids: `(batch, query)` token ids.
@@ -654,9 +633,7 @@ class NLQModel(NLQPreTrainedModel):
         encoder_masks, cross = None, [layer.cross_attn for layer in layers if layer.cross_attn is not None]
         if cross:
             if sequences.segments is not None:
-                raise ValueError(
-                    "position_ids: packed documents would see the same tokens of the encoder; give one text per row"
-                )
+                raise ValueError("position_ids: packed documents would all see the encoder's tokens; give one text per row")
             source = read_source(inputs_embeds, encoder_hidden_states, encoder_attention_mask)
             encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
         first_values = None
@@ -675,7 +652,7 @@ class NLQModel(NLQPreTrainedModel):
             )
             hidden_states, first_values = output if layer.self_attn.returns_values else (output, first_values)
         cache = cache if encoder_cache is None else encoder_cache
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
+        return NLQModelOutput(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
     def _check_source(self, encoder_hidden_states: torch.Tensor | None, batch: int) -> None:
         """Raises `ValueError` for an encoder's tokens that are missing, of another shape, or not expected."""

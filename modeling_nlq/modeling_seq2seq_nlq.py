@@ -14,19 +14,11 @@ from .backends_nlq import choose_implementation, supports_flash_attention
 from .configuration_nlq import AUTOMATIC
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .integrations_nlq import CACHE_NAME, NLQGenerationMixin, NLQIntegrationMixin, register_default_targets
-from .modeling_nlq import NLQModel, NLQPreTrainedModel, cap_logits
+from .modeling_nlq import NLQModel, cap_logits
 
 
 class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     config: NLQSeq2SeqConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = NLQPreTrainedModel._no_split_modules
-    _skip_keys_device_placement = NLQPreTrainedModel._skip_keys_device_placement
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _can_compile_fullgraph = True
 
     @property
     def _supports_flash_attn(self) -> bool:
@@ -42,6 +34,12 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
             choose_implementation(half, requested_attention)
         return requested_attention or AUTOMATIC
 
+    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+        """As in Transformers, and the decoder's embedding too if it is one of its own."""
+        if not self.config.tie_word_embeddings:
+            self.base_model.decoder.resize_token_embeddings(*args, **kwargs)
+        return super().resize_token_embeddings(*args, **kwargs)
+
 
 class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
     """An encoder, and a decoder with cross-attention to its last hidden states."""
@@ -51,8 +49,6 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
     def __init__(self, config: NLQSeq2SeqConfig):
         super().__init__(config)
         self.encoder, self.decoder = NLQModel(config.encoder), NLQModel(config.decoder)
-        if config.tie_word_embeddings:  # one module, because FSDP2 lets no two groups of modules share a parameter
-            self.decoder.embed_tokens = self.encoder.embed_tokens
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:

@@ -212,10 +212,11 @@ class NLQAttentionProjections(SplitByHeads):
         for part in self.parts_with("change_qkv"):
             states = part("change_qkv", call, *states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
-        query_states, key_states, call.values = (each.transpose(1, 2) for each in states)
+        query_states, key_states, value_states = (each.transpose(1, 2) for each in states)
+        call.values = value_states if call.source is None else None  # an encoder's are no values of this call's tokens
         if position_embeddings is not None:
             query_states, key_states = rotate(query_states, key_states, *position_embeddings)
-        return query_states, key_states, call.values
+        return query_states, key_states, value_states
 
     def _apply_projection(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, for the `"query"`, `"key"` or `"value"`."""

@@ -25,7 +25,7 @@ from modeling_nlq import NLQConfig, load_attention_parts
 
 from ..configuration import find, suggestion
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml
-from .parameters import AUTO_CLASSES, listed, objective_of
+from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
 from .text import first_line, one_line
 
 
@@ -207,12 +207,8 @@ def load_model(
         with source_named(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             kind = objective_of(config)
-            if decoder_for is not None and kind == "masked":
-                raise ValueError(
-                    f"{name!r} is an encoder (is_causal=False), which predicts masked tokens: {decoder_for} needs a decoder"
-                )
-            if decoder_for == "lm_eval" and kind == "seq2seq":
-                raise ValueError(f"{name!r} is an encoder and decoder: lm_eval needs a decoder alone")
+            if (kind == "masked" and decoder_for is not None) or (kind == "seq2seq" and decoder_for == "lm_eval"):
+                raise ValueError(f"{name!r} is {KINDS[kind]}: {decoder_for} needs a decoder")
             model, found = AUTO_CLASSES[kind].from_pretrained(
                 name, output_loading_info=True, trust_remote_code=trust_remote_code
             )

@@ -35,6 +35,8 @@ class Size:
     trained: int
 
 
+# What the models of an objective are, and their Auto classes
+KINDS = {"causal": "a decoder", "masked": "an encoder", "seq2seq": "an encoder and decoder"}
 AUTO_CLASSES = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}
 
 

@@ -364,6 +364,13 @@ def test_permuted_source_changes_nothing(activation):
     torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
 
 
+def test_backend_names_the_layer():
+    layers = {0: {"cross_attention": False}, 1: {"cross_attention": {"attention_activation": "relu"}}}
+    model = decoder(per_layer_config=layers)
+    with pytest.raises(ValueError, match=r"attention_activation='relu' \(layer 1\)"):
+        model.set_attn_implementation("sdpa")
+
+
 def test_own_parts():
     """Only where `cross_attention` names them, and none that needs the decoder's tokens, its MLP or a state of them."""
 
@@ -428,6 +435,17 @@ def test_compiles_and_exports():
         "decoder_input_ids": random_tokens(2, 3),
     }
     torch.testing.assert_close(exported(**longer, use_cache=False).logits, model(**longer, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_both_embeddings_are_resized(tied, tmp_path):
+    model = pair(torch.float32, tied=tied)
+    model.resize_token_embeddings(VOCABULARY + 5)
+    model.save_pretrained(tmp_path)
+    inputs = {"input_ids": random_tokens(2, 7), "labels": torch.full((2, 5), VOCABULARY + 4)}
+    again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
+    assert (again.model.decoder.embed_tokens.weight is again.model.encoder.embed_tokens.weight) == tied
 
 
 def test_saved_and_resized(tmp_path):
@@ -497,7 +515,7 @@ class TestRefusals:
                 {"encoder_hidden_states": encoded, "encoder_attention_mask": SOURCE_MASK[:, :5]},
                 "encoder_attention_mask=",
             ),
-            (model, packed, "packed documents would see the same tokens"),
+            (model, packed, "packed documents would all see the encoder's tokens"),
             (plain, {"encoder_hidden_states": encoded}, "this model has no cross-attention; set add_cross_attention=True"),
         ):
             with pytest.raises(ValueError, match=message):

@@ -12,6 +12,7 @@ from modeling_nlq.training.run.trainer import train_recipe
 
 
 HALF = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
+HALF |= {"position_embedding": "learned"}
 PAIR_SWITCHES = {"encoder": HALF, "decoder": {**HALF, "cross_attention": {"attention_activation": "sigmoid"}}}
 
 

@@ -147,13 +147,11 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
         config = copy.deepcopy(resolved.config)
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         rows, size = arguments.train_batch_size * (_STEPS + 2), model.config.vocab_size
-        tokens = torch.randint(size, (rows, recipe.sample_length))
-        data = {"input_ids": tokens, "labels": tokens}
+        lengths = dict.fromkeys(("input_ids", "labels"), recipe.block_size)
         if recipe.objective == "seq2seq":  # as if every pair were as long as the longest
-            target = torch.randint(size, (rows, recipe.max_target_length))
-            source = torch.randint(size, (rows, recipe.max_source_length))
-            data = {"input_ids": source, "decoder_input_ids": target, "labels": target}
-        data = Dataset.from_dict(data)
+            lengths = {"input_ids": recipe.max_source_length, "labels": recipe.max_target_length}
+            lengths["decoder_input_ids"] = lengths["labels"]
+        data = Dataset.from_dict({name: torch.randint(size, (rows, length)) for name, length in lengths.items()})
         try:
             torch.set_num_threads(threads or before)
             Trainer(model, arguments, default_data_collator, data, callbacks=[watch]).train()

@@ -8,7 +8,6 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.linear_nlq import linear_attention
-from modeling_nlq.modeling_nlq import CrossAttentionMixin
 from modeling_nlq.parts_base_nlq import AttentionCall
 from modeling_nlq.projections_nlq import NLQAttentionProjections
 
@@ -63,7 +62,7 @@ class Layer:
         rows: `(heads, query)` by the names in `ROWS`; NaN where a row has none.
         numbers: `(heads,)` by the names in `ROWS`, `HEADS` and of parts.
         missing: why a name is not among them.
-        name: the number of the layer, with `cross` where the keys are the tokens of the source.
+        name, is_cross: the number of the layer, with `cross` where the keys are the tokens of the source.
     """
 
     activation: str
@@ -73,10 +72,7 @@ class Layer:
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     name: str = ""
-
-    @property
-    def is_cross(self) -> bool:
-        return self.name.endswith("cross")
+    is_cross: bool = False
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
         """Adds rows, `(heads, query)` each, and their means over the queries that see several keys, booleans `(query,)`."""
@@ -101,11 +97,7 @@ class Layer:
 
 
 def measure_attention(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    random_ids: torch.Tensor,
-    ablated_tokens: int = 0,
-    source: torch.Tensor | None = None,
+    model: PreTrainedModel, input_ids: torch.Tensor, random_ids: torch.Tensor, ablated_tokens: int = 0
 ) -> list[Layer]:
     """Measures the attention of each layer on a text.
 
@@ -114,15 +106,14 @@ def measure_attention(
         input_ids: `(1, length)`.
         random_ids: random tokens, repeated once (see `repeated_tokens`).
         ablated_tokens: remove heads on this many tokens; with fewer than 2 no head is removed.
-        source: an encoder's hidden states `(1, source, hidden)`, for a decoder with cross-attention.
     """
-    layers, period = _see(model, input_ids, source), random_ids.shape[1] // 2
-    for layer, again in zip(layers, _see(model, random_ids, source) if period > 1 else ()):
+    layers, period = _see(model, input_ids), random_ids.shape[1] // 2
+    for layer, again in zip(layers, _see(model, random_ids) if period > 1 else ()):
         if again.weights is not None and not layer.is_cross:
             layer.numbers["previous_token"] = previous_token_scores(again.weights)
             layer.numbers["induction"] = induction_scores(again.weights, period)
     if ablated_tokens > 1:
-        costs = ablations(model, input_ids[:, :ablated_tokens], [layer.heads for layer in layers], source)
+        costs = ablations(model, input_ids[:, :ablated_tokens], [layer.heads for layer in layers])
         for layer, cost in zip(layers, costs):
             layer.numbers["ablation"] = cost
     return layers
@@ -138,25 +129,25 @@ def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
     return min(length, max(FEWEST_ABLATED, int(ABLATION_BUDGET / cost)))
 
 
-def _see(model: PreTrainedModel, input_ids: torch.Tensor, source: torch.Tensor | None) -> list[Layer]:
+def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
     """Measures the layers of a model, in its own calls."""
     layers: list[Layer] = []
-    given = {} if source is None else {"encoder_hidden_states": source}
 
     def receive(
         layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
     ) -> None:
         see = _see_linear if layer.activation.kind == "linear" else _see_weights
-        found, is_cross = see(layer, call, position_embeddings), isinstance(layer, CrossAttentionMixin)
-        found.name = f"{layer.layer_idx} cross" if is_cross else str(layer.layer_idx)
-        if is_cross:
+        found = see(layer, call, position_embeddings)
+        found.is_cross = call.source is not None
+        found.name = f"{layer.layer_idx} cross" if found.is_cross else str(layer.layer_idx)
+        if found.is_cross:
             found.missing |= dict.fromkeys(("own_value_cosine", "previous_token", "induction"), _NO_OWN_KEY)
         for part in layer.parts.values():
             for name, values in part("measure", call).items():
                 found.add_measure(part.name, name, values, layer.num_heads)
         layers.append(found)
 
-    observe_calls(model, receive, input_ids, logits_to_keep=1, **given)
+    observe_calls(model, receive, input_ids, logits_to_keep=1)
     return layers
 
 

@@ -81,9 +81,10 @@ def explore(
     if (pair := next(iter(models.values())).pair) is not None:
         source = [*shown, tokenizer.eos_token_id]
         if target is None:
-            shown = pair.generate(torch.tensor([source], device=pair.device), max_new_tokens=64, do_sample=False)[0].tolist()
+            options = {"max_new_tokens": min(64, pair.config.decoder.max_position_embeddings - 1), "do_sample": False}
+            shown = pair.generate(torch.tensor([source], device=DEVICE), **options)[0].tolist()
         else:
-            shown = after_start(pair, [*_tokens(tokenizer, target), tokenizer.eos_token_id])
+            shown = [pair.config.decoder_start_token_id, *_tokens(tokenizer, target), tokenizer.eos_token_id]
     elif target is not None:
         raise ValueError("--target: only an encoder with a decoder has a target")
     done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
@@ -95,11 +96,6 @@ def explore(
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
-def after_start(pair: NLQForConditionalGeneration, labels: Sequence[int]) -> list[int]:
-    """Puts the token before labels with which the decoder starts."""
-    return pair.prepare_decoder_input_ids_from_labels(torch.tensor([[*labels, labels[-1]]]))[0].tolist()
 
 
 @dataclass
@@ -173,16 +169,13 @@ def explore_tokens(
         config = subject.model.config
         if not config.is_causal and config.mask_token_id is None:
             raise ValueError(f"model {name!r}: mask_token_id=None must be the id of the token that stands for a masked one")
-        states = None
-        if source is not None and config.add_cross_attention:
-            with torch.no_grad():
-                encoder = subject.pair.get_encoder()
-                states = encoder(torch.tensor([list(source)], device=encoder.device)).last_hidden_state
-        losses = losses_of_tokens(subject.model, input_ids, states)[0]
+        if source is not None:
+            show_source(subject, source)
+        losses = losses_of_tokens(subject.model, input_ids)[0]
         if not losses.isfinite().all():
             raise ValueError(f"model {name!r}: its losses are infinite or not a number: its training diverged")
         count = tokens_to_ablate(subject.model, length)
-        layers = measure_attention(subject.model, input_ids, random_ids, count, states)
+        layers = measure_attention(subject.model, input_ids, random_ids, count)
         if count < 2:
             reason = "the text has a single token" if length < 2 else "it would take too long for a model of this size"
             for layer in layers:
@@ -194,6 +187,17 @@ def explore_tokens(
         pages.append(ExploredModel(name, subject.description, losses, layers, config.is_causal))
     tokens, read = (token_texts(tokenizer, ids) for ids in (input_ids[0].tolist(), source or ()))
     return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages, read), pages, tokens)
+
+
+@torch.no_grad()
+def show_source(subject: Subject, source: Sequence[int]) -> None:
+    """Gives the hidden states of a source, `(1, source, hidden)`, to each later call of a subject's decoder."""
+    states = subject.pair.get_encoder()(torch.tensor([list(source)], device=DEVICE)).last_hidden_state
+
+    def give(_, inputs: tuple, given: dict) -> tuple[tuple, dict]:
+        return inputs, {**given, "encoder_hidden_states": states.expand(len(given["input_ids"]), -1, -1)}
+
+    subject.model.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def prepare(model: PreTrainedModel) -> Subject:

@@ -22,28 +22,22 @@ _LOGITS_AT_ONCE = 2**28
 _TOKENS_AT_ONCE = 2**13
 
 
-def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor, source: torch.Tensor | None = None) -> torch.Tensor:
+def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     """Computes the loss of each token after the first, in nats: `-log p(token | tokens before it)`; of an encoder
     `-log p(token | all other tokens)`, with this token alone masked.
 
-    Takes any language model and `(batch, length)` tokens without padding, and returns `(batch, length - 1)`, on the CPU. A
-    decoder with cross-attention sees the hidden states `source` too, `(1, source, hidden)`.
+    Takes any language model and `(batch, length)` tokens without padding, and returns `(batch, length - 1)`, on the CPU.
     """
     input_ids, losses = input_ids.to(model.device), []
-    given = {} if source is None else {"encoder_hidden_states": source.expand(len(input_ids), -1, -1)}
     with torch.no_grad():
         if getattr(model.config, "is_causal", True):
-            return token_losses(model(input_ids=input_ids, use_cache=False, **given).logits, input_ids)[0].cpu()
+            return token_losses(model(input_ids=input_ids, use_cache=False).logits, input_ids)[0].cpu()
         for place in range(1, input_ids.shape[1]):
             masked = input_ids.clone()
             masked[:, place] = model.config.mask_token_id
             logits = model(input_ids=masked).logits[:, place]
             losses.append(nn.functional.cross_entropy(logits.float(), input_ids[:, place], reduction="none"))
     return torch.stack(losses, dim=1).cpu() if losses else torch.empty(len(input_ids), 0)
-
-
-def _rows_at_once(model: PreTrainedModel, length: int) -> int:
-    return max(1, min(_LOGITS_AT_ONCE // (4 * length * model.config.vocab_size), _TOKENS_AT_ONCE // length))
 
 
 def shares(weights: torch.Tensor) -> torch.Tensor:
@@ -113,9 +107,7 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: 
 
 
 @torch.no_grad()
-def ablations(
-    model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int], source: torch.Tensor | None = None
-) -> list[torch.Tensor]:
+def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
     """Computes what it costs to remove a head: the mean loss with the head's output set to 0, minus the mean loss.
 
     The output is set to 0 before the output projection, after gates and whatever else a layer does to it.
@@ -124,13 +116,13 @@ def ablations(
         model: a language model with NLQ attention layers.
         input_ids: `(1, length)`.
         heads: of each layer, into how many equal parts the input of its output projection is cut.
-        source: as in `losses_of_tokens`.
 
     Returns:
         For each layer `(heads,)`, in nats per token; positive where the head lowers the loss.
     """
-    whole = losses_of_tokens(model, input_ids, source).double().mean()
-    rows_at_once = _rows_at_once(model, input_ids.shape[1])
+    whole = losses_of_tokens(model, input_ids).double().mean()
+    length = input_ids.shape[1]
+    rows_at_once = max(1, min(_LOGITS_AT_ONCE // (4 * length * model.config.vocab_size), _TOKENS_AT_ONCE // length))
     found = []
     for layer, count in tqdm(zip(attention_layers(model), heads), "Removing heads", len(heads), **bar_options()):
         losses = []
@@ -142,6 +134,6 @@ def ablations(
                 return (parts.flatten(-2),)
 
             with layer.o_proj.register_forward_pre_hook(remove):
-                losses.append(losses_of_tokens(model, input_ids.expand(len(removed), -1), source))
+                losses.append(losses_of_tokens(model, input_ids.expand(len(removed), -1)))
         found.append(torch.cat(losses).double().mean(dim=-1) - whole)
     return found

@@ -12,7 +12,7 @@ from ..run.documents import load_documents
 from ..run.recipe import Recipe
 from ..storage import fetch
 from ..text import one_line
-from .exploring import after_start, explore_tokens, prepare
+from .exploring import explore_tokens, prepare
 
 
 logger = logging.get_logger(__name__)
@@ -39,7 +39,8 @@ def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: P
         row = {name: list(map(int, ids)) for name, ids in next(iter(blocks)).items() if name in ("input_ids", "labels")}
         subjects, shown, source = {name: prepare(model) for name, (model, _) in loaded.items()}, row["input_ids"], None
         if recipe.objective == "seq2seq":
-            shown, source = after_start(next(iter(subjects.values())).pair, row["labels"]), shown
+            start = next(iter(subjects.values())).pair.config.decoder_start_token_id
+            shown, source = [start, *row["labels"]], shown
         elif recipe.packing == "documents":
             ends = [index + 1 for index, token in enumerate(shown) if token == tokenizer.eos_token_id]
             shown = max((shown[start:end] for start, end in zip([0, *ends], [*ends, len(shown)])), key=len)

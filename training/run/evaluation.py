@@ -20,14 +20,11 @@ from .documents import load_documents
 from .masked import Masking, MaskingTrainer, check_mask_token
 from .pairs import chrf_of
 from .recipe import Recipe
-from .trained_on import RECIPE_FIELDS, read_trained_on
+from .trained_on import RECIPE_FIELDS, SHAPES, read_trained_on
 
 
 logger = logging.get_logger(__name__)
 
-# Fields of a run's recipe that shape what its model reads
-_SHAPES = ("block_size", "packing", "mask_probability", "source_column", "target_column")
-_SHAPES += ("max_source_length", "max_target_length")
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
 
@@ -162,7 +159,7 @@ def evaluate(
     defaults = {"validation_fraction": 0.02, "block_size": context}
     if trained_on:  # longer blocks would have positions that were never trained
         last = trained_on[-1]
-        defaults |= {field: last[field] for field in _SHAPES if field in last}
+        defaults |= {field: last[field] for field in SHAPES if field in last}
     if own and is_whole:
         logger.warning(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all is evaluated"
@@ -203,8 +200,7 @@ def evaluate_model(
     """
     if recipe.objective == "masked":
         check_mask_token(tokenizer, tokenizer.name_or_path)
-    documents = load_documents(recipe, is_whole)["validation"]
-    validation = make_blocks(documents, tokenizer, recipe, keep_remainder)
+    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
             model=model,
@@ -221,6 +217,4 @@ def evaluate_model(
         )
         trainer.masking = Masking(tokenizer, recipe.mask_probability, 0) if recipe.objective == "masked" else None
         found = trainer.evaluate(validation.dataset)
-    if recipe.objective == "seq2seq" and (score := chrf_of(model, tokenizer, validation.dataset, recipe)) is not None:
-        found["eval_chrf"] = score
-    return found
+    return found | (chrf_of(model, tokenizer, validation.dataset, recipe) if recipe.objective == "seq2seq" else {})

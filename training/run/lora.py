@@ -14,8 +14,8 @@ ADAPTER_FOLDER = "adapter"
 
 
 def peft_task(model: PreTrainedModel) -> str | None:
-    """PEFT's name of a decoder's task, whose wrapper generates; of an encoder none, which leaves the model's methods alone."""
-    return "CAUSAL_LM" if model.can_generate() else None
+    """PEFT's name of a task whose wrapper generates; of an encoder none, which leaves the model's methods alone."""
+    return None if not model.can_generate() else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
 
 
 def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:

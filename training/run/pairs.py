@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
-from torch.utils.data import DataLoader
-from transformers import DataCollatorForSeq2Seq, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .documents import check_text
@@ -55,7 +54,8 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
             ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
             rows[name] = [[*text[: length - 1], tokenizer.eos_token_id] for text in ids]
             rows["is_cut"] = [before or len(text) >= length for before, text in zip(rows["is_cut"], ids)]
-            rows["bytes"] = [len(text.encode()) for text in texts]  # of the last column, the target
+            # Of the last column, the target, as a whole
+            rows |= {"bytes": [len(text.encode()) for text in texts], "length": [len(text) + 1 for text in ids]}
         return rows
 
     identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), columns, lengths, "pairs"))
@@ -66,25 +66,24 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
             f"{cut} of {len(rows)} pairs are longer than max_source_length={lengths[0]} or max_target_length={lengths[1]} "
             "tokens, and are cut"
         )
-    tokens = sum(map(len, rows["labels"]))
-    return Blocks(rows.select_columns(["input_ids", "labels"]), tokens, sum(rows["bytes"]) / tokens)
+    bytes_per_token = sum(rows["bytes"]) / sum(rows["length"]) or None
+    return Blocks(rows.select_columns(["input_ids", "labels"]), sum(map(len, rows["labels"])), bytes_per_token)
 
 
 @torch.no_grad()
-def chrf_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset, recipe: Recipe) -> float | None:
-    """Computes chrF (Popovic 2015) of the likeliest text for each of the first rows, from 0 to 100; needs `sacrebleu`."""
+def chrf_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset, recipe: Recipe) -> dict[str, float]:
+    """Computes chrF (Popovic 2015) of the likeliest text for each of the first rows, from 0 to 100, if `sacrebleu` is there."""
     if importlib.util.find_spec("sacrebleu") is None:
         logger.warning("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]")
-        return None
+        return {}
     import sacrebleu
 
     model.eval()
-    collate = DataCollatorForSeq2Seq(tokenizer)
     decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
     rows, texts, references = rows.select(range(min(len(rows), GENERATED_ROWS))), [], []
-    for batch in DataLoader(rows, batch_size=32, collate_fn=lambda rows: collate([dict(row) for row in rows])):
-        labels = batch.pop("labels")
-        options = {"max_new_tokens": recipe.max_target_length, "do_sample": False, "num_beams": 1}
-        texts += decode(model.generate(**batch.to(model.device), **options))
-        references += decode(labels.masked_fill(labels < 0, tokenizer.pad_token_id))
-    return sacrebleu.corpus_chrf(texts, [references]).score
+    options = {"max_new_tokens": recipe.max_target_length, "do_sample": False, "num_beams": 1}
+    for batch in rows.iter(batch_size=32):
+        inputs = tokenizer.pad({"input_ids": batch["input_ids"]}, return_tensors="pt").to(model.device)
+        texts += decode(model.generate(**inputs, **options))
+        references += decode(batch["labels"])
+    return {"eval_chrf": sacrebleu.corpus_chrf(texts, [references]).score}

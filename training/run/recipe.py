@@ -21,7 +21,7 @@ from modeling_nlq.configuration_nlq import AUTOMATIC
 from ...configuration import find
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
-from ..parameters import freeze_all_but, objective_of, shapes_of
+from ..parameters import KINDS, freeze_all_but, objective_of, shapes_of
 from ..storage import normalized
 from ..text import check_number
 from .lora import add_lora
@@ -34,12 +34,6 @@ TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "tra
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
 _READERS = {"source": "encoder", "target": "decoder"}
-# What a model is, by its objective, and what else a recipe of another objective may do
-KINDS = {
-    "causal": ("a decoder", ", or give it is_causal: false"),
-    "masked": ("an encoder", ", or give it is_causal: true"),
-    "seq2seq": ("an encoder and decoder", ""),
-}
 # Fields that are mappings
 _MAPPINGS = {
     "lora": "fields of LoraConfig with their values, such as {r: 8}",
@@ -414,7 +408,7 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
 
 def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
     recipe, config = resolved.recipe, resolved.config
-    kind, hint = KINDS[objective := objective_of(config)]
+    objective = objective_of(config)
     contexts = {"block_size": config}
     if objective == "seq2seq":  # of other families, both halves have the same positions
         contexts = {f"max_{text}_length": getattr(config, half, config) for text, half in _READERS.items()}
@@ -434,8 +428,8 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
             "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
     if objective != recipe.objective:
-        hint = "" if recipe.objective == "seq2seq" else hint
-        yield f"objective={recipe.objective!r}: model {recipe.model!r} is {kind}; set objective: {objective}{hint}"
+        hint = "" if "seq2seq" in (objective, recipe.objective) else f"; or set is_causal: {str(objective == 'masked').lower()}"
+        yield f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: {objective}{hint}"
     if recipe.objective == "seq2seq":
         for name in ("streaming", "packing", "record_stability", "parametrization"):
             if getattr(recipe, name) != getattr(Recipe, name):

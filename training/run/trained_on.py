@@ -9,10 +9,12 @@ from ..models import is_saved_model, read_record
 from .recipe import Recipe
 
 
-# The fields of a recipe that say which documents were trained on, and how held-out ones are evaluated
+# The fields of a recipe that say how texts are cut and shown to the model
+SHAPES = ("block_size", "packing", "mask_probability", "source_column", "target_column", "max_source_length")
+SHAPES += ("max_target_length",)
+# Those that say which documents were trained on, and how held-out ones are evaluated
 RECIPE_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
-RECIPE_FIELDS += ("max_validation_documents", "block_size", "packing", "mask_probability", "source_column", "target_column")
-RECIPE_FIELDS += ("max_source_length", "max_target_length")
+RECIPE_FIELDS += ("max_validation_documents", *SHAPES)
 
 
 def read_trained_on(model: str) -> list[dict[str, Any]]:

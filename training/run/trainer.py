@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from matplotlib.figure import Figure
 from transformers import (
     PreTrainedModel,
@@ -128,6 +129,8 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
+    if recipe.objective == "seq2seq" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        model.set_input_embeddings(model.get_input_embeddings())  # one module: FSDP2 lets no two groups share a parameter
     factors = None
     if recipe.base_sizes is not None:
         factors = completep_factors(model, recipe.base_sizes)
@@ -292,9 +295,7 @@ def _evaluate_and_save(run: _Run) -> dict[str, Any]:
     if run.resolved.recipe.lora is not None:
         merge_lora(trainer)
     if run.resolved.recipe.objective == "seq2seq":
-        rows = run.blocks["validation"].dataset
-        score = chrf_of(trainer.model, trainer.processing_class, rows, run.resolved.recipe)
-        evaluated |= {} if score is None else {"eval_chrf": score}
+        evaluated |= chrf_of(trainer.model, trainer.processing_class, run.blocks["validation"].dataset, run.resolved.recipe)
     trainer.save_model()
     return evaluated
 

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_nlq import NLQForConditionalGeneration, NLQSeq2SeqConfig, load_attention_parts
 from modeling_nlq.training.explorer.attention import HEADS, ROWS, measure_attention, tokens_to_ablate
-from modeling_nlq.training.explorer.exploring import Subject, explore_tokens, prepare
+from modeling_nlq.training.explorer.exploring import Subject, explore_tokens, prepare, show_source
 from modeling_nlq.training.explorer.measures import ablations, effective_ranks, repeated_tokens
 from modeling_nlq.training.hooks import observe_calls
 
@@ -83,13 +83,14 @@ def test_cross_attention(activation):
         "per_layer_config": {1: {"cross_attention": False}},
     }
     pair = NLQForConditionalGeneration(NLQSeq2SeqConfig(encoder=half, decoder=decoder))
-    model, ids, source = prepare(pair).model, torch.randint(13, (1, 9)), torch.randint(13, (1, 5))
+    subject, ids, source = prepare(pair), torch.randint(13, (1, 9)), torch.randint(13, (1, 5))
     pair.double().set_attn_implementation("eager")
     with torch.no_grad():
         for parameter in pair.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
         expected = pair(source, decoder_input_ids=ids, output_attentions=activation == "tanh")
-        found = measure_attention(model, ids, RANDOM, 9, expected.encoder_last_hidden_state)
+        show_source(subject, source[0].tolist())
+        found = measure_attention(subject.model, ids, RANDOM, 9)
         pair.model.decoder.layers[0].cross_attn.o_proj.weight[:, :4] = 0.0
         logits = (expected.logits, pair(source, decoder_input_ids=ids).logits)
     before, after = (torch.nn.functional.cross_entropy(each[0, :-1], ids[0, 1:]) for each in logits)

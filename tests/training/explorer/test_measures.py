@@ -95,7 +95,7 @@ def test_losses(make_model):
 @pytest.mark.parametrize("switches", [{}, {"attention_activation": "linear_attention"}, {"attention_gate": "elementwise"}])
 def test_ablations(make_model, monkeypatch, switches):
     model, ids = make_model(**switches), torch.randint(13, (1, 12))
-    monkeypatch.setattr(measures, "_rows_at_once", lambda *_: 3)
+    monkeypatch.setattr(measures, "_TOKENS_AT_ONCE", 3 * 12)
     found = measures.ablations(model, ids, [4, 4])
     whole = measures.losses_of_tokens(model, ids).mean()
     for layer in range(2):

@@ -174,11 +174,11 @@ class TestRun:
     @pytest.mark.parametrize(
         "arguments, message",
         [
-            (["generate", "RUN", "x"], "is an encoder (is_causal=False), which predicts masked tokens: generation"),
-            (["train", "RECIPE", "--objective", "masked"], "is a decoder; set objective: causal, or give it is_causal: false"),
+            (["generate", "RUN", "x"], "is an encoder: generation needs a decoder"),
+            (["train", "RECIPE", "--objective", "masked"], "is a decoder; set objective: causal; or set is_causal: false"),
             (
                 ["train", "RECIPE", "--set", "is_causal=false"],
-                "is an encoder; set objective: masked, or give it is_causal: true",
+                "is an encoder; set objective: masked; or set is_causal: true",
             ),
             (["train", "MASKED", "--tokenizer", "PLAIN"], "plain' has no mask token, which an encoder needs; add one by"),
             (["compare", "COMPARISON", "--dry-run"], "tasks=['nlq_brackets']: lm_eval's tasks need decoders"),

@@ -1,7 +1,9 @@
 """Runs of an encoder with a decoder: pairs of texts, resumption, evaluation, generation, size and refusals."""
 
 import ast
+import importlib.util
 import json
+import re
 
 import pytest
 import torch
@@ -37,9 +39,9 @@ def test_run(pair_run, capsys):
     text = generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4)
     assert not text.startswith("one two") and generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4) == text
     card = (folder / "README.md").read_text()
-    assert (
-        "An encoder and decoder made with NLQ" in card and "AutoModelForSeq2SeqLM" in card and "chrF of generated text" in card
-    )
+    assert "An encoder and decoder made with NLQ" in card and "chrF of generated text" in card
+    example = card.partition("```python\n")[2].partition("```")[0]
+    exec(re.sub(r'from_pretrained\("[^"]*"', f'from_pretrained("{folder}"', example), {})
     assert main(["params", str(folder)]) == 0
     assert main(["convert", str(folder), str(folder.parent / "other")]) == 1
     (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
@@ -75,6 +77,29 @@ def test_batches_do_not_change_the_loss(pair_run):
     assert evaluate(folder, **options, batch_size=3)["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
 
 
+def test_bytes_of_cut_and_empty_targets(pairs_recipe, tmp_path):
+    """Bits per byte count whole targets, with all their tokens; without a byte there are none."""
+    content = {**json.loads(pairs_recipe.read_text()), "validation_fraction": 0.2}
+    found = []
+    for name, target in (("long", "one two " * 50), ("empty", "")):
+        rows = [json.dumps({"given": f"one {index}", "wanted": target}) for index in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        content["dataset"] = str(tmp_path / f"{name}.jsonl")
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(content))
+        found.append(train(tmp_path / f"{name}.yaml", output_dir=tmp_path / name, max_steps=1, eval_steps=1))
+    assert found[0]["eval_bits_per_byte"] > 1 and "eval_bits_per_byte" not in found[1]
+
+
+def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):
+    """How many pairs are cut; and without sacrebleu one line, while the rest goes on."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "sacrebleu" else found(name, *more))
+    metrics = train(pairs_recipe, output_dir=tmp_path / "run", max_steps=1, eval_steps=1)
+    assert "of 80 pairs are longer than max_source_length=24 or max_target_length=16 tokens, and are cut" in caplog.text
+    assert caplog.text.count("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]") == 1
+    assert "eval_chrf" not in metrics and metrics["eval_loss"] > 0
+
+
 def test_initial_values():
     """Each half initializes its own modules: those that end a sub-layer, those that begin with zero, and those of parts."""
     half = {**HALF, "initializer_range": 0.5, "query_projection": "upcycled", "attention_sink": "learned"}
@@ -98,8 +123,8 @@ def test_size():
     config = load_config("tiny-seq2seq", PAIR_SWITCHES)
     size, context, width = measure(config, 24), 24, 32
     own = measure(load_config("tiny-seq2seq", {**PAIR_SWITCHES, "decoder": {**HALF, "cross_attention": False}}), 24)
-    # Cross-attention: four matrices, and a product with keys and one with values
-    assert size.non_embedding - own.non_embedding == 4 * width**2 + width
+    # Cross-attention: four matrices, three norms, and a product with keys and one with values
+    assert size.non_embedding - own.non_embedding == 4 * width**2 + width + 2 * 16
     assert size.flops_per_token - own.flops_per_token == 6 * (4 * width**2 + 2 * context * width)
 
 
