@@ -15,7 +15,8 @@ ADAPTER_FOLDER = "adapter"
 
 def peft_task(model: PreTrainedModel) -> str | None:
     """PEFT's name of a task whose wrapper generates; of an encoder none, which leaves the model's methods alone."""
-    return None if not model.can_generate() else "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    return task if model.can_generate() else None
 
 
 def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:

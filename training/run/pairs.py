@@ -54,7 +54,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
             ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
             rows[name] = [[*text[: length - 1], tokenizer.eos_token_id] for text in ids]
             rows["is_cut"] = [before or len(text) >= length for before, text in zip(rows["is_cut"], ids)]
-            # Of the last column, the target, as a whole
+            # Of the last column, the target: of its whole text, so that cutting does not change the bytes of a token
             rows |= {"bytes": [len(text.encode()) for text in texts], "length": [len(text) + 1 for text in ids]}
         return rows
 
