@@ -40,7 +40,8 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
         tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token embedding.
 
     Raises:
-        ValueError: for a direction of a half other than its own, and for embeddings of different shapes that are tied.
+        ValueError: for a direction of a half other than its own, for embeddings of different shapes that are tied, and for a
+            `decoder_start_token_id` without an embedding.
     """
 
     model_type = "nlq_seq2seq"
@@ -91,7 +92,7 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
         return self.decoder.hidden_size
 
     def validate_architecture(self):
-        """Checks that what is shared has one shape."""
+        """Checks that what is shared has one shape, and that the first token has an embedding."""
         for name in ("vocab_size", "hidden_size"):
             sizes = [getattr(half, name) for half in (self.encoder, self.decoder)]
             if self.tie_word_embeddings and sizes[0] != sizes[1]:
@@ -99,6 +100,8 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
                     f"tie_word_embeddings=True shares one embedding, but {name} is {sizes[0]} in the encoder and {sizes[1]} in "
                     "the decoder; use tie_word_embeddings=False"
                 )
+        if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
+            raise ValueError(f"decoder_start_token_id={start} must be at least 0 and below vocab_size={self.vocab_size}")
 
 
 NLQSeq2SeqConfig.register_for_auto_class()

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple, logging
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple, logging
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -389,10 +389,6 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         layer = config.per_layer_config[layer_idx]
         is_linear = layer.activation.kind == "linear"
         self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
-        self.cross_attn = self.cross_attn_norm = self.cross_attn_output_norm = None
-        if (cross := layer.cross_attention_config) is not None:
-            cross_class = NLQLinearCrossAttention if cross.activation.kind == "linear" else NLQCrossAttention
-            self.cross_attn = cross_class(config, layer_idx)
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
         self.is_post_norm = config.norm_position == "post"
@@ -404,7 +400,10 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else None
         self.self_attn_output_norm = make_norm(config) if has_output_norm else None
         self.mlp_output_norm = make_norm(config) if has_output_norm else None
-        if self.cross_attn is not None:
+        self.cross_attn = self.cross_attn_norm = self.cross_attn_output_norm = None
+        if (cross := layer.cross_attention_config) is not None:
+            cross_class = NLQLinearCrossAttention if cross.activation.kind == "linear" else NLQCrossAttention
+            self.cross_attn = cross_class(config, layer_idx)
             self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
             self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
@@ -696,6 +695,11 @@ class NLQModel(NLQPreTrainedModel):
         return sequences.position_ids
 
 
+def without_last(outputs: ModelOutput) -> dict[str, Any]:
+    """Returns what a body has returned beside its last hidden states."""
+    return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+
+
 def cap_logits(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
     """Returns `c tanh(logits / c)`, or the logits if there is no cap."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
@@ -765,7 +769,7 @@ class NLQForMaskedLM(NLQLanguageModel):
             if labels.shape != logits.shape[:-1]:
                 raise ValueError(f"labels={tuple(labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return MaskedLMOutput(loss, logits, outputs.hidden_states, outputs.attentions)
+        return MaskedLMOutput(loss=loss, logits=logits, **without_last(outputs))
 
 
 class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
@@ -815,14 +819,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithCrossAttentions(
-            loss=loss,
-            logits=logits,
-            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            cross_attentions=outputs.cross_attentions,
-        )
+        return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **without_last(outputs))
 
     def _choose_paged_implementation(self) -> str:
         return choose_paged_implementation(self.config)
@@ -880,13 +877,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)
-        return SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=pooled_logits,
-            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **without_last(outputs))
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):

@@ -14,7 +14,7 @@ from .backends_nlq import choose_implementation, supports_flash_attention
 from .configuration_nlq import AUTOMATIC
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .integrations_nlq import CACHE_NAME, NLQGenerationMixin, NLQIntegrationMixin, register_default_targets
-from .modeling_nlq import NLQModel, cap_logits
+from .modeling_nlq import NLQModel, cap_logits, without_last
 
 
 class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
@@ -88,7 +88,12 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
 
         Returns:
             The decoder's last hidden state `(batch, query, hidden)`, the cache, and what the flags ask for of both halves.
+
+        Raises:
+            ValueError: without the decoder's tokens, and as `NLQModel`.
         """
+        if decoder_input_ids is None and decoder_inputs_embeds is None:
+            raise ValueError("decoder_input_ids: the decoder needs its tokens; give them, or labels")
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
@@ -174,9 +179,7 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         if labels is not None:
             options = {"labels": labels.contiguous(), "vocab_size": self.config.decoder.vocab_size}
             loss = self.loss_function(logits=logits, **options, **kwargs)
-        return Seq2SeqLMOutput(
-            **{"loss": loss, "logits": logits} | {k: v for k, v in outputs.items() if k != "last_hidden_state"}
-        )
+        return Seq2SeqLMOutput(loss=loss, logits=logits, **without_last(outputs))
 
 
 modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(

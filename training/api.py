@@ -174,7 +174,7 @@ def compare(
 def load_plan(
     source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
 ) -> "Comparison | Screening":
-    """Reads the file of a comparison, or of a screening if it has `factors`; see `load_comparison`."""
+    """Reads the file of a comparison, or of a screening if it has `factors`; see `read_file`."""
     from .comparison.reading import read_comparison, read_file
 
     file = read_file(source, overrides, trust_parts)

@@ -13,7 +13,7 @@ from support.runs import interrupt, logged_losses
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from modeling_nlq.training import train
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.recipe import resolve_recipe
@@ -107,7 +107,7 @@ def test_comparison(llama, recipe, tmp_path):
         "training": {"max_steps": 2, "save_strategy": "no", "eval_steps": 2},
     }
     (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
-    comparison = load_comparison(tmp_path / "comparison.yaml")
+    comparison = load_plan(tmp_path / "comparison.yaml")
     resolved = resolve_recipe({"model": str(llama), "lora": LORA})
     size = measure(resolved.config, 32, prepare=resolved.choose_trained)
     assert f"{size.total:,}" in (line := list(comparison.describe())[2]) and f"{size.trained:,}" in line

@@ -13,8 +13,8 @@ from ray.cluster_utils import Cluster
 from support.ray_cases import wait_until
 from support.runs import write_comparison
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 
 
@@ -80,14 +80,14 @@ def made_locally(comparison_file, tmp_path_factory) -> tuple[str, dict, Path]:
         seeds=[0],
     )
     folder = tmp_path_factory.mktemp("local") / "results"
-    return file, run_comparison(load_comparison(file), folder, LocalEngine(1)), folder
+    return file, run_comparison(load_plan(file), folder, LocalEngine(1)), folder
 
 
 @pytest.fixture(scope="session")
 def two_runs(comparison_file, tmp_path_factory) -> tuple[str, dict]:
     """A comparison of two short runs, slow enough that rounding does not grow, and its results on the local engine."""
     file = comparison_file(seeds=[0], training={**TRAINING, "max_steps": 40, "eval_steps": 20}, learning_rates=[1e-3])
-    return file, run_comparison(load_comparison(file), tmp_path_factory.mktemp("local") / "results", LocalEngine(1))
+    return file, run_comparison(load_plan(file), tmp_path_factory.mktemp("local") / "results", LocalEngine(1))
 
 
 @pytest.fixture(scope="session")

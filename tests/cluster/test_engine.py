@@ -13,10 +13,9 @@ from support.own_parts import DISTANCE
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import logged_losses, without_times
 
-from modeling_nlq.training.api import compare, train_with
+from modeling_nlq.training.api import compare, load_plan, train_with
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
@@ -82,7 +81,7 @@ class TestSameNumbers:
             f"{DISTANCE}\n\nfrom modeling_nlq import register_attention_activation\n"
             "register_attention_activation('bell', lambda s: torch.exp(-s * s), non_negative=True, exist_ok=True)\n"
         )
-        comparison = load_comparison(str(file))
+        comparison = load_plan(str(file))
         file.with_name("my_idea.py").unlink()
         start_cluster(1, 1)
         results = run_comparison(comparison, tmp_path / "ray", RayEngine(cpus_per_run=1))
@@ -105,7 +104,7 @@ class TestWorkers:
         folder = tmp_path / "two"
         killer = threading.Thread(target=lambda: os.kill(process_of(wait_until(lambda: running(folder))[0]), signal.SIGKILL))
         killer.start()
-        two = run_comparison(load_comparison(file), folder, RayEngine(workers_per_run=2))
+        two = run_comparison(load_plan(file), folder, RayEngine(workers_per_run=2))
         killer.join()
         assert sum("Going on from" in log.read_text() for log in folder.glob("runs/*/*-0.log")) == 1
         for name, model in two["models"].items():

@@ -12,8 +12,8 @@ import psutil
 from support.ray_cases import finished_runs, process_of, running, wait_until
 from support.runs import without_times
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import describe_status
 from nlq import main
@@ -65,7 +65,7 @@ class TestLost:
         driver.wait()
         kept = finished_runs(folder)
         wait_until(lambda: not psutil.pid_exists(worker))
-        results = run_comparison(load_comparison(file), folder, RayEngine(cpus_per_run=1))
+        results = run_comparison(load_plan(file), folder, RayEngine(cpus_per_run=1))
         assert without_times(results) == without_times(expected)
         assert kept.items() <= finished_runs(folder).items()
 

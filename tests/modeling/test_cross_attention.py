@@ -520,6 +520,8 @@ class TestRefusals:
         ):
             with pytest.raises(ValueError, match=message):
                 other(input_ids, **inputs)
+        with pytest.raises(ValueError, match="decoder_input_ids: the decoder needs its tokens; give them, or labels"):
+            pair()(input_ids)
         for each in (model, pair()):
             with pytest.raises(ValueError, match="no continuous batching"):
                 each.generate_batch([[1, 2]])

@@ -60,8 +60,8 @@ class ComparisonFile:
     overrides: dict[str, Any]
 
 
-def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> Comparison:
-    """Reads a comparison, applies overrides, and checks that every run of it can be made.
+def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> ComparisonFile:
+    """Reads the file of a comparison or a screening, and applies overrides.
 
     Args:
         source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
@@ -70,11 +70,6 @@ def load_comparison(source: str | Path, overrides: Mapping[str, Any] | None = No
     Raises:
         ValueError: for an unknown field, name or value.
     """
-    return read_comparison(read_file(source, overrides, trust_parts))
-
-
-def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> ComparisonFile:
-    """Reads the file of a comparison or a screening; arguments and errors are those of `load_comparison`."""
     path = find("comparisons", str(source))
     given = read_yaml(path)
     check_keys(str(path), given, _FIELDS)
@@ -105,7 +100,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
 
 
 def read_comparison(file: ComparisonFile) -> Comparison:
-    """Makes the plan of a comparison from its file; raises as `load_comparison` does."""
+    """Makes the plan of a comparison, and checks that every run of it can be made; raises as `read_file` does."""
     given, path = file.given, file.source
     if "confirm" in given:
         raise ValueError(f"{path}: confirm needs factors")

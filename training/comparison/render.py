@@ -95,9 +95,6 @@ def markdown_table(rows: list[dict[str, str]]) -> str:
     """Returns rows as a table; columns of words are aligned at the left."""
     columns = list(rows[0])
     lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    """Escapes a cell, whose text may be a name that the user gave."""
-    return " ".join(text.split()).replace("|", "\\|")
+    # The text of a cell may be a name that the user gave
+    cells = [[" ".join(text.split()).replace("|", "\\|") for text in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

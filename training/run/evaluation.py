@@ -4,14 +4,14 @@ import functools
 import math
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 
-from ..files import BUILT_IN_CORPORA
+from ..files import BUILT_IN_CORPORA, check_keys
 from ..models import limits_length, load_model
 from ..parameters import objective_of
 from ..text import check_number
@@ -19,12 +19,15 @@ from .data import make_blocks, make_collator
 from .documents import load_documents
 from .masked import Masking, MaskingTrainer, check_mask_token
 from .pairs import chrf_of
-from .recipe import Recipe
+from .recipe import UNREAD, Recipe
 from .trained_on import RECIPE_FIELDS, SHAPES, read_trained_on
 
 
 logger = logging.get_logger(__name__)
 
+# Fields of a recipe
+EVALUATED = ("dataset_config", "text_column", "source_column", "target_column", "validation_fraction")
+EVALUATED += ("max_validation_documents", "block_size", "packing")
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
 
@@ -94,14 +97,9 @@ def evaluate(
     model: str | Path,
     dataset: str | Path | None = None,
     *,
-    dataset_config: str | None = None,
-    text_column: str | None = None,
-    validation_fraction: float | None = None,
-    max_validation_documents: int | None = None,
-    block_size: int | None = None,
-    packing: Literal["stream", "documents"] | None = None,
     batch_size: int = 8,
     trust_remote_code: bool = False,
+    **fields: Any,
 ) -> dict[str, float]:
     """Evaluates a saved model on text that it was not trained on.
 
@@ -113,22 +111,22 @@ def evaluate(
         model: folder or Hub name of a saved model with its tokenizer.
         dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on last, of
             which only held-out documents are taken, unless it is a local file or folder; `python-stdlib` if nothing is known.
-        dataset_config: the configuration of a Hub dataset.
-        text_column: the dataset's column of text; by default "text".
-        validation_fraction: as in a recipe; else 0.02.
-        max_validation_documents: evaluate at most this many documents.
-        block_size: the size of a block in tokens; by default that of the run, else the model's context.
-        packing: as in a recipe; by default that of the run, else "stream".
         batch_size: blocks per device.
         trust_remote_code: as in `load_model`.
+        fields: those of a recipe that say which texts are evaluated, and in what blocks (`EVALUATED`). By default they are as
+            in the run; what no run says is as in a recipe, with blocks as long as the model's context. `None` is not given.
 
     Returns:
         `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. Of an
         encoder, loss and accuracy are those of masked tokens, and there are `eval_pseudo_perplexity` and no bits per byte.
 
     Raises:
-        ValueError: for a model or a dataset that cannot be loaded, and a share of the dataset that the model was trained on.
+        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, and a share of
+            the dataset that the model was trained on.
     """
+    check_keys("evaluate", fields, EVALUATED)
+    given = {field: value for field, value in fields.items() if value is not None}
+    block_size, validation_fraction = given.get("block_size"), given.get("validation_fraction")
     check_number("batch_size", batch_size, 1)
     check_number("block_size", block_size, 2)
     name = str(model)
@@ -137,16 +135,10 @@ def evaluate(
     if limits_length(loaded.config) and (block_size or 0) > context:
         raise ValueError(f"block_size={block_size} exceeds max_position_embeddings={context} of model {name!r}")
     trained_on = read_trained_on(name)
-    given = {
-        "dataset": _last_dataset(name, trained_on) if dataset is None else str(dataset),
-        "dataset_config": dataset_config,
-        "text_column": text_column,
-        "validation_fraction": validation_fraction,
-        "max_validation_documents": max_validation_documents,
-        "block_size": block_size,
-        "packing": packing,
-    }
-    given = {field: value for field, value in given.items() if value is not None}
+    given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
+    objective = objective_of(loaded.config)
+    for field in given.keys() & UNREAD[objective]:
+        raise ValueError(f"{field}={given[field]!r} does not go with a model of objective={objective!r}")
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
     own = [record for record in trained_on if record["dataset"] in (given["dataset"], str(Path(given["dataset"]).resolve()))]
     # The least share that a run was not trained on
@@ -168,7 +160,7 @@ def evaluate(
     elif own:
         defaults |= {field: own[-1][field] for field in RECIPE_FIELDS if field in own[-1]}
         defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}
-    recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, "objective": objective_of(loaded.config), **given})
+    recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, "objective": objective, **given})
     is_own = bool(own) and not is_whole and all(defaults.get(field) == given[field] for field in given if field != "dataset")
     return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder=not is_own)
 

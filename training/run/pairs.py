@@ -62,7 +62,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
     options = {"num_proc": recipe.num_proc, "remove_columns": documents.column_names, "new_fingerprint": identity}
     rows = documents.map(encode, batched=True, desc="Tokenizing", **options)
     if cut := sum(rows["is_cut"]):
-        logger.warning(
+        logger.warning_once(
             f"{cut} of {len(rows)} pairs are longer than max_source_length={lengths[0]} or max_target_length={lengths[1]} "
             "tokens, and are cut"
         )

@@ -34,6 +34,10 @@ TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "tra
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
 _READERS = {"source": "encoder", "target": "decoder"}
+_PAIRS = ("source_column", "target_column", "max_source_length", "max_target_length")
+# Fields that mean nothing for an objective
+UNREAD = {"causal": (*_PAIRS, "mask_probability"), "masked": _PAIRS}
+UNREAD["seq2seq"] = ("text_column", "block_size", "packing", "mask_probability")
 # Fields that are mappings
 _MAPPINGS = {
     "lora": "fields of LoraConfig with their values, such as {r: 8}",
@@ -430,10 +434,12 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
     if objective != recipe.objective:
         hint = "" if "seq2seq" in (objective, recipe.objective) else f"; or set is_causal: {str(objective == 'masked').lower()}"
         yield f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: {objective}{hint}"
+    unread = [name for name in UNREAD[recipe.objective] if name in resolved.given]
     if recipe.objective == "seq2seq":
-        for name in ("streaming", "packing", "record_stability", "parametrization"):
-            if getattr(recipe, name) != getattr(Recipe, name):
-                yield f"{name}={getattr(recipe, name)!r} does not go with objective='seq2seq'"
+        missing = ("streaming", "record_stability", "parametrization")
+        unread += [name for name in missing if getattr(recipe, name) != getattr(Recipe, name)]
+    for name in unread:
+        yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
     # Others may see the document before, or have no layers to record; the shipped recipes set attn_implementation: nlq
     is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
     for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():

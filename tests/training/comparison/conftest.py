@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.inline_engine import InlineEngine
 
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_yaml
 
@@ -26,4 +26,4 @@ def finished(make_file, recipe_file, tmp_path_factory) -> tuple[Path, dict, str]
     fields = {"learning_rates": [1e-2], "seeds": [0, 1, 2]}
     file = make_file(recipe=recipe, models=models, training=training, **fields)
     folder = tmp_path_factory.mktemp("compared") / "results"
-    return folder, run_comparison(load_comparison(file), folder, InlineEngine()), file
+    return folder, run_comparison(load_plan(file), folder, InlineEngine()), file

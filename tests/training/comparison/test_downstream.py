@@ -4,10 +4,10 @@ import pytest
 from support.lm_eval_command import lm_eval_results
 from support.planted import PlantedEngine
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison import downstream
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.outcome import TaskOutcome
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.run.task_items import TASKS
 
@@ -20,7 +20,7 @@ def test_a_ladder_has_the_numbers_of_lm_eval_for_the_shipped_tasks(make_file, sm
     training = {"save_strategy": "no", "max_steps": 12, "report_to": "none"}
     file = make_file(scales=scales, tasks=list(TASKS), seeds=[0], learning_rates=[1e-2], training=training)
     folder = tmp_path / "ladder"
-    results = run_and_report(load_comparison(file), folder)
+    results = run_and_report(load_plan(file), folder)
     for name in scales:
         found = results["scales"][name]
         run = folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"]
@@ -56,11 +56,11 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
 
     monkeypatch.setattr(downstream, "evaluate_tasks", planted)
     file = make_file(tasks=["nlq_brackets"], seeds=seeds)
-    results = run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(lambda comparison, run: 3.0))
+    results = run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(lambda comparison, run: 3.0))
     metrics = results["tasks"]["nlq_brackets"]
     with monkeypatch.context() as patch:  # each run is evaluated once
         patch.setattr(downstream, "evaluate_tasks", None)
-        assert run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(None)) == results
+        assert run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(None)) == results
     assert {name: found["statistics"]["effects"]["twin"]["verdict"] for name, found in metrics.items()} == {
         "acc": "better",
         "bits,strict-match": "better",
@@ -78,7 +78,7 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     def diverging(comparison, run):
         return None if (run.model, run.seed) == ("twin", 2) else 3.0
 
-    results = run_comparison(load_comparison(file), tmp_path / "diverged", PlantedEngine(diverging))
+    results = run_comparison(load_plan(file), tmp_path / "diverged", PlantedEngine(diverging))
     found = results["tasks"]["nlq_brackets"]["acc"]
     assert found["scores"]["twin"]["2"] is None
     assert found["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 4 runs"
@@ -93,4 +93,4 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
 )
 def test_bad_input(make_file, small_index, tasks, message):
     with pytest.raises(ValueError, match=message):
-        load_comparison(make_file(tasks=tasks))
+        load_plan(make_file(tasks=tasks))

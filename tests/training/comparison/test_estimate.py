@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import Trainer
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison import estimate
 from modeling_nlq.training.comparison.estimate import describe_estimate, machine_warning
 from modeling_nlq.training.comparison.inference import smallest_difference
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration
@@ -45,7 +45,7 @@ class TestThroughput:
         clock = itertools.count(step=2.0)
         monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
         training = {**TRAINING, "per_device_train_batch_size": 256, "gradient_accumulation_steps": 3}
-        variant = load_comparison(make_file(training=training)).largest.variants["base"]
+        variant = load_plan(make_file(training=training)).largest.variants["base"]
         assert estimate.seconds_of_step(variant, before + 1) == 6 * 2.0
         assert batches == [((128, 64), before + 1)] * 3 and torch.get_num_threads() == before
 
@@ -57,7 +57,7 @@ class TestThroughput:
             "report_to": "tensorboard",
             "torch_compile": True,
         }
-        variant, environment = load_comparison(make_file(training=training)).largest.variants["base"], dict(os.environ)
+        variant, environment = load_plan(make_file(training=training)).largest.variants["base"], dict(os.environ)
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         capfd.readouterr()
@@ -69,7 +69,7 @@ class TestOutput:
     def test_times(self, make_file, corpus, step):
         """Start-up and evaluation count."""
         models = {"base": None, "wide": {"switches": {"intermediate_size": 1024}, "learning_rates": [1e-2]}}
-        comparison = load_comparison(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
+        comparison = load_plan(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
         *_, of_scale, total = describe_estimate(comparison)
         # 2.25 bytes a token; validation and test, each once
         evaluation = 11 / (8 * 64) * (0.1 + 0.02) * corpus.stat().st_size / 2.249 / 3
@@ -84,7 +84,7 @@ class TestOutput:
         def size(**fields) -> float:
             recipe = {**read_yaml(recipe_file), "test_fraction": 0.02, **fields}
             training = {**TRAINING, "eval_strategy": "steps", "eval_steps": 0.3}
-            variant = load_comparison(make_file(recipe=recipe, training=training)).largest.variants["base"]
+            variant = load_plan(make_file(recipe=recipe, training=training)).largest.variants["base"]
             return estimate._evaluated_tokens(variant) * 2.249
 
         whole = corpus.stat().st_size
@@ -132,6 +132,6 @@ def test_smallest_difference(seeds, stop, alpha):
 def test_bf16_that_the_cpu_emulates(make_file, monkeypatch, is_native):
     monkeypatch.setattr(recipe.torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
-    warning = machine_warning(load_comparison(make_file(training={**TRAINING, "bf16": True})))
+    warning = machine_warning(load_plan(make_file(training={**TRAINING, "bf16": True})))
     assert warning is None if is_native else warning.startswith("bf16=True: this CPU has no instructions for bfloat16")
-    assert machine_warning(load_comparison(make_file(training=TRAINING))) is None
+    assert machine_warning(load_plan(make_file(training=TRAINING))) is None

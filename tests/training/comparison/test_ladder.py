@@ -7,7 +7,8 @@ import re
 import pytest
 from support.planted import Interrupted, PlantedEngine
 
-from modeling_nlq.training.comparison.reading import load_comparison, load_outline
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.reading import load_outline
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
@@ -58,7 +59,7 @@ def planted(multiplier: float):
 
 class TestPlan:
     def test_tokens_and_order(self, ladder_file):
-        ladder = load_comparison(ladder_file(scales=dict(reversed(SCALES.items())), seeds=[0, 1]))
+        ladder = load_plan(ladder_file(scales=dict(reversed(SCALES.items())), seeds=[0, 1]))
         assert list(ladder.scales) == list(ladder.given["scales"]) == list(SCALES)
         for name, comparison in ladder.scales.items():
             content = comparison.variants["base"].content
@@ -68,7 +69,7 @@ class TestPlan:
 
     def test_fields_of_a_scale(self, ladder_file):
         own = {"seeds": [5], "models": {"twin": {"switches": {"intermediate_size": 99}}}, "training": {"warmup_steps": 7}}
-        ladder = load_comparison(ladder_file(scales={**SCALES, "middle": {**SCALES["middle"], **own}}))
+        ladder = load_plan(ladder_file(scales={**SCALES, "middle": {**SCALES["middle"], **own}}))
         small, middle = ladder.scales["small"], ladder.scales["middle"]
         assert (small.seeds, middle.seeds) == ([0, 1], [5])
         assert (small.variants["twin"].intermediate_size, middle.variants["twin"].intermediate_size) == (64, 99)
@@ -78,7 +79,7 @@ class TestPlan:
     def test_seeds_by_scale(self, ladder_file):
         """A folder holds such a file too, whose outline is read without its models."""
         own = {"seeds": [3, 4], "models": {"twin": {"learning_rates": None}}}
-        ladder = load_comparison(ladder_file(scales={name: {**scale, **own} for name, scale in SCALES.items()}, seeds=None))
+        ladder = load_plan(ladder_file(scales={name: {**scale, **own} for name, scale in SCALES.items()}, seeds=None))
         for read in (ladder, load_outline(ladder.given)):
             assert [scale.seeds for scale in read.scales.values()] == [[3, 4]] * 4
             assert not any(scale.variants["twin"].has_own_start for scale in read.scales.values())
@@ -111,8 +112,8 @@ class TestPlan:
         start = {"start": 1e-3, "factor": 2}
         scales = {"1e3": SCALES["small"], "2e3": {**SCALES["middle"], "models": {"twin": {"learning_rates": start}}}}
         file = ladder_file(scales=scales, seeds=[0, 1, 2])
-        run_comparison(load_comparison(file), tmp_path, PlantedEngine(lambda comparison, run: 3.0 + run.learning_rate / 1e2))
-        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        run_comparison(load_plan(file), tmp_path, PlantedEngine(lambda comparison, run: 3.0 + run.learning_rate / 1e2))
+        again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["2e3"]["models"]["twin"]["search"]["start"] == 1e-3
         assert main(["compare", "any", "--status", "--output_dir", str(tmp_path)]) == 0
         assert "0 waiting" in capsys.readouterr().out.splitlines()[-1]
@@ -123,7 +124,7 @@ class TestRuns:
         """A planted multiplier of 1.3 is found, with a search at each scale that starts where the one before ended."""
         file = ladder_file(seeds=[0, 1, 2])
         engine = PlantedEngine(planted(1.3))
-        results = run_and_report(load_comparison(file), tmp_path / "ladder", engine)
+        results = run_and_report(load_plan(file), tmp_path / "ladder", engine)
         trend = results["trend"]["models"]["twin"]
         assert list(results["scales"]) == list(trend["steps"]) == list(SCALES)
         for step in trend["steps"].values():
@@ -145,13 +146,13 @@ class TestRuns:
     def test_interrupted_ladder_goes_on(self, ladder_file, tmp_path):
         file = ladder_file(seeds=[0, 1])
         whole = PlantedEngine(planted(1.0))
-        expected = run_comparison(load_comparison(file), tmp_path / "whole", whole)
+        expected = run_comparison(load_plan(file), tmp_path / "whole", whole)
         made = []
         for most in (5, 11, 17, None):
             engine = PlantedEngine(planted(1.0), most)
             own = tmp_path / "parts" / "comparison.yaml"  # as good as the file that it was made from
             try:
-                results = run_comparison(load_comparison(own if own.is_file() else file), tmp_path / "parts", engine)
+                results = run_comparison(load_plan(own if own.is_file() else file), tmp_path / "parts", engine)
             except Interrupted:
                 assert main(["compare", "any", "--status", "--output_dir", str(tmp_path / "parts")]) == 0
             made += engine.made
@@ -169,7 +170,7 @@ class TestRuns:
         engine = PlantedEngine(
             lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / (9e-3 if run.seed == 1 else 1e-3 / 3)))
         )
-        results = run_comparison(load_comparison(file), tmp_path, engine)
+        results = run_comparison(load_plan(file), tmp_path, engine)
         for name, found in results["scales"].items():
             for model in found["models"].values():
                 tried = {seed: [] for seed in seeds[name]}
@@ -182,7 +183,7 @@ class TestRuns:
                 if name == "small":
                     expected[0] = [*low, 0.003]
                 assert {seed: sorted(rates) for seed, rates in tried.items()} == {seed: expected[seed] for seed in tried}
-        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
 
     def test_added_seeds(self, ladder_file, tmp_path, capsys):
@@ -191,13 +192,13 @@ class TestRuns:
         middle = {**scales, "middle": {**scales["middle"], "seeds": [0, 1, 2]}}
         engine = PlantedEngine(planted(1.3), 3)
         with pytest.raises(Interrupted):
-            run_comparison(load_comparison(ladder_file(scales=scales, seeds=[0, 1])), tmp_path, engine)
+            run_comparison(load_plan(ladder_file(scales=scales, seeds=[0, 1])), tmp_path, engine)
         engine.most_runs = None
-        results = run_comparison(load_comparison(ladder_file(scales=middle, seeds=[0, 1])), tmp_path, engine)
+        results = run_comparison(load_plan(ladder_file(scales=middle, seeds=[0, 1])), tmp_path, engine)
         assert [found["seeds"] for found in results["scales"].values()] == [[0, 1], [0, 1, 2]]
         assert [found["added_seeds"] for found in results["scales"].values()] == [[], []]
         for seeds in ([0, 1, 2], [0, 1, 2, 3]):
-            results = run_and_report(load_comparison(ladder_file(scales=scales, seeds=seeds)), tmp_path, engine)
+            results = run_and_report(load_plan(ladder_file(scales=scales, seeds=seeds)), tmp_path, engine)
         assert len(engine.made) == len(set(engine.made))
         assert [found["seeds"] for found in results["scales"].values()] == [[0, 1, 2, 3]] * 2
         assert [found["added_seeds"] for found in results["scales"].values()] == [[2, 3], [3]]
@@ -206,7 +207,7 @@ class TestRuns:
             "Scale middle: These seeds were added",
         ):
             assert said in (tmp_path / "report.html").read_text()
-        again = run_comparison(load_comparison(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
+        again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["small"]["added_seeds"] == [2, 3]
         fewer = {**scales, "small": {**scales["small"], "seeds": [0, 1, 3]}}
         assert main(["compare", ladder_file(scales=fewer, seeds=[0, 1, 2, 3]), "--output_dir", str(tmp_path)]) == 1

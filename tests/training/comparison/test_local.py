@@ -19,8 +19,8 @@ from support.paths import REPOSITORY
 from support.runs import without_times
 
 from modeling_nlq.configuration import find
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import check_same_models, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
 from modeling_nlq.training.run.run_folder import RunFolder
@@ -89,7 +89,7 @@ def two_models(make_file, tmp_path_factory) -> tuple[str, dict, Path]:
     """A comparison of two models that was made without interruption: file, results, folder."""
     file = make_file(models={"base": None, "squared": {"switches": {"attention_activation": "squared"}}})
     folder = tmp_path_factory.mktemp("uninterrupted") / "results"
-    return file, run_comparison(load_comparison(file), folder), folder
+    return file, run_comparison(load_plan(file), folder), folder
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ class TestInterruption:
         process.wait()
         finished = metrics_of(folder)
         # Not in a new process: the run that was being made is still locked for a step
-        assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
+        assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
         assert len(finished) < 4 and finished.items() <= metrics_of(folder).items()
         assert len(children) > 1 and not psutil.wait_procs(children, timeout=100)[1], "a run outlived its comparison"
 
@@ -158,7 +158,7 @@ class TestInterruption:
         threading.Thread(target=make).start()
         is_held.wait()
         before = metrics_of(folder)
-        assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
+        assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
         assert before.items() <= metrics_of(folder).items()
         assert (folder / f"{LAST}.log").read_text().count("train_runtime") == 1, "it was made once more"
 
@@ -184,7 +184,7 @@ class TestInterruption:
         error = refused(capsys, "compare", file, "--output_dir", str(folder))
         assert error.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ValueError: ") and f"{LAST}.log" in error
         shutil.rmtree(folder / LAST)
-        assert without_times(run_comparison(load_comparison(file), folder)) == without_times(expected)
+        assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
         assert kept.items() <= metrics_of(folder).items()
 
 
@@ -232,7 +232,7 @@ class TestFolder:
         shutil.copytree(run[0], tmp_path / "model")
         recipe = {**read_yaml(Path(recipe_file)), "model": str(tmp_path / "model"), "tokenizer": str(tmp_path / "model")}
         files = {"now": make_file(recipe=recipe), "then": make_file()}
-        scales = {name: load_comparison(file).largest for name, file in files.items()}
+        scales = {name: load_plan(file).largest for name, file in files.items()}
         check_same_models(tmp_path / "models.json", scales)
         check_same_models(tmp_path / "models.json", scales)
         weights = tmp_path / "model" / "model.safetensors"

@@ -9,8 +9,8 @@ from support.fake_ray import FakeError, FakeRay
 from support.runs import logged_losses, without_times
 
 from modeling_nlq.training import compare, train
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run import ray_jobs, unattended
@@ -31,7 +31,7 @@ def without_one(finished, tmp_path):
     """A copy of the finished comparison in which one run is missing: folder, results, comparison."""
     shutil.copytree(finished[0], tmp_path / "results")
     shutil.rmtree(tmp_path / "results" / RUN)
-    return tmp_path / "results", finished[1], load_comparison(finished[2])
+    return tmp_path / "results", finished[1], load_plan(finished[2])
 
 
 def lose_node(monkeypatch, times: int) -> None:

@@ -10,7 +10,6 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import names
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.plan import Run
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
@@ -27,7 +26,7 @@ class TestPlan:
         )
         assert main(["compare", file, "--dry-run", "--output_dir", str(tmp_path / "none")]) == 0
         lines = capsys.readouterr().out.splitlines()
-        comparison = load_comparison(file).largest
+        comparison = load_plan(file).largest
         for line, (name, variant) in zip(lines[1:], comparison.variants.items()):
             size = measure(load_config(variant.content["model"], variant.content["switches"]), 64)
             assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
@@ -36,9 +35,9 @@ class TestPlan:
 
     def test_power_warning(self, make_file):
         models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))
-        plan = "\n".join(load_comparison(make_file(models=models, seeds=[0, 1, 2])).describe())
+        plan = "\n".join(load_plan(make_file(models=models, seeds=[0, 1, 2])).describe())
         assert "9.9" in plan and "warning" in plan
-        assert "warning" not in "\n".join(load_comparison(make_file(models=models, seeds=[0, 1, 2, 3, 4])).describe())
+        assert "warning" not in "\n".join(load_plan(make_file(models=models, seeds=[0, 1, 2, 3, 4])).describe())
 
     @pytest.mark.parametrize("match", ["parameters", "flops"])
     def test_match(self, make_file, match):
@@ -47,7 +46,7 @@ class TestPlan:
             "identity": {"switches": {"query_projection": "identity"}},
         }
         models["as it is"] = {**models["identity"], "match": None}
-        variants = load_comparison(make_file(models=models, match=match)).largest.variants
+        variants = load_plan(make_file(models=models, match=match)).largest.variants
         unit = 2 * 2 * 32 * (6 if match == "flops" else 1)  # one more in the MLP: 2 layers, 2 matrices, 32 wide
         field = "flops_per_token" if match == "flops" else "non_embedding"
         base, identity, as_it_is = (getattr(variants[name].size, field) for name in models)
@@ -59,17 +58,17 @@ class TestPlan:
         training = {"save_strategy": "no", "report_to": "none"}
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
         recipe["training"].pop("max_steps", None)
-        comparison = load_comparison(make_file(recipe=recipe, training=training, tokens_per_parameter=0.5))
+        comparison = load_plan(make_file(recipe=recipe, training=training, tokens_per_parameter=0.5))
         size = comparison.largest.variants["base"].size.non_embedding
         assert size / 2 <= comparison.largest.tokens_per_run < size / 2 + 8 * 64
         (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(comparison.given))
-        assert load_comparison(tmp_path / "comparison.yaml").given == comparison.given
+        assert load_plan(tmp_path / "comparison.yaml").given == comparison.given
 
     def test_null_takes_a_field_of_the_recipe_back(self, make_file):
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
         sizes = {"hidden_size": 16}
         models = {"base": None, "other": {"parametrization": None, "base_sizes": None, "model": None}}
-        plan = load_comparison(
+        plan = load_plan(
             make_file(recipe={**recipe, "parametrization": "completep", "base_sizes": sizes}, models=models, match="parameters")
         )
         base, other = (plan.largest.resolve(Run(name, 1e-2, 0), Path("runs")).recipe for name in ("base", "other"))
@@ -125,29 +124,29 @@ class TestBadInput:
     )
     def test_one_line(self, make_file, fields, message, capsys, tmp_path):
         with pytest.raises(ValueError, match=message):
-            load_comparison(make_file(**fields))
+            load_plan(make_file(**fields))
         assert main(["compare", make_file(**fields), "--output_dir", str(tmp_path / "out")]) == 1
         assert len(capsys.readouterr().err.strip().splitlines()) == 1 and not (tmp_path / "out").exists()
 
     def test_recipe_that_no_comparison_can_use(self, make_file, run, recipe_file):
         with pytest.raises(ValueError, match="test_fraction=0 leaves no test split"):
-            load_comparison(make_file(), {"test_fraction": 0.0})
+            load_plan(make_file(), {"test_fraction": 0.0})
         with pytest.raises(ValueError, match="arguments: seed: set seeds and learning_rates"):
-            load_comparison(make_file(), {"seed": 3})
+            load_plan(make_file(), {"seed": 3})
         recipe = {name: value for name, value in read_yaml(Path(recipe_file)).items() if name != "tokenizer"}
         with pytest.raises(ValueError, match=r"model 'saved' has the tokenizer .*, the baseline 'bpe:8192'"):
             models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
-            load_comparison(make_file(recipe=recipe, models=models))
+            load_plan(make_file(recipe=recipe, models=models))
         path = Path(recipe_file).parent / "gpt2.json"
         path.write_text(
             json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})
         )
         of_gpt2 = make_file(models={"base": None, "gpt2": str(path)})
         with pytest.raises(ValueError, match=r"record_stability=True needs an NLQ model, and .* is of type 'gpt2'"):
-            load_comparison(of_gpt2)
+            load_plan(of_gpt2)
         with pytest.raises(ValueError, match="attn_implementation='nlq' needs an NLQ model"):
-            load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "nlq"})
-        load_comparison(of_gpt2, {"record_stability": False, "attn_implementation": "sdpa"})
+            load_plan(of_gpt2, {"record_stability": False, "attn_implementation": "nlq"})
+        load_plan(of_gpt2, {"record_stability": False, "attn_implementation": "sdpa"})
 
     def test_match_of_saved_weights(self, make_file, run, recipe_file):
         """It would change their shape."""
@@ -157,7 +156,7 @@ class TestBadInput:
         with pytest.raises(
             ValueError, match=r"model 'narrow': the switches .*intermediate_size change parameters of the saved"
         ):
-            load_comparison(file)
+            load_plan(file)
 
     def test_unknown_comparison(self, capsys):
         assert main(["compare", "querys"]) == 1

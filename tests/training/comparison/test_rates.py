@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.planted import PlantedEngine
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.rates import Rates, read_rates
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 
 
@@ -79,7 +79,7 @@ class TestChoice:
         """Seed 0 is best at 1e-2, seed 1 at 4e-2, whatever the model."""
         file = make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1])
         engine = PlantedEngine(lambda comparison, run: bowl(1e-2 * 4**run.seed)(run.learning_rate))
-        results = run_comparison(load_comparison(file), tmp_path / "results", engine)
+        results = run_comparison(load_plan(file), tmp_path / "results", engine)
         for model in results["models"].values():
             assert {run["seed"]: run["learning_rate"] for run in model["runs"]} == {0: 1e-2, 1: 4e-2}
             assert {(run["seed"], run["learning_rate"]) for run in model["tried"]} == {
@@ -92,7 +92,7 @@ class TestChoice:
 
     def test_no_verdict_on_an_edge_unless_the_file_asked_for_just_these_rates(self, make_file, tmp_path):
         def results(name, rates):
-            comparison = load_comparison(make_file(learning_rates=rates, seeds=[0, 1, 2]))
+            comparison = load_plan(make_file(learning_rates=rates, seeds=[0, 1, 2]))
             engine = PlantedEngine(lambda comparison, run: bowl(1.0)(run.learning_rate) - 0.5 * (run.model == "twin"))
             return run_comparison(comparison, tmp_path / name, engine)
 
@@ -108,7 +108,7 @@ class TestChoice:
             return None if (run.model, run.seed) == ("twin", 1) else bowl(1e-2)(run.learning_rate)
 
         file = make_file(learning_rates=[5e-3, 1e-2, 2e-2], seeds=[0, 1, 2])
-        results = run_comparison(load_comparison(file), tmp_path / "results", PlantedEngine(loss))
+        results = run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(loss))
         twin = results["models"]["twin"]
         assert results["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 3 runs"
         assert [run["learning_rate"] for run in twin["runs"]] == [1e-2, 5e-3, 1e-2]

@@ -15,6 +15,7 @@ from support.golden import check_golden
 from support.markdown import html_in
 from support.planted import PlantedEngine
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.outcome import (
@@ -26,7 +27,6 @@ from modeling_nlq.training.comparison.outcome import (
     to_json,
     trend_of,
 )
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import (
     describe,
     selection_sentences,
@@ -74,7 +74,7 @@ def report(make_file, tmp_path_factory):
             "seeds": [0, 1, 2, 3, 4],
         }
         folder = tmp_path_factory.mktemp("report")
-        plan = load_comparison(make_file(**{**defaults, **fields}), {"explore": False})
+        plan = load_plan(make_file(**{**defaults, **fields}), {"explore": False})
         run_and_report(plan, folder, PlantedEngine(planted))
         return folder
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.plan import Run
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.run.data import prepare_data
 
@@ -45,7 +45,7 @@ class TestFindsWhatIsThere:
 class TestRuns:
     def test_reported_loss_is_that_of_the_test_split(self, finished):
         folder, results, file = finished
-        comparison = load_comparison(file)
+        comparison = load_plan(file)
         run = results["models"]["base"]["runs"][1]
         resolved = comparison.largest.resolve(Run("base", run["learning_rate"], run["seed"]), folder / run["folder"])
         _, blocks, _ = prepare_data(resolved.recipe, folder / "tokenizer")
@@ -64,12 +64,12 @@ class TestRuns:
         shutil.copytree(folder, copy)
         metrics_file = next((copy / "runs" / "twin").glob("rate-*-seed-2/metrics.json"))
         metrics_file.write_text(json.dumps({**json.loads(metrics_file.read_text()), "token_stream": "0" * 64}))
-        assert not run_comparison(load_comparison(file), copy)["same_tokens"]
+        assert not run_comparison(load_plan(file), copy)["same_tokens"]
 
     def test_tokens_are_those_that_the_runs_saw(self, finished, tmp_path):
         """The plan counts every batch as full; a run that was stopped saw fewer than the comparison's."""
         folder, results, file = finished
-        comparison, copy = load_comparison(file), tmp_path / "results"
+        comparison, copy = load_plan(file), tmp_path / "results"
         shutil.copytree(folder, copy)
         files = sorted(copy.glob("runs/*/*/metrics.json"))
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from scipy import stats
 from support.planted import Interrupted, PlantedEngine
 
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
-from modeling_nlq.training.comparison.reading import load_comparison, load_outline
+from modeling_nlq.training.comparison.reading import load_outline
 from modeling_nlq.training.comparison.results import RunStore, next_runs
 from modeling_nlq.training.comparison.run import run_comparison
 
@@ -127,7 +128,7 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
         return 4 + 0.01 * run.seed + 0.5 * (run.model == "planted") + 0.01 * (run.model == "twin") * (-1) ** (run.seed // 2)
 
     models, seeds = dict.fromkeys(("base", "twin", "planted")), [0, 1, 2, 3, 4]
-    plan, engine = load_comparison(make_file(models=models, seeds=seeds, stop="early")), PlantedEngine(loss)
+    plan, engine = load_plan(make_file(models=models, seeds=seeds, stop="early")), PlantedEngine(loss)
     whole = run_comparison(plan, tmp_path / "whole", engine)
     assert {name: len(model["runs"]) for name, model in whole["models"].items()} == {"base": 5, "twin": 5, "planted": 3}
     assert whole["statistics"]["effects"]["planted"]["verdict"] == "worse"
@@ -142,7 +143,7 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
         shutil.rmtree(tmp_path / "parts" / "runs" / lost)
     ready, done = next_runs(plan.largest, RunStore(tmp_path / "parts"))
     assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done >= 7
-    more = load_comparison(make_file(models=models, seeds=[*seeds, 5], stop="early"))
+    more = load_plan(make_file(models=models, seeds=[*seeds, 5], stop="early"))
     with pytest.raises(ValueError, match="stop: early needs the plan of its interim analyses"):
         run_comparison(more, tmp_path / "whole", engine)
 
@@ -158,4 +159,4 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
 )
 def test_refused(make_file, fields, message):
     with pytest.raises(ValueError, match=message):
-        load_comparison(make_file(**{"seeds": [0, 1, 2, 3], "stop": "early", **fields}))
+        load_plan(make_file(**{"seeds": [0, 1, 2, 3], "stop": "early", **fields}))

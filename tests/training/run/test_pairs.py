@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from modeling_nlq import NLQForConditionalGeneration
 from modeling_nlq.training import evaluate, explore, train
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.models import initialize_by_name, load_config
 from modeling_nlq.training.parameters import measure
@@ -75,6 +76,17 @@ def test_batches_do_not_change_the_loss(pair_run):
     folder, metrics = pair_run
     options = {"dataset": metrics["trained_on"][0]["dataset"], "validation_fraction": 0.2}
     assert evaluate(folder, **options, batch_size=3)["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
+
+
+def test_evaluation_of_another_file(pair_run, tmp_path):
+    folder, metrics = pair_run
+    rows = [json.loads(line) for line in Path(metrics["trained_on"][0]["dataset"]).read_text().splitlines()]
+    (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"a": row["given"], "b": row["wanted"]}) for row in rows))
+    found = evaluate(folder, tmp_path / "own.jsonl", source_column="a", target_column="b")
+    assert found["eval_loss"] == evaluate(folder, metrics["trained_on"][0]["dataset"])["eval_loss"]
+    for field, value in (("packing", "documents"), ("block_size", 24), ("text_column", "given")):
+        with pytest.raises(ValueError, match=f"{field}={value!r} does not go with a model of objective='seq2seq'"):
+            evaluate(folder, tmp_path / "own.jsonl", **{field: value})
 
 
 def test_bytes_of_cut_and_empty_targets(pairs_recipe, tmp_path):
@@ -142,6 +154,10 @@ def test_built_in_corpus():
         ({"model": "tiny-linear", "switches": {}}, "is a decoder; set objective: causal"),
         ({"max_source_length": 99}, "max_source_length=99 exceeds max_position_embeddings=24"),
         ({"packing": "documents"}, "packing='documents' does not go with objective='seq2seq'"),
+        (
+            {"model": "tiny-linear", "objective": "causal", "switches": {}},
+            "max_source_length=24 does not go with objective='causal'",
+        ),
         ({"source_column": "text"}, "has no column 'text'; set source_column to one of given, wanted"),
         ({"switches": {"decoder": {"cross_attenton": {}}}}, "tiny-seq2seq: decoder.* has no field 'cross_attenton'"),
         ({"switches": {"encoder": 3}}, "encoder=3 must be the switches that differ there"),
@@ -160,7 +176,7 @@ def make_comparison(pairs_recipe, tmp_path):
     """A function to the file of a comparison with the control, a decoder that never sees the source."""
     models = {name: {"switches": {"decoder": {"cross_attention": cross}}} for name, cross in (("sees", None), ("blind", False))}
     training = {"max_steps": 300, "save_strategy": "no", "eval_strategy": "no"}
-    fields = {"switches": {"decoder": {"attention_activation": "relu"}}, "training": training, "learning_rates": [1e-2]}
+    fields = {"switches": {"decoder": {"attention_activation": "relu"}}, "training": training, "learning_rates": [3e-3]}
     fields |= {"recipe": str(pairs_recipe), "models": models, "baseline": "sees", "seeds": [0, 1]}
     return lambda **more: write_comparison(tmp_path, **fields, **more)
 
@@ -169,15 +185,15 @@ def test_plan_of_a_comparison(make_comparison, capsys, tmp_path):
     file = make_comparison()
     assert main(["compare", file, "--dry-run", "--output_dir", str(tmp_path / "results")]) == 0
     assert "time on this machine: about" in capsys.readouterr().out
-    for name, variant in load_comparison(file).largest.variants.items():
+    for name, variant in load_plan(file).largest.variants.items():
         own = variant.config["decoder"]
         assert own["attention_activation"] == "relu" and (own["cross_attention"] is False) == (name == "blind")
     with pytest.raises(ValueError, match="match='parameters' widens one MLP, and an encoder and decoder has two"):
-        load_comparison(make_comparison(match="parameters"))
+        load_plan(make_comparison(match="parameters"))
 
 
 @pytest.mark.slow
 def test_control_without_the_source_is_worse(make_comparison, tmp_path):
-    results = run_comparison(load_comparison(make_comparison()), tmp_path / "results", InlineEngine())["models"]
+    results = run_comparison(load_plan(make_comparison()), tmp_path / "results", InlineEngine())["models"]
     losses = {name: [run["test_loss"] for run in model["runs"]] for name, model in results.items()}
     assert max(losses["sees"]) < min(losses["blind"])

@@ -6,7 +6,7 @@ from support.own_parts import DISTANCE
 
 from modeling_nlq import parts_user_nlq
 from modeling_nlq.training import train
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
 from nlq import main
 
@@ -66,7 +66,7 @@ def test_code_in_yaml_is_not_run(command, recipe, new_process, tmp_path, capsys)
     assert "holds code, which was not run: the attention parts in my_idea.py" in capsys.readouterr().err
     assert not (tmp_path / "planted").exists()
     # The user's word, either way
-    reader = load_comparison if command == "compare" else load_recipe
+    reader = load_plan if command == "compare" else load_recipe
     reader(file, {"parts": [str(tmp_path / "my_idea.py")]})
     assert not (tmp_path / "planted").exists()
     reader(file, trust_parts=True)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCall
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
-from modeling_nlq.training.comparison.reading import load_comparison
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
@@ -263,11 +263,11 @@ def comparison_file(tune, tmp_path):
 
 
 def test_plan_of_a_comparison(comparison_file, upcycled):
-    header, whole, new, *_ = load_comparison(comparison_file).describe()
+    header, whole, new, *_ = load_plan(comparison_file).describe()
     resolved = resolve_recipe({"model": str(upcycled), "trainable": "new"})
     size = measure(resolved.config, 64, prepare=resolved.choose_trained)
     assert header.split()[:3] == ["model", "parameters", "trained"]
     assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [f"{size.total:,}", f"{size.trained:,}"]
     assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole
     with pytest.raises(ValueError, match="model 'new': trainable='new' trains what `nlq convert` added"):
-        load_comparison(comparison_file, {"model": "tiny-linear", "tokenizer": str(upcycled)})
+        load_plan(comparison_file, {"model": "tiny-linear", "tokenizer": str(upcycled)})

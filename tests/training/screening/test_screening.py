@@ -20,7 +20,6 @@ pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[scre
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.outcome import from_json
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import CONFIRMATION
 from modeling_nlq.training.screening.design import RATE, make_design
@@ -172,7 +171,7 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     assert len(engine.made) == len(set(engine.made))
     made, outcome = len(engine.made), from_json(ScreeningOutcome, results)
     assert outcome.effects.survivors == ["gate"] and outcome.confirmation.largest.statistics.effects["best"].verdict == "better"
-    best = load_comparison(folder / CONFIRMATION / "comparison.yaml", {}).largest.variants["best"]
+    best = load_plan(folder / CONFIRMATION / "comparison.yaml", {}).largest.variants["best"]
     assert best.content["switches"]["attention_gate"] == "headwise"
     assert json.loads((folder / "results.json").read_text()) == results
     golden = Path(__file__).with_name("golden")

@@ -22,8 +22,8 @@ from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQForMaskedLM, NLQForSequenceClassification, NLQForTokenClassification, NLQModel
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.outcome import read_outcome
-from modeling_nlq.training.comparison.reading import load_comparison
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.run import run_comparison
 
@@ -103,7 +103,7 @@ def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
     path = tmp_path_factory.mktemp("comparison") / "queries.yaml"
     path.write_text(yaml.safe_dump(fields, sort_keys=False))
     folder = tmp_path_factory.mktemp("compared") / "results"
-    results = run_comparison(load_comparison(path, {"dataset": corpus}), folder)
+    results = run_comparison(load_plan(path, {"dataset": corpus}), folder)
     write_report(read_outcome(results), folder)
     return folder, results
 
