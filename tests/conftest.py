@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 
 
@@ -20,9 +21,21 @@ from modeling_nlq.training import train
 from modeling_nlq.training.run.documents import python_documents
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` says
 def pytest_collection_modifyitems(items):
-    """Starts with the tests of training, which take longest: a long test at the end would leave the other processes idle."""
+    """Starts with the tests of training, which take longest: a long test at the end would leave the other processes idle.
+
+    Of tests marked `thin`, rows become slow that are not among every so-many-th.
+    """
     items.sort(key=lambda item: "/tests/training/" not in item.path.as_posix())
+    rows = Counter()
+    for item in items:
+        thin = item.get_closest_marker("thin")
+        if thin is not None and item.get_closest_marker("slow") is None:
+            test = item.nodeid.partition("[")[0]
+            if rows[test] % thin.args[0]:
+                item.add_marker("slow")
+            rows[test] += 1
 
 
 @pytest.fixture(autouse=True)

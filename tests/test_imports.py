@@ -51,7 +51,7 @@ def test_imports_go_one_way(installed):
         ("modeling_nlq.py", "from modeling_nlq.training.card import render"),
         ("configuration/__init__.py", "from ..modeling_nlq import NLQModel"),
         ("training/run/data.py", "def late():\n    from ..comparison import report"),
-        ("training/conversion/nanogpt.py", "from ..comparison import report"),
+        pytest.param("training/conversion/nanogpt.py", "from ..comparison import report", marks=pytest.mark.slow),
         ("training/run/stability.py", "def late():\n    from . import trainer"),
     ],
 )
@@ -72,6 +72,7 @@ def test_form_of_imports():
             assert not (found := re.findall(wrong, path.read_text(), re.MULTILINE)), f"{path.relative_to(ROOT)}: {found}"
 
 
+@pytest.mark.slow
 def test_configuration_imports_no_kernels(tmp_path):
     """Only the tables are imported for a configuration that is loaded as remote code, and no optional package."""
     tiny_config(attention_activation="entmax15").save_pretrained(tmp_path / "saved")
@@ -103,8 +104,8 @@ def base_distributions() -> set[str]:
     return {name for name, _ in done}
 
 
-def test_every_module_imports_with_the_base_dependencies_only():
-    """Everything else is blocked that is installed here, and Triton, which only some builds of PyTorch bring."""
+def test_every_module_imports_with_the_base_dependencies_only(tmp_path):
+    """Everything else is blocked that is installed here, and Triton, which some builds of PyTorch bring. Nothing starts."""
     needed = {*base_distributions(), "modeling-nlq"}
     installed = metadata.packages_distributions()
     blocked = {"triton", *(module for module, names in installed.items() if needed.isdisjoint(map(canonicalize_name, names)))}
@@ -120,15 +121,9 @@ def test_every_module_imports_with_the_base_dependencies_only():
         f"sys.modules.update(dict.fromkeys({sorted(blocked)}))\n"
         f"for name in {names}:\n"
         "    importlib.import_module(name)\n"
+        "import torch; assert not torch.cuda.is_initialized()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_import_starts_nothing(tmp_path):
-    """Importing the package compiles nothing and starts no CUDA."""
-    script = "import modeling_nlq, torch; print(torch.cuda.is_initialized())"
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "libraries")}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert done.stdout.split() == ["False"], done.stderr
-    assert not (tmp_path / "libraries").exists()
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "libraries").exists(), "an import compiles"

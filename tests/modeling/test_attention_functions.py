@@ -43,7 +43,7 @@ from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS as IN_CPP
 from modeling_nlq.masking_nlq import make_visibility
 
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "cpp_allowed")
+pytestmark = [pytest.mark.usefixtures("small_tiles", "cpp_allowed"), pytest.mark.thin(3)]
 SINKS = {"zero": [0.0] * 4, "learned": [-1.5, 0.4, 2.5, 0.0], "large": [60.0, -60.0, 0.0, 1.0]}
 SOFTMAX = {"softmax": ("softmax", "sum", None)} | {f"softmax-{sink}": ("softmax", "sum", sink) for sink in SINKS}
 CASES = SOFTMAX | {"-".join(pair): (*pair, None) for pair in ALL_COMBINATIONS}

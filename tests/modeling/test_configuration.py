@@ -64,6 +64,7 @@ def test_flops_of_windows():
     assert whole - windowed == 6 * 2 * 2 * (100 - 16) * 4 * 8
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 @parametrize_switches(PART_SWITCHES | SOFTMAX_KINDS | ELEMENTWISE_KINDS | ROW_KINDS | LINEAR_KINDS)
 def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, switches, key_value_heads):

@@ -12,6 +12,9 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, backends_nlq
 from modeling_nlq.backends_nlq import sdpa_with_sink_forward
 
 
+pytestmark = pytest.mark.thin(3)
+
+
 VOCABULARY = 60
 POSITIONS = 64
 
@@ -113,6 +116,7 @@ def test_flash_attention_gets_the_lengths_of_the_requests(monkeypatch):
     assert run(model) == expected
 
 
+@pytest.mark.slow
 def test_end_of_text_one_token_and_several_sequences(sigmoid):
     expected = expected_tokens(sigmoid)
     end = expected[0][2]

@@ -19,6 +19,9 @@ from modeling_nlq.loss_nlq import loss_and_gradient
 from modeling_nlq.ops_nlq import used_kernels
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 needs_compiler = pytest.mark.skipif(not cpu_ops.is_built("linear"), reason="the C++ code cannot be built here")
 
 # batch, heads, key-value heads, keys, head_dim
@@ -192,6 +195,7 @@ class TestBuild:
         yield tmp_path / "libraries"
         build.load.cache_clear()
 
+    @pytest.mark.slow
     @needs_compiler
     def test_built_once(self, folder, monkeypatch):
         assert build.load("seven", "nlq_test") and torch.ops.nlq_test.seven() == 7

@@ -32,6 +32,9 @@ from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS
 from modeling_nlq.masking_nlq import read_mask
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 SOME_LAYOUTS = {
     name: LAYOUTS[name]
     for name in ("odd_length", "padded_window_after_cache", "packed_grouped_queries", "mask_per_head", "one_key_value_head")

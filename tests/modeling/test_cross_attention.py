@@ -37,6 +37,9 @@ from modeling_nlq import (
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
 
+pytestmark = pytest.mark.thin(3)
+
+
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 SIZES |= {"max_position_embeddings": 64}
 SOURCE_MASK = mask_of("1111000", "0101111")
@@ -196,6 +199,7 @@ class TestGeneration:
             encoder_outputs = model.get_encoder()(inputs["input_ids"], attention_mask=SOURCE_MASK)
         assert generate(encoder_outputs=encoder_outputs).equal(expected)
 
+    @pytest.mark.slow
     def test_compiled_steps(self):
         model = pair(torch.float32, sliding_window=3, cross_attention={"attention_activation": "sigmoid"})
         inputs = {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "max_new_tokens": 6, "do_sample": False}

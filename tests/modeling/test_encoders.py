@@ -34,6 +34,9 @@ from modeling_nlq import (
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
 
+pytestmark = pytest.mark.thin(3)
+
+
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 SIZES |= {"max_position_embeddings": 320, "is_causal": False}
 ORDERED = ("forget_gate", "canon", "selective_attention", "linear_attention_decay")

@@ -129,6 +129,7 @@ DECODING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("layers", slow_except(list(DECODING), ["mixed"]))
 def test_cached_tokens(layers, padding, make_model):

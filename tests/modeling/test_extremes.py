@@ -40,7 +40,7 @@ CASES = [
     *((dtype, name, None) for name in ROW_KINDS for dtype in (torch.float32, torch.bfloat16)),
 ]
 all_cases = pytest.mark.parametrize("dtype, activation, normalization", CASES, ids=["-".join(map(str, case)) for case in CASES])
-pytestmark = pytest.mark.usefixtures("small_tiles", "cpp_allowed")
+pytestmark = [pytest.mark.usefixtures("small_tiles", "cpp_allowed"), pytest.mark.thin(2)]
 
 
 def finite_results(activation, normalization, states, visible, sinks=(None,)):

@@ -17,6 +17,9 @@ from support.model_cases import (
 )
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 def check_against_reference(model, input_ids, tolerance=1e-10, visible=None, **inputs):
     """Logits and attention weights of `model` are those of the formulas, wherever a token is not padding.
 

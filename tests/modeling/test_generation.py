@@ -106,6 +106,7 @@ NEW_TOKENS = 8
 OPTIONS = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
 BEAMS = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
 pytestmark = [
+    pytest.mark.thin(3),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag"),
     pytest.mark.usefixtures("tiny_tiles", "uncompiled"),
 ]
@@ -219,6 +220,7 @@ class TestGreedy:
         alone = model.generate(**row(PROMPTS[0]), **options)
         assert new_tokens(alone) == expected_tokens(kind, position_embedding=position_embedding)[:1]
 
+    @pytest.mark.thin(4)
     @pytest.mark.parametrize(
         "kind, implementation",
         slow_except(

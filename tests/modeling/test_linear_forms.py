@@ -29,6 +29,9 @@ from modeling_nlq.linear_nlq import feature_map, linear_attention
 from modeling_nlq.masking_nlq import make_visibility
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 class TestForms:
     """Outputs and gradients of the three forms are those of the formula."""
 

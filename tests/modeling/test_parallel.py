@@ -77,6 +77,7 @@ def check(cases, make_model, folder):
         assert all(difference < 1e-9 for difference in differences.values()), (name, differences)
 
 
+@pytest.mark.slow
 def test_equals_one_process(make_model, tmp_path):
     cases = {name: CASES[name] for name in QUICK} | {name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")}
     check({name: (switches, SIZES["tp2"]) for name, switches in cases.items()}, make_model, tmp_path)

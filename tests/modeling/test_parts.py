@@ -24,6 +24,9 @@ from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, ShortConvolution
 from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 def test_table_is_complete():
     for name, part in ATTENTION_PARTS.items():
         assert part.name == name

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.grids import slow_except
 from support.paths import TESTS
 from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -88,7 +89,7 @@ def logits_of(model, inputs=INPUTS) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "saved_class",
-    [NLQForCausalLM, NLQForMaskedLM, pytest.param(NLQForSequenceClassification, marks=pytest.mark.slow)],
+    slow_except([NLQForCausalLM, NLQForMaskedLM, NLQForSequenceClassification], quick=[NLQForCausalLM]),
     ids=lambda saved: saved.__name__,
 )
 def test_folder_loads_without_the_package_through_every_auto_class(saved_class, tmp_path):
@@ -138,11 +139,12 @@ def test_encoder_and_decoder_without_the_package(tmp_path):
     assert {path.name for path in folder.glob("*.py")} == ALL_CODE
     inputs["decoder_input_ids"] = torch.tensor([[1], [1]])
     torch.save(inputs, tmp_path / "inputs")
-    for source, target in ((folder, again), (again, tmp_path / "third")):
-        run_python(PAIR, source, tmp_path / "inputs", tmp_path / "outputs", target, cache=tmp_path)
-        logits, tokens = torch.load(tmp_path / "outputs")
-        torch.testing.assert_close(logits, model(**inputs).logits)
-        assert tokens.equal(model.generate(**inputs, num_beams=2))
+    run_python(PAIR, folder, tmp_path / "inputs", tmp_path / "outputs", again, cache=tmp_path)
+    logits, tokens = torch.load(tmp_path / "outputs")
+    torch.testing.assert_close(logits, model(**inputs).logits)
+    assert tokens.equal(model.generate(**inputs, num_beams=2))
+    for file in folder.iterdir():
+        assert (again / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_published_folder_is_plain_pytorch(tmp_path):

@@ -29,6 +29,9 @@ from modeling_nlq.masking_nlq import Visibility, read_mask
 from modeling_nlq.ops_nlq import AttentionInputs
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 class TestWork:
     """Tiles that are all hidden are not computed, and memory grows linearly with the length."""
 

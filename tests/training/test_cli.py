@@ -113,6 +113,7 @@ def test_bad_input_gets_one_line(case, folder, monkeypatch, capsys):
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "code, absent",
     [

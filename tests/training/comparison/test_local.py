@@ -142,6 +142,7 @@ class TestInterruption:
         with RunFolder(next(folder.glob("runs/base/*/"))).held():
             pass  # the run has ended
 
+    @pytest.mark.slow
     def test_run_that_another_process_makes(self, two_models, copy_without_last):
         file, expected, _ = two_models
         folder, moved = copy_without_last

@@ -75,6 +75,7 @@ class TestPlan:
         assert (base.parametrization, base.base_sizes) == ("completep", sizes)
         assert (other.parametrization, other.base_sizes, other.model) == ("standard", None, base.model)
 
+    @pytest.mark.thin(3)
     @pytest.mark.parametrize("name", names("comparisons"))
     def test_shipped_comparisons(self, name, tmp_path, monkeypatch):
         if name == "parts":

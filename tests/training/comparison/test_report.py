@@ -154,6 +154,7 @@ SCALES = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "name, fields",
     [
@@ -287,6 +288,7 @@ def rounded(value: object) -> object:
     return json.loads(json.dumps(dataclasses.asdict(value)), parse_float=lambda number: f"{float(number):.7g}")
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     "file",
     [

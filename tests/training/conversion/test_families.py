@@ -29,6 +29,9 @@ from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
+pytestmark = pytest.mark.thin(3)
+
+
 LENGTH = 3 * WINDOW + 2
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 every_case = pytest.mark.parametrize("name", FAMILY_CASES)

@@ -27,6 +27,9 @@ gguf = pytest.importorskip("gguf", reason="needs the package gguf")
 from support.gguf_cases import CHAT_TEMPLATE, SENTENCES, make_pieces, make_tokenizer, write_gguf  # noqa: E402
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 TOKENIZER = make_tokenizer()
 SIZES = {
     "vocab_size": len(TOKENIZER),

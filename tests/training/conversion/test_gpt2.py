@@ -24,6 +24,9 @@ from modeling_nlq import NLQConfig, NLQForTokenClassification
 from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 @given(st.data())
 @examples(25)
 def test_any_options(data):

@@ -32,6 +32,9 @@ from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.nanogpt import from_paper, read_checkpoint
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 class TestPaper:
     @parametrize_grid(
         {

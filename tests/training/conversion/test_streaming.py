@@ -23,6 +23,9 @@ from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.renaming import to_nlq
 
 
+pytestmark = pytest.mark.thin(3)
+
+
 LENGTH = 14
 one_of_each = pytest.mark.parametrize("family, name", ONE_OF_EACH.items(), ids=ONE_OF_EACH)
 

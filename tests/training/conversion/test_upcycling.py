@@ -25,6 +25,9 @@ from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
+pytestmark = pytest.mark.thin(3)
+
+
 # Where upcycling begins: each with linear projections, so that every switch below can be turned on
 LINEAR_SOURCES = {
     "gpt2": "gpt2",
@@ -462,6 +465,7 @@ def test_anything(make_source, source, switches):
             assert getattr(model.config, name) == value
 
 
+@pytest.mark.slow
 @given(source=chosen_with_layers(4))
 @examples(100)
 def test_to_gpt2(make_source, source):

@@ -17,6 +17,9 @@ from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkp
 from nlq import main
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 def cut_after_its_last_step(finished: Path, folder: Path) -> None:
     """Makes a copy of a run that was killed before it wrote its weights and metrics."""
     shutil.copytree(finished, folder)

@@ -135,6 +135,7 @@ def test_kinds_of_models(auto_class, names):
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_goes_on_to_the_same_bits(self, encoder_run, recipe_file, tmp_path):
         interrupt(recipe_file, output_dir=tmp_path / "cut", **MASKED)
         metrics = train(recipe_file, output_dir=tmp_path / "cut", **MASKED)

@@ -22,6 +22,9 @@ from modeling_nlq.training.run.parametrization import (
 from modeling_nlq.training.run.recipe import check_recipe, load_recipe
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 RATE, DECAY, EPSILON = 0.01, 0.1, 1e-3
 
 

@@ -85,6 +85,7 @@ def test_another_machine_needs_no_file(recipe, new_process, tmp_path):
         load_recipe(recipe)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("holds", [True, False])
 def test_command_check(holds, new_process, tmp_path, capsys):
     path = tmp_path / "my_idea.py"

@@ -16,6 +16,7 @@ from modeling_nlq.training.run.run_folder import FolderIsLocked, RunFolder
 from nlq import main
 
 
+@pytest.mark.slow
 def test_second_training_is_refused_until_the_first_dies(recipe_file, tmp_path, capsys):
     folder = tmp_path / "run"
     arguments = ["train", str(recipe_file), "--output_dir", str(folder), "--eval_strategy", "no", "--max_steps"]

@@ -74,6 +74,7 @@ def test_items_of_a_short_text():
     assert not [*TASKS["nlq_argument_names"].find_places(Source("x.py", long))]
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_lm_eval(run, tmp_path, capsys, monkeypatch, small_index):
     options = ["--limit", "8", "--batch_size", "4"]
     assert main(["evaluate", str(run[0]), "--tasks", ",".join(TASKS), *options, "--output", str(tmp_path / "ours.json")]) == 0

@@ -22,6 +22,9 @@ from modeling_nlq.training.sharing.adapter import whole_modules
 from nlq import main
 
 
+pytestmark = pytest.mark.thin(2)
+
+
 NEW = ("q_bottleneck", "gate_proj")
 MLP = ("fc1.weight", "fc1.bias", "fc2.weight")
 

@@ -90,6 +90,7 @@ class TestCard:
         assert str(published.folder) not in card.content and published.folder.name not in card.content
         assert "{{" not in card.content and "{%" not in card.content and "None" not in card.text
 
+    @pytest.mark.slow
     def test_of_a_run_that_only_chose_a_rate(self, server, nlq, comparison, tmp_path):
         shutil.copytree(comparison[0], tmp_path / "results")
         results = json.loads((tmp_path / "results" / "results.json").read_text())

@@ -9,6 +9,9 @@ from support.grids import parametrize_grid
 from support.publishing_cases import TOKEN, Done, change_returned_weights, check_refused
 
 
+pytestmark = pytest.mark.thin(3)
+
+
 AT_ONCE = {"Retry-After": "0"}
 
 
