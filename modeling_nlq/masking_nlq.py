@@ -68,22 +68,30 @@ class Visibility(NamedTuple):
 
 
 class TokenContext(NamedTuple):
-    """Positions, padding and visible-key counts of the tokens in one forward call, as one layer sees them.
+    """What an attention part may ask about the tokens of one forward call, as one layer sees them.
+
+    Queries are the tokens of this call. Keys are these and the cached ones, in a static cache also places that are still empty.
+    What depends on an order of both is `None` in cross-attention, and all but the first two in continuous batching.
 
     Attributes:
         visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
-        query_index: `(query,)`, each token's own index among the keys of the layer; `None` in continuous batching and in
-            cross-attention.
-        is_valid: `(batch, query)`, false for padding; `None` if there is none, and in cross-attention.
-        position_in_document: `(batch or 1, query)`, the number of tokens before each in its packed document; `None` if there
-            are no packed documents.
+        query_position: `(batch or 1, query)`, the number of tokens before each in its text or packed document. Padding is not
+            counted, nor are positions that the caller gives.
+        key_position: `(batch or 1, key)`, the same for keys, also those in the cache.
+        query_index: `(query,)`, each token's own index among the keys of the layer.
+        is_valid: `(batch, query)`, false for padding; `None` if there is none.
+        key_is_valid: `(batch, key)`, the same for keys.
+        document: `(batch, key)`, the number of each key's packed document; `None` if there are no packed documents.
         has_own_mask: whether the caller gave a mask of queries and keys, which alone says what is visible.
     """
 
     visible_count: torch.Tensor
+    query_position: torch.Tensor | None = None
+    key_position: torch.Tensor | None = None
     query_index: torch.Tensor | None = None
     is_valid: torch.Tensor | None = None
-    position_in_document: torch.Tensor | None = None
+    key_is_valid: torch.Tensor | None = None
+    document: torch.Tensor | None = None
     has_own_mask: bool = False
 
 
@@ -302,23 +310,33 @@ class Sequences(NamedTuple):
         """
         if self.is_paged:  # each request is one text without padding
             count = self.position_ids[:, None] + 1
-            return TokenContext(count if sliding_window is None else count.clamp(max=sliding_window))
+            return TokenContext(count if sliding_window is None else count.clamp(max=sliding_window), self.position_ids)
         visibility = self.visibility(cache, layer_idx, sliding_window)
-        key_offset, query_index, is_valid, position = self.key_range(cache, layer_idx)[1], None, None, None
+        of_keys = (None, None, None, None, visibility.key_is_valid)
         if self.source_length is None:
-            query_index = torch.arange(visibility.visible_count.shape[-1], device=visibility.visible_count.device)
-            query_index = query_index + (self.query_offset - key_offset)
-            if visibility.key_is_valid is not None:
-                is_valid = visibility.key_is_valid[:, query_index]
-        if self.segments is not None:
-            position = query_index - _document_starts(self.segments, query_index)
+            of_keys = self._positions(visibility, self.key_range(cache, layer_idx)[1])
         caller_mask = self.attention_mask
         has_own_mask = caller_mask is not None and not (isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2)
         if has_own_mask and isinstance(mask, torch.Tensor):
             count = mask[..., : visibility.key_length].sum(dim=-1)
         else:
             count = (visibility if sees_own_key else visibility.excluding_self()).visible_count[:, None]
-        return TokenContext(count, query_index, is_valid, position, has_own_mask)
+        return TokenContext(count, *of_keys, self.segments, has_own_mask)
+
+    def _positions(self, visibility: Visibility, key_offset: int) -> tuple[torch.Tensor | None, ...]:
+        """Returns the fields of a `TokenContext` from `query_position` to `key_is_valid`."""
+        device, key_length, key_is_valid = self.position_ids.device, visibility.key_length, visibility.key_is_valid
+        query_index = torch.arange(self.position_ids.shape[-1], device=device) + (self.query_offset - key_offset)
+        if self.segments is not None:  # without a cache, so the keys are the queries
+            key_position = query_index - _document_starts(self.segments, query_index)
+        elif self.padding_mask is None:
+            key_position = torch.arange(key_offset, key_offset + key_length, device=device)[None]
+        else:
+            end = key_offset + key_length
+            mask = nn.functional.pad(self.padding_mask.bool(), (0, max(end - self.padding_mask.shape[-1], 0)))
+            key_position = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, key_offset:end]
+        is_valid = None if key_is_valid is None else key_is_valid[:, query_index]
+        return key_position[:, query_index], key_position, query_index, is_valid, key_is_valid
 
     def sees_all_keys(self, cache: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
         """Tells whether every query sees all keys of a layer; the arguments are those of `visibility`."""

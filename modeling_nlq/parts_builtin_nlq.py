@@ -67,8 +67,8 @@ class ShortConvolution(nn.Module):
         sums = full[:, kept:] * (1.0 + weight[:, -1])
         for back in range(1, KERNEL):
             term = full[:, kept - back : kept - back + length] * weight[:, -1 - back]
-            if context.position_in_document is not None:
-                term = term * (context.position_in_document >= back)[..., None]
+            if context.document is not None:
+                term = term * (context.query_position >= back)[..., None]
             sums = sums + term
         if is_valid is None:
             return sums.to(states.dtype), full[:, length:]

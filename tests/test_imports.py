@@ -25,7 +25,7 @@ TRAINING, MODEL = ROOT / "training", ROOT / "modeling_nlq"
 def installed(tmp_path):
     """A copy of the package as it is installed: `configuration/` and `training/` lie inside of `modeling_nlq/`."""
     shutil.copytree(MODEL, tmp_path / "modeling_nlq", ignore=shutil.ignore_patterns("__pycache__"))
-    for folder in (ROOT / "configuration", TRAINING):
+    for folder in (ROOT / "configuration", ROOT / "examples", TRAINING):
         shutil.copytree(folder, tmp_path / "modeling_nlq" / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
@@ -110,6 +110,7 @@ def test_every_module_imports_with_the_base_dependencies_only(tmp_path):
     installed = metadata.packages_distributions()
     blocked = {"triton", *(module for module, names in installed.items() if needed.isdisjoint(map(canonicalize_name, names)))}
     folders = {"modeling_nlq": MODEL, "modeling_nlq.configuration": ROOT / "configuration", "modeling_nlq.training": TRAINING}
+    folders["modeling_nlq.examples"] = ROOT / "examples"
     names = []
     for package, folder in folders.items():
         for path in folder.rglob("*.py"):

@@ -303,7 +303,7 @@ class TestOtherModels:
             torch.testing.assert_close(loss.detach(), torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
-@pytest.mark.usefixtures("small_tiles", "cpp_allowed")
+@pytest.mark.usefixtures("small_tiles", "cpp_allowed", "uncompiled")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
 @pytest.mark.parametrize("queries", [1, 9])
 @pytest.mark.parametrize("mask", [None, SOURCE_MASK], ids=["plain", "padded"])

@@ -138,6 +138,7 @@ def test_random_encoders(seed):
     check(encoder(**switches), random_tokens(2, 9), 1e-9, **PADDED[chance.choice(list(PADDED))])
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.usefixtures("small_tiles", "cpp_allowed", "small_chunks")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
 @pytest.mark.parametrize("window", [None, 4])

@@ -64,6 +64,7 @@ class TestReference:
         model = make_model(torch.float64, attention_scaling=1.5, **switches)
         check_against_reference(model, random_tokens(2, 7), **PADDED)
 
+    @pytest.mark.thin(4)
     @biases
     @parametrize_switches(BLOCKS | SWITCHES | PART_SWITCHES)
     def test_switch(self, make_model, switches, use_bias):

@@ -1,7 +1,7 @@
 """Measures the strength of the tests: makes one small fault at a time, and counts those that the tests find.
 
     pip install -e ".[mutation]"
-    pytest -n 2 -m "not slow and not gpu" tests/test_*.py tests/modeling tests/training --cov --cov-context=test --cov-report=
+    pytest -n 2 -m "not gpu" tests/test_*.py tests/modeling tests/training --cov --cov-context=test --cov-report=
     python tests/support/mutants.py --output mutants.jsonl
 
 The faults are the mutations of cosmic-ray. From each group of files some places are drawn by a seed, and one mutation for each.
@@ -101,7 +101,7 @@ def run(mutant: Mutant, tests: list[str]) -> dict:
             os.setsid()
             silent = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silent, 1), os.dup2(silent, 2)
-            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not slow and not gpu"]
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not gpu"]
             os._exit(int(pytest.main([*options, *tests])))
         while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
             time.sleep(0.05)

@@ -2,26 +2,13 @@
 
 import textwrap
 
-
-DISTANCE = '''
-"""Scores fall with the distance, by a trained slope for each head (ALiBi, arXiv 2108.12409, has fixed slopes)."""
-
-import torch
-from torch import nn
-
-from modeling_nlq import AttentionPart, ScoreBias
+from support.paths import REPOSITORY
 
 
-class Distance(AttentionPart):
-    name = "distance"
-    formula = "s_ij - slope_h * (tokens from j to i)"
-    needs_token_context = True
-    state_size = 1  # in the cache, for each token: 1, or 0 for padding
-
-    def __init__(self, config, layer_idx):
-        super().__init__(config, layer_idx)
-        self.slope_bias = nn.Parameter(torch.linspace(-1.0, -5.0, config.num_query_heads))
-
+IDEAS = {path.stem: path for path in (REPOSITORY / "examples").glob("[!_]*.py")}
+DISTANCE = IDEAS["bias"].read_text().replace('"bias"', '"distance"')
+# The same by a counter in the cache, for each token 1, or 0 for padding
+_STATE = """
     def token_state(self, call):
         is_token = call.token_context.is_valid
         if is_token is None:
@@ -32,8 +19,10 @@ class Distance(AttentionPart):
         place = state[:, :1, :, 0].cumsum(dim=-1)  # (batch, 1, key)
         lost = -self.slope_bias.exp()[:, None] * place
         return ScoreBias(lost[..., call.token_context.query_index], lost)
-'''
-_COUNTS_PADDING = DISTANCE.replace(
+"""
+_COUNTER = DISTANCE.partition("    def score_bias")[0] + _STATE.lstrip("\n")
+_COUNTER = _COUNTER.replace("    needs_token_context = True", "    needs_token_context = True\n    state_size = 1")
+_COUNTS_PADDING = _COUNTER.replace(
     "is_token = call.token_context.is_valid\n        if is_token is None:\n    ", "if True:\n    "
 )
 
@@ -49,7 +38,7 @@ class Idea(AttentionPart):
     needs_token_context = True
 """
 # A bias that is no difference of places counts the tokens of earlier documents
-_FORGETS_DOCUMENTS = DISTANCE.replace("* place\n", "* place.sqrt()\n")
+_FORGETS_DOCUMENTS = _COUNTER.replace("* place\n", "* place.sqrt()\n")
 # A count that begins anew with each call
 _FORGETS_CHUNKS = (
     _HEAD
@@ -98,8 +87,8 @@ _GAIN = "nn.Parameter(torch.ones(1))"
 _PADDING_OF_THIS_CALL = (
     _idea(
         """
-    if call.token_context.position_in_document is not None:
-        place = call.token_context.position_in_document
+    if call.token_context.document is not None:
+        place = call.token_context.query_position
     else:
         place = call.token_context.query_index.expand(len(query), -1)
     if call.token_context.is_valid is not None:
@@ -122,8 +111,8 @@ _OWN_CACHE = _idea(
     if call.token_context.is_valid is not None:
         own = own * call.token_context.is_valid
     total = own.cumsum(dim=1)
-    if call.token_context.position_in_document is not None:
-        first = torch.arange(own.shape[1], device=own.device) - call.token_context.position_in_document
+    if call.token_context.document is not None:
+        first = torch.arange(own.shape[1], device=own.device) - call.token_context.query_position
         total = total - (total - own).gather(1, first.expand_as(own))
     if call.cache is not None:
         if call.token_context.query_index[0] > 0:
@@ -258,6 +247,7 @@ FAULTS = {
 }
 # Parts that are right, though something of them looks like a fault
 RIGHT = {
+    "counts_in_the_cache": _COUNTER,
     "dropout": _idea(
         """
         heads = torch.dropout(self.dropout(heads), 0.5, self.training)

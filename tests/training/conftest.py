@@ -1,19 +1,12 @@
-"""Makes the runs of these tests quicker, and the use of lm_eval; writes the files of comparisons."""
+"""Makes the use of lm_eval and of `nlq check` quicker; writes the files of recipes and comparisons."""
 
-import gc
 import json
 from pathlib import Path
 
 import pytest
 from support.runs import PAIR_SWITCHES, write_comparison
 
-
-@pytest.fixture(scope="session", autouse=True)
-def frozen_imports():
-    """Every run collects garbage, and need not look through all that was imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+from modeling_nlq.training import checking
 
 
 @pytest.fixture
@@ -56,3 +49,13 @@ def pairs_recipe(tmp_path_factory):
     content |= {"validation_fraction": 0.2, "switches": PAIR_SWITCHES, "training": training}
     (folder / "pairs.yaml").write_text(json.dumps(content))
     return folder / "pairs.yaml"
+
+
+@pytest.fixture
+def two_surroundings(monkeypatch):
+    """Fewer models and lengths, for time."""
+    names = ("softmax", "sigmoid, wide heads and a gated MLP")
+    kept = {1, 2, 3, checking.SHORT, checking.LONG}
+    fewer = {name: (check, sorted(kept & {*lengths})) for name, (check, lengths) in checking.INVARIANTS.items()}
+    monkeypatch.setattr(checking, "INVARIANTS", fewer)
+    monkeypatch.setattr(checking, "_SURROUNDINGS", {name: checking._SURROUNDINGS[name] for name in names})

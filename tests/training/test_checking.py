@@ -3,21 +3,13 @@
 import textwrap
 
 import pytest
-from support.own_parts import DISTANCE, FAULTS, RIGHT
+from support.own_parts import DISTANCE, FAULTS, IDEAS, RIGHT
 from support.paths import REPOSITORY
 
-from modeling_nlq.training import checking
+from modeling_nlq import load_attention_parts
+from modeling_nlq.training import ideas
+from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.checking import INVARIANTS, describe
-
-
-@pytest.fixture
-def two_surroundings(monkeypatch):
-    """Fewer models and lengths, for time."""
-    names = ("softmax", "sigmoid, wide heads and a gated MLP")
-    kept = {1, 2, 3, checking.SHORT, checking.LONG}
-    fewer = {name: (check, sorted(kept & {*lengths})) for name, (check, lengths) in INVARIANTS.items()}
-    monkeypatch.setattr(checking, "INVARIANTS", fewer)
-    monkeypatch.setattr(checking, "_SURROUNDINGS", {name: checking._SURROUNDINGS[name] for name in names})
 
 
 def write(folder, text, name="my_idea.py"):
@@ -26,9 +18,35 @@ def write(folder, text, name="my_idea.py"):
     return path
 
 
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("idea", IDEAS)
+def test_an_idea_passes(two_surroundings, idea):
+    text = IDEAS[idea].read_text()
+    assert len(text.splitlines()) <= 30 and "arXiv" in text.splitlines()[0]
+    lines, holds = describe(IDEAS[idea])
+    assert holds, lines
+
+
+@pytest.mark.parametrize("idea", ideas.IDEAS)
+def test_a_new_file(tmp_path, idea):
+    """Its comparison names it, and nothing is overwritten."""
+    file, comparison = ideas.new_idea(tmp_path / "mine.py", idea)
+    assert load_attention_parts(file)[0].name == "mine"
+    assert set(load_plan(comparison).largest.variants) == {"without", "mine"}
+    for name, source, message in (
+        ("mine.py", idea, "mine.py exists; choose another name"),
+        ("canon.py", idea, "'canon' is the name of a part that exists"),
+        ("my-idea.py", idea, "must have a name such as my_idea.py"),
+        ("other.py", "alibi", "--from 'alibi' is unknown; there are bias, cap"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ideas.new_idea(tmp_path / name, source)
+    assert {path.name for path in tmp_path.iterdir()} == {"mine.py", "mine.yaml"}
+
+
 @pytest.mark.slow
 def test_the_documented_part_passes(tmp_path):
-    assert DISTANCE.strip() in (REPOSITORY / "docs" / "own_parts.md").read_text()
+    assert DISTANCE.replace('"distance"', '"bias"').strip() in (REPOSITORY / "docs" / "own_parts.md").read_text()
     lines, holds = describe(write(tmp_path, DISTANCE))
     assert holds
     assert len(lines) == 1 + len(INVARIANTS)

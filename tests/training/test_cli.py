@@ -129,10 +129,10 @@ def test_imports_no_more_than_it_needs(code, absent):
 
 
 def test_help_in_groups(capsys):
-    groups = {"Train and compare": "train compare", "Use and measure": "generate evaluate explore params"}
-    groups["Convert and share"] = "convert publish check"
+    groups = {"Try an idea": "new check", "Train and compare": "train compare", "Convert and share": "convert publish"}
+    groups["Use and measure"] = "generate evaluate explore params"
     assert main(["--help"]) == 0
-    for group, text in re.findall(r"─ (\w+ and \w+) ─.*\n([^╰]*)", capsys.readouterr().out):
+    for group, text in re.findall(r"─ (\w+ \w+ \w+) ─.*\n([^╰]*)", capsys.readouterr().out):
         assert re.findall(r"^│ (\w+)", text, flags=re.MULTILINE) == groups.pop(group).split()
     assert not groups
 

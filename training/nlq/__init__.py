@@ -96,6 +96,36 @@ def _command(panel: str, module: str, shipped: str | None = None) -> Callable:
     return app.command(cls=partial(_Command, module=module, shipped=shipped), rich_help_panel=panel)
 
 
+@_command("Try an idea", "ideas")
+def new(
+    file: str = _argument("The file to write, by whose name the idea is known.", metavar="FILE.py"),
+    source: str = _option(
+        "The idea to begin with: bias, cap, gate, previous, query or temperature.", "bias", "--from", metavar="IDEA"
+    ),
+) -> None:
+    """Copy a file with an idea for attention, and write a comparison of models with and without it."""
+    from modeling_nlq.training.ideas import new_idea
+
+    file, comparison = new_idea(file, source)
+    print(f"{file}: the idea, to be changed as you like; `nlq check {file}` tests it")
+    print(f"{comparison}: `nlq compare {comparison}` says whether it helps; --dry-run says how long that takes here")
+
+
+@_command("Try an idea", "checking")
+def check(file: str = _argument("A file with subclasses of AttentionPart.", metavar="FILE.py")) -> int:
+    """Check the attention parts of a file on small random models, and name the first invariant that fails."""
+    import torch
+    from transformers.utils import logging
+
+    from modeling_nlq.training.checking import describe
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)  # the models are so small that threads would wait for each other
+    lines, holds = describe(file)
+    print("\n".join(lines))
+    return 0 if holds else 1
+
+
 @_command("Train and compare", "api", shipped="recipes")
 def train(
     context: typer.Context,
@@ -401,21 +431,6 @@ def publish(
         print(f"{size:>14,}  {name}")
     total = f"{sum(done.files.values()):,} bytes in {len(done.files)} files"
     print(f"{total}: nothing was sent" if done.url is None else f"{total}: {done.url}")
-
-
-@_command("Convert and share", "checking")
-def check(file: str = _argument("A file with subclasses of AttentionPart.", metavar="FILE.py")) -> int:
-    """Check the attention parts of a file on small random models, and name the first invariant that fails."""
-    import torch
-    from transformers.utils import logging
-
-    from modeling_nlq.training.checking import describe
-
-    logging.disable_progress_bar()
-    torch.set_num_threads(1)  # the models are so small that threads would wait for each other
-    lines, holds = describe(file)
-    print("\n".join(lines))
-    return 0 if holds else 1
 
 
 def main(words: list[str] | None = None) -> int:

@@ -47,6 +47,7 @@ def lose_node(monkeypatch, times: int) -> None:
 
 
 class TestComparison:
+    @pytest.mark.thin(2)
     @pytest.mark.parametrize("at_address", [False, True])
     def test_last_run(self, cluster, without_one, request, at_address):
         """What either engine has finished is kept, and the numbers are the same, in a folder and at an address."""
@@ -115,6 +116,7 @@ class TestComparison:
 
 
 class TestTraining:
+    @pytest.mark.thin(2)
     @pytest.mark.parametrize("at_address", [False, True])
     def test_node_that_is_lost(self, cluster, recipe_file, run, request, tmp_path, monkeypatch, at_address):
         """The run goes on from its last checkpoint, and ends with the numbers of one that was not interrupted."""

@@ -90,7 +90,7 @@ def run_all(comparison, loss_of, folder):
     return losses, made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.9]))
 def test_the_report_has_the_verdicts_with_which_models_left(tmp_path_factory, seed, shared):
     """Whatever the baseline does later; a model without a verdict has all seeds."""

@@ -87,9 +87,9 @@ def test_another_machine_needs_no_file(recipe, new_process, tmp_path):
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("holds", [True, False])
-def test_command_check(holds, new_process, tmp_path, capsys):
+def test_command_check(holds, two_surroundings, new_process, tmp_path, capsys):
     path = tmp_path / "my_idea.py"
-    path.write_text(DISTANCE if holds else DISTANCE.replace("cumsum(dim=-1)", "cumsum(dim=-1).sqrt()"))
+    path.write_text(DISTANCE if holds else DISTANCE.replace("key_position[:, None]", "key_position[:, None].sqrt()"))
     assert main(["check", str(path)]) == (0 if holds else 1)
     printed = capsys.readouterr().out
     assert printed.startswith("distance:\n") and ("FAILS" in printed) == (not holds)

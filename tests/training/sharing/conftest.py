@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from support.hub_server import HubServer
+from support.inline_engine import InlineEngine
 from support.publishing_cases import (
     MODELS,
     OTHER_TOKEN,
@@ -103,7 +104,7 @@ def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
     path = tmp_path_factory.mktemp("comparison") / "queries.yaml"
     path.write_text(yaml.safe_dump(fields, sort_keys=False))
     folder = tmp_path_factory.mktemp("compared") / "results"
-    results = run_comparison(load_plan(path, {"dataset": corpus}), folder)
+    results = run_comparison(load_plan(path, {"dataset": corpus}), folder, InlineEngine())
     write_report(read_outcome(results), folder)
     return folder, results
 

@@ -96,6 +96,7 @@ class TestRoundTrip:
         assert "nothing was sent" in planned.out and "nothing was sent" not in done.out
         assert nlq.publish(folder, "anna/listed").out == done.out and len(server.commits("anna/listed")) == 2
 
+    @pytest.mark.slow
     def test_private_repository_and_branch(self, server, nlq, elsewhere, copy_run, tmp_path):
         folder = copy_run()
         nlq.publish(folder, "anna/hidden", "--private")

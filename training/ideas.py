@@ -1,0 +1,44 @@
+"""`nlq new`: a file with an idea for attention, and a comparison that says whether it helps."""
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from modeling_nlq import ATTENTION_PARTS, load_attention_parts
+
+from ..configuration import suggestion
+from .files import write_text
+
+
+_EXAMPLES = files("modeling_nlq.examples")
+IDEAS = sorted(Path(file.name).stem for file in _EXAMPLES.iterdir() if file.name.endswith(".py") and file.name[0] != "_")
+
+
+def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
+    """Copies one of the `IDEAS`, and writes a comparison of models with and without it.
+
+    Args:
+        file: a Python file, whose stem the part is named by.
+        source: the name of the idea.
+
+    Returns:
+        The file, and the comparison beside it, of the same name.
+
+    Raises:
+        ValueError: for an unknown idea, a file that exists, and a name that no part can have.
+    """
+    file = Path(file)
+    if source not in IDEAS:
+        raise ValueError(f"--from {source!r} is unknown; {suggestion(source, IDEAS, is_short=True)}")
+    if file.stem in ATTENTION_PARTS:
+        raise ValueError(f"{file}: {file.stem!r} is the name of a part that exists; choose another")
+    text = re.sub(r'(?<=    name = )".*"', f'"{file.stem}"', _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8"))
+    load_attention_parts(file, text)  # raises for a name that no file of parts can have
+    comparison = file.with_suffix(".yaml")
+    for path in (file, comparison):
+        if path.exists():
+            raise ValueError(f"{path} exists; choose another name")
+    write_text(file, text)
+    template = _EXAMPLES.joinpath("comparison.yaml").read_text(encoding="utf-8")
+    write_text(comparison, template.replace("my_idea", file.stem))
+    return file, comparison
