@@ -18,7 +18,7 @@ from support.deprecations import DeprecationHandler
 from transformers import dynamic_module_utils
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq, tiled_nlq
-from modeling_nlq.training import train
+from modeling_nlq.training import train, trust
 from modeling_nlq.training.run.documents import python_documents
 
 
@@ -64,6 +64,13 @@ def no_deprecated_calls():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_list_of_trusted_parts(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(trust, "TRUSTED_PARTS", tmp_path_factory.mktemp("trust") / "trusted_parts")
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

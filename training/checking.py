@@ -19,11 +19,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache, StaticCache
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, NLQForMaskedLM, attention_nlq, load_attention_parts
+from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, NLQForMaskedLM, attention_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
 from modeling_nlq.parts_base_nlq import HOOKS, AttentionCall
 
 from .text import one_line
+from .trust import run_parts
 
 
 # Short texts, with all of their cuts, and one that is longer than what a part may take in blocks or have in a table
@@ -72,7 +73,7 @@ def describe(file: str | Path) -> tuple[list[str], bool]:
         ValueError: if the file has no parts, or one of them fits no model.
     """
     lines = []
-    for part in load_attention_parts(file):
+    for part in run_parts(file):
         lines.append(f"{part.name}:")
         models = _models(part)
         decoders = {name: model for name, model in models.items() if model.config.is_causal}

@@ -1,6 +1,7 @@
 """Models by the names that users give: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +22,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from modeling_nlq import NLQConfig, load_attention_parts
+from modeling_nlq import NLQConfig
 
 from ..configuration import find, suggestion
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml
 from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
 from .text import first_line, one_line
+from .trust import is_trusted, run_parts
 
 
 def is_saved_model(name: str) -> bool:
@@ -145,21 +147,23 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
     return conversion["added"]
 
 
-def load_parts(files: Iterable[str], models: Iterable[str] = ()) -> None:
+def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = False) -> None:
     """Runs files of attention parts, and those that saved models bring: what their `parts_nlq.py` import.
 
     Args:
         files: paths of the files.
-        models: names of models whose files are trusted; a name of a configuration has none.
+        models: names of models; a name of a configuration has no files.
+        trust: whether the models' files are trusted. Otherwise those in a folder run that this user has run before.
 
     Raises:
         ValueError: as `load_attention_parts` does.
     """
     for file in files:
-        load_attention_parts(file)
-    for name in filter(is_saved_model, models):
+        run_parts(file)
+    for name in filter(is_saved_model if trust else os.path.isdir, models):
         if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
-            load_parts(cached_file(name, f"{module}.py") for module in get_relative_imports(path) if module.isidentifier())
+            own = [cached_file(name, f"{module}.py") for module in get_relative_imports(path) if module.isidentifier()]
+            load_parts(file for file in own if trust or is_trusted(file))
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

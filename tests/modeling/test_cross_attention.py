@@ -422,6 +422,7 @@ def test_gradient_checkpointing(use_reentrant):
         torch.testing.assert_close(actual, wanted)
 
 
+@pytest.mark.slow
 def test_compiles_and_exports():
     model = pair(torch.float32, cross_attention={"attention_activation": "sigmoid"})
     inputs = {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "decoder_input_ids": random_tokens(2, 5)}

@@ -64,6 +64,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_installed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no_package", "installed_not_imported"]
 )

@@ -78,6 +78,7 @@ def test_gradient_checkpointing(make_model, switches):
         torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_except(("forget_gate_of_sigmoid", "all_parts"), ("forget_gate_of_sigmoid",)))
 @pytest.mark.filterwarnings("error:.*lru_cache")
 def test_compiles_without_a_break(make_model, name):

@@ -284,6 +284,7 @@ def test_shipped_files_need_transformers_and_torch_only():
         assert foreign <= {"torch", "transformers", "huggingface_hub", "packaging"}, path
 
 
+@pytest.mark.slow
 def test_transformers_too_old_says_so_in_one_line(tmp_path):
     save(tmp_path / "saved")
     script = (

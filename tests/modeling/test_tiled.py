@@ -111,6 +111,7 @@ class TestWork:
             results(attend(backend, layer(*pair), *states, mask=layout.mask()), states)
         return memory
 
+    @pytest.mark.slow
     @parametrize_grid(
         {
             "pair": {"-".join(pair): pair for pair in (*THREE, ("softmax", "sum"))},

@@ -53,14 +53,14 @@ def test_the_documented_part_passes(tmp_path):
     assert all("holds" in line for line in lines[1:])
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("part", RIGHT)
 def test_a_part_that_looks_like_a_fault_passes(tmp_path, two_surroundings, part):
     lines, holds = describe(write(tmp_path, RIGHT[part]))
     assert holds, lines
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(tmp_path, two_surroundings, fault):
     text, invariant, case = FAULTS[fault]

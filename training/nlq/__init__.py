@@ -75,11 +75,11 @@ class _Command(TyperCommand):
         try:
             # The status can be seen on a machine without the engine, the models and the data
             import_module(f"modeling_nlq.training.{'comparison.status' if given.get('status') else self.module}")
-            if not self.goes_on and (given.get("parts") or given.get("trust_parts")):
+            if "parts" in given:
                 from modeling_nlq.training.models import load_parts
 
                 models = [given.get(name) for name in ("model", "other", "source", "folder")] + given.get("models", [])
-                load_parts(given["parts"], filter(None, models) if given["trust_parts"] else ())
+                load_parts(given["parts"], filter(None, models), given["trust_parts"])
             return super().invoke(context)
         except KeyboardInterrupt:
             from tqdm import tqdm

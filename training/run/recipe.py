@@ -15,7 +15,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
-from modeling_nlq import NLQConfig, NLQSeq2SeqConfig, load_attention_parts
+from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
@@ -24,6 +24,7 @@ from ..models import added_parameters, is_saved_model, limits_length, load_confi
 from ..parameters import KINDS, freeze_all_but, objective_of, shapes_of
 from ..storage import normalized
 from ..text import check_number
+from ..trust import run_parts
 from .lora import add_lora
 from .parametrization import check_completep
 
@@ -368,7 +369,7 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
                 raise ValueError(f"parts: there is no file {name}")
             texts[path.name] = path.read_text(encoding="utf-8")
     for name, text in texts.items():
-        load_attention_parts(name, text)
+        run_parts(name, text)
     return dict(texts)
 
 

@@ -186,6 +186,7 @@ class TestRuns:
         again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
 
+    @pytest.mark.slow
     def test_added_seeds(self, ladder_file, tmp_path, capsys):
         """At one scale before the first report, then at all: only the latter are named. The folder's own file has them."""
         scales = dict(itertools.islice(SCALES.items(), 2))

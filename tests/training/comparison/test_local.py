@@ -121,6 +121,7 @@ class TestInterruption:
         assert len(finished) < 4 and finished.items() <= metrics_of(folder).items()
         assert len(children) > 1 and not psutil.wait_procs(children, timeout=100)[1], "a run outlived its comparison"
 
+    @pytest.mark.slow
     def test_interrupted_by_hand(self, make_file, tmp_path, capsys):
         training = {"max_steps": 10_000, "save_steps": 20, "eval_steps": 10_000, "report_to": "none"}
         folder = tmp_path / "results"

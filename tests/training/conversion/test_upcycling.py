@@ -442,6 +442,7 @@ def chosen_with_layers(max_size):
     )
 
 
+@pytest.mark.slow
 @given(source=chosen_with_layers(4), switches=chosen_with_layers(3))
 @examples(150)
 def test_anything(make_source, source, switches):

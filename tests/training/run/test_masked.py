@@ -146,7 +146,8 @@ class TestRun:
     def test_metrics_are_those_of_masked_tokens(self, encoder_run, corpus):
         folder, metrics = encoder_run
         again = evaluate(folder, corpus, validation_fraction=0.1)
-        short = [evaluate(folder, corpus, validation_fraction=0.1, block_size=24, batch_size=size) for size in (1, 7)]
+        few = {"validation_fraction": 0.1, "max_validation_documents": 9, "block_size": 24}
+        short = [evaluate(folder, corpus, **few, batch_size=size) for size in (1, 7)]
         assert short[0]["eval_loss"] == pytest.approx(short[1]["eval_loss"], rel=1e-6)
         assert again["eval_loss"] == metrics["eval_loss"]
         assert "eval_perplexity" not in metrics and "eval_bits_per_byte" not in metrics

@@ -151,6 +151,7 @@ def test_the_base_model_is_trained_as_without():
 class TestRecipe:
     BASE = {"hidden_size": 16, "num_hidden_layers": 1}
 
+    @pytest.mark.slow
     def test_a_run(self, recipe_file, tmp_path):
         """It has a rate for each kind of parameter, and ends the same if it was interrupted."""
         settings = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}

@@ -5,7 +5,7 @@ import yaml
 from support.own_parts import DISTANCE
 
 from modeling_nlq import parts_user_nlq
-from modeling_nlq.training import train
+from modeling_nlq.training import train, trust
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
 from nlq import main
@@ -37,13 +37,18 @@ def recipe(recipe_file, tmp_path):
 def test_a_run(recipe, new_process, tmp_path, capsys):
     run = tmp_path / "run"
     train(recipe, output_dir=run)
-    assert (run / "my_idea.py").is_file()
-    new_process()
-    assert main(["generate", str(run), "import ", "--max_new_tokens", "3"]) == 1
-    assert "--parts FILE.py" in capsys.readouterr().err
-    for trust in (["--parts", str(run / "my_idea.py")], ["--trust-parts"]):
+    command, beside = ["generate", str(run), "import ", "--max_new_tokens", "3"], run / "my_idea.py"
+    text = beside.read_text()
+    for options in ([], ["--parts", str(beside)], ["--trust-parts"]):
         new_process()
-        assert main(["generate", str(run), "import ", "--max_new_tokens", "3", *trust]) == 0
+        assert main([*command, *options]) == 0  # without options too: whoever has run the code trusts it
+        trust.TRUSTED_PARTS.unlink()
+        for own in (text, f"{text}# changed\n"):
+            beside.write_text(own)
+            new_process()
+            assert main(command) == 1
+            assert "--parts FILE.py" in capsys.readouterr().err
+        beside.write_text(text)
     (tmp_path / "my_idea.py").write_text(DISTANCE.replace("-5.0", "-6.0"))
     with pytest.raises(ValueError, match=r"holds a run of another recipe \(parts.my_idea.py: a file with the hash"):
         train(recipe, output_dir=run)

@@ -104,7 +104,9 @@ def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
     path = tmp_path_factory.mktemp("comparison") / "queries.yaml"
     path.write_text(yaml.safe_dump(fields, sort_keys=False))
     folder = tmp_path_factory.mktemp("compared") / "results"
-    results = run_comparison(load_plan(path, {"dataset": corpus}), folder, InlineEngine())
+    engine = InlineEngine()
+    engine.draws_losses = True
+    results = run_comparison(load_plan(path, {"dataset": corpus}), folder, engine)
     write_report(read_outcome(results), folder)
     return folder, results
 

@@ -227,6 +227,7 @@ class TestBadInput:
     def test_name_of_the_repository(self, repo_id, run, refuses):
         refuses(run[0], repo_id, words=(repr(repo_id), "form" if repo_id == "name" else ""))
 
+    @pytest.mark.thin(3)
     @pytest.mark.parametrize("name", DAMAGES)
     def test_folder(self, name, copy_run, refuses):
         folder, (damage, words) = copy_run(), DAMAGES[name]
