@@ -104,6 +104,7 @@ def base_distributions() -> set[str]:
     return {name for name, _ in done}
 
 
+@pytest.mark.slow
 def test_every_module_imports_with_the_base_dependencies_only(tmp_path):
     """Everything else is blocked that is installed here, and Triton, which some builds of PyTorch bring. Nothing starts."""
     needed = {*base_distributions(), "modeling-nlq"}

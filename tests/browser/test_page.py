@@ -135,6 +135,21 @@ def test_the_text_is_shown_and_never_run(open_page, explored):
     assert opened.page.locator("#text script, #text b").count() == 0
 
 
+def test_opens_on_what_is_worth_seeing(open_page, explored):
+    """The token with the largest difference of losses, and the head with the largest share of a pattern."""
+    _, done = explored
+    opened = open_page(explored[0])
+    first, second = (model.losses for model in done.models)
+    opened.shows("#token", f"^Token {int((second - first).abs().argmax()) + 1}:")
+    patterns = [
+        (layer.numbers[name][head].item(), f"layer {layer.name}, head {head} ")
+        for name in ("induction", "previous_token")
+        for layer in done.models[0].layers
+        for head in range(layer.heads)
+    ]
+    opened.shows("#panels h3", max(patterns)[1])
+
+
 def test_losses(open_page, explored):
     _, done = explored
     opened = open_page(explored[0])
@@ -166,6 +181,7 @@ def test_weights_and_rows(open_page, explored):
     _, done = explored
     opened = open_page(explored[0])
     page, layer = opened.page, done.models[0].layers[0]
+    page.locator(".heads").first.get_by_role("button").first.click()
     query, key = 9, 4
     box = page.locator("canvas").first.bounding_box()
     size = len(done.tokens)
@@ -185,6 +201,8 @@ def test_weights_and_rows(open_page, explored):
 def test_the_map_is_drawn(open_page, explored):
     """The largest weight of a row has the full colour, a later key the colour of what is not seen."""
     opened = open_page(explored[0])
+    opened.page.locator(".heads").first.get_by_role("button").first.click()
+    opened.shows("#panels h3", "layer 0, head 0 ")
     row = explored[1].models[0].layers[0].weights[0, 9]
     image = opened.page.evaluate("[...document.querySelector('canvas').getContext('2d').getImageData(0, 9, 16, 1).data]")
     pixels = [image[4 * key : 4 * key + 3] for key in range(16)]

@@ -116,6 +116,7 @@ def _with_if_allowed(switches: dict, more: dict) -> dict:
     return {**switches, **more}
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))])
 def test_random_decoders(seed):
     """Logits and weights are those of the formulas; the steps of a cache, and a pair alone, are those of the whole."""

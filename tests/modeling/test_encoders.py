@@ -131,6 +131,7 @@ def random_switches(chance: random.Random) -> dict:
     return switches
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))])
 def test_random_encoders(seed):
     chance = random.Random(seed)

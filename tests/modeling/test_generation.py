@@ -196,6 +196,7 @@ def test_one_token_after_the_other(make_kind, expected_tokens, kind, implementat
 
 
 class TestGreedy:
+    @pytest.mark.thin(6)
     @parametrize_grid(
         {
             "kind, implementation": CASES,

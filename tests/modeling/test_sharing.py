@@ -130,6 +130,7 @@ model.save_pretrained(sys.argv[4])
 """
 
 
+@pytest.mark.slow
 def test_encoder_and_decoder_without_the_package(tmp_path):
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     decoder = {**sizes, "sliding_window": 3, "cross_attention": {"attention_activation": "sigmoid"}}

@@ -6,17 +6,31 @@ document.getElementById("too-old").remove();
 // The page's data: see page.py. Maps and rows are packed, and unpacked when they are looked at.
 const data = JSON.parse(document.getElementById("data").textContent);
 const length = data.tokens.length;
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const state = {
-  query: length - 1,
+  query: firstQuery(),
   key: null,
   colour: data.models.length > 1 ? "difference" : "loss 0",
   quantity: Object.keys(data.quantities)[0],
   heads: data.models.map((model) => firstHead(model)),
 };
 
+// The page opens on the head with the clearest of two patterns, and on the token with the largest loss or difference
 function firstHead(model) {
-  const layer = model.layers.findIndex((each) => each.maps);
-  return { layer: Math.max(layer, 0), head: 0 };
+  let best = { layer: Math.max(model.layers.findIndex((each) => each.maps), 0), head: 0 }, largest = 0;
+  model.layers.forEach((each, layer) => {
+    const shares = each.maps ? [...(each.numbers.induction ?? []), ...(each.numbers.previous_token ?? [])] : [];
+    shares.forEach((share, index) => {
+      if (share > largest) [best, largest] = [{ layer, head: index % each.heads }, share];
+    });
+  });
+  return best;
+}
+
+function firstQuery() {
+  const [first, second] = data.models.map((model) => model.losses);
+  const sizes = first.map((loss, index) => (isNumber(loss) ? Math.abs(second ? second[index] - loss : loss) : -1));
+  return sizes.indexOf(Math.max(...sizes));
 }
 
 function element(tag, attributes = {}, ...children) {
@@ -30,7 +44,6 @@ function element(tag, attributes = {}, ...children) {
 }
 
 const byId = (id) => document.getElementById(id);
-const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
 function written(value) {
   if (!isNumber(value)) return "none";
@@ -48,7 +61,7 @@ function colour(value, limit, strength = "85%") {
 }
 
 function shown(token) {
-  return token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
+  return token === "" ? "·" : token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
 // A legend from the lowest to the highest number, of which `zero` has no colour

@@ -234,13 +234,18 @@ def _describe(model: PreTrainedModel) -> str:
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
     """The text that each token adds to those before it.
 
-    Some tokenizers leave out the space of a token that is decoded alone. A part of a character has no text, and is written as
-    the tokenizer writes its bytes.
+    Some tokenizers leave out the space of a token that is decoded alone. Of a character whose bytes are several tokens, the
+    first has the character, and the others have no text. Bytes that are no character are written as the tokenizer writes them.
     """
-    texts, before = [], ""
+    texts, before, parts = [], "", 0
     for count, token in enumerate(tokens, 1):
         whole = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
         added = whole[len(before) :] if whole.startswith(before) else ""
-        texts.append(added if added and "\ufffd" not in added else tokenizer.convert_ids_to_tokens(token))
-        before = whole
+        if added and "\ufffd" not in added:
+            texts[len(texts) - parts :] = [added[0], *[""] * (parts - 1), added[1:]] if parts else [added]
+            before, parts = whole, 0
+        else:
+            texts.append(tokenizer.convert_ids_to_tokens(token))
+            is_part = added.endswith("\ufffd") and parts < 3  # of a character of up to four bytes
+            before, parts = (before, parts + 1) if is_part else (whole, 0)
     return texts

@@ -22,7 +22,7 @@ def finished(make_file, recipe_file, tmp_path_factory) -> tuple[Path, dict, str]
         "one rate absurd": {"learning_rates": [1e-2, 1e3]},
     }
     training = {"max_steps": 8, "save_steps": 8, "eval_steps": 4, "report_to": "none"}
-    recipe = {**read_yaml(Path(recipe_file)), "stability_steps": 1}
+    recipe = {**read_yaml(Path(recipe_file)), "stability_steps": 1, "max_validation_documents": 8}
     fields = {"learning_rates": [1e-2], "seeds": [0, 1, 2]}
     file = make_file(recipe=recipe, models=models, training=training, **fields)
     folder = tmp_path_factory.mktemp("compared") / "results"

@@ -197,6 +197,7 @@ def assert_new_weights_learn(model, before):
         assert parameters[name].grad.isfinite().all() and parameters[name].grad.abs().max() > 0, name
 
 
+@pytest.mark.thin(6)
 @parametrize_grid(
     {
         "source, switches": UPCYCLING,

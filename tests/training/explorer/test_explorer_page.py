@@ -116,9 +116,16 @@ def test_tokens_are_written_as_they_stand_in_the_text():
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     assert token_texts(fast, [0, 1, 2, 1]) == ["the", " cat", "s", " cat"]
     byte_level = train_byte_pair_encoding(iter(["words"]), 260)
-    ids = byte_level("aé𝄞")["input_ids"]
+    text = "läuft 🐶 日本語"
+    ids = byte_level(text)["input_ids"]
     written = token_texts(byte_level, ids)
-    assert len(written) == len(ids) > 3 and written[0] == "a" and all(written)
+    assert len(written) == len(ids) and "".join(written) == text
+    assert written[:3] == ["l", "ä", ""] and written[written.index("🐶") :][:5] == ["🐶", "", "", "", " "]
+    cut = token_texts(byte_level, ids[:2])
+    assert len(cut) == 2 and cut[0] == "l" and cut[1] not in ("", "\ufffd")
+    # Bytes that are no character, before one that is
+    broken = token_texts(byte_level, [*ids[2:3], *byte_level("bc")["input_ids"]])
+    assert broken[-2:] == ["b", "c"] and broken[0] == byte_level.convert_ids_to_tokens(ids[2])
 
 
 class TestCommand:

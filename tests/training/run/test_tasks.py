@@ -31,6 +31,7 @@ def test_documents_are_none_that_a_comparison_trains_on():
     assert not held_out & set(documents["train"]["text"])
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("task", TASKS)
 def test_items_are_right(task, items):
     texts = {row["path"]: row["text"] for row in held_out_documents()}

@@ -100,6 +100,7 @@ class TestCard:
         text = card_of(server, "anna/tried").text
         assert "(this model)" not in text
 
+    @pytest.mark.slow
     def test_of_a_run_of_a_comparison(self, server, nlq, comparison, corpus):
         folder, results = comparison
         name, model = "linear queries", results["models"]["linear queries"]

@@ -63,6 +63,7 @@ class TestFaults:
         assert len(server.commits(repo)) == (len(before[0]) or 1) + 1
         assert server.files(repo)["model.safetensors"] == (folder / "model.safetensors").read_bytes()
 
+    @pytest.mark.thin(6)
     @parametrize_grid({"step": list(STEPS), "status": list(WORDS)}, strength=1)
     def test_the_hub_refuses(self, step, status, server, nlq, folder):
         server.fail(*STEPS[step], status, times=None, headers=AT_ONCE)
