@@ -209,7 +209,7 @@ class NLQAttention(NLQAttentionLayer):
         bias = None
         for part in self.parts_with("score_bias"):
             own = part("score_bias", call, (call.states or {}).get(part.name))
-            own = ScoreBias(*(one.expand(len(query_states), -1, -1) for one in own))  # of positions there is one row
+            own = ScoreBias(*(one.expand(query_states.shape[0], -1, -1) for one in own))  # of positions there is one row
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
         for part in self.parts_with("change_cached_qkv"):
             attended = (query_states, key_states, value_states)

@@ -358,6 +358,27 @@ def test_pairs_on_a_gpu(implementation, activation):
         assert model.generate(**inputs, **options, cache_implementation=cache).cpu().equal(expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(12))
+def test_a_padded_pair_equals_the_pair_alone(seed):
+    """Through encoder and decoder, with random switches of both; tokens come one by one from a static cache too."""
+    switches = random_switches(seed) | {"cross_attention_hidden_size": None}
+    own = random_switches(seed + 100)
+    encoder = {name: own[name] for name in ("attention_activation", "attention_normalization", "qk_norm")}
+    model = pair(encoder=encoder, **{name: value for name, value in switches.items() if value is not None})
+    input_ids, target = random_tokens(2, 7), random_tokens(2, 9)
+    masks = {"attention_mask": SOURCE_MASK, "decoder_attention_mask": TARGET_MASK}
+    logits = model(input_ids, decoder_input_ids=target, **masks).logits
+    for row in range(2):
+        is_read, is_token = SOURCE_MASK[row].bool(), TARGET_MASK[row].bool()
+        alone = model(input_ids[row, is_read][None], decoder_input_ids=target[row, is_token][None]).logits[0]
+        torch.testing.assert_close(logits[row, is_token], alone, rtol=1e-9, atol=1e-9)
+    if not (switches.get("selective_attention") or switches.get("canon")):
+        inputs = {"inputs": input_ids, "attention_mask": SOURCE_MASK, "do_sample": False, "max_new_tokens": 5}
+        static = model.generate(**inputs, cache_implementation="static", disable_compile=True)
+        assert static.equal(model.generate(**inputs, use_cache=False))
+
+
 @pytest.mark.parametrize("activation", ["softmax", "linear_attention", "sigmoid"])
 def test_permuted_source_changes_nothing(activation):
     model = pair(encoder={"position_embedding": "none"}, cross_attention={"attention_activation": activation})

@@ -17,7 +17,7 @@ from support.model_cases import (
 )
 
 
-pytestmark = pytest.mark.thin(2)
+pytestmark = pytest.mark.thin(3)
 
 
 def check_against_reference(model, input_ids, tolerance=1e-10, visible=None, **inputs):

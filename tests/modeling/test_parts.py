@@ -24,7 +24,7 @@ from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, ShortConvolution
 from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 
-pytestmark = pytest.mark.thin(2)
+pytestmark = pytest.mark.thin(3)
 
 
 def test_table_is_complete():

@@ -339,7 +339,7 @@ def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
     run_python(FSDP, folder, tmp_path / "store", TESTS, cache=tmp_path, is_installed=True)
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["NLQForCausalLM"]
-    assert {path.name for path in folder.glob("*.py")} == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert {path.name for path in folder.glob("*.py")} == ALL_CODE - PAIR_CODE
     name, out = "AutoModelForCausalLM", tmp_path / "results.pt"
     run_python(LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)
     assert torch.equal(torch.load(out)[name], logits_of(NLQForCausalLM.from_pretrained(folder).eval()))

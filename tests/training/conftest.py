@@ -7,6 +7,13 @@ import pytest
 from support.runs import PAIR_SWITCHES, write_comparison
 
 from modeling_nlq.training import checking
+from modeling_nlq.training.run import trainer
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Runs of a single test draw no losses, which takes a third of their time; those that tests share do."""
+    monkeypatch.setattr(trainer, "plot_losses", lambda *arguments: None)
 
 
 @pytest.fixture

@@ -269,6 +269,7 @@ def evaluate(
     dataset: str | None = _of_text("As in a recipe; its validation split is evaluated. By default that of the run."),
     dataset_config: str | None = _of_text("As in a recipe."),
     text_column: str | None = _of_text("By default that of the run for its own dataset, else text."),
+    text_template: str | None = _of_text("As in a recipe; by default that of the run for its own dataset."),
     source_column: str | None = _of_text("Of pairs; by default that of the run."),
     target_column: str | None = _of_text("Of pairs; by default that of the run."),
     validation_fraction: float | None = _of_text("As in a recipe; by default that of the run. A local file is taken whole."),
@@ -287,7 +288,8 @@ def evaluate(
     common = {"batch_size": batch_size, "trust_remote_code": trust_remote_code}
     of_text = {"dataset": dataset, "dataset_config": dataset_config, "text_column": text_column, "packing": packing}
     of_text |= {"validation_fraction": validation_fraction, "max_validation_documents": max_validation_documents}
-    of_text |= {"block_size": block_size, "source_column": source_column, "target_column": target_column}
+    of_text |= {"block_size": block_size, "text_template": text_template}
+    of_text |= {"source_column": source_column, "target_column": target_column}
     if tasks is None:
         from modeling_nlq.training.run.evaluation import evaluate
 

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import string
 import sysconfig
 import textwrap
 import tokenize
@@ -130,10 +131,13 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
         splits = _load(recipe, load_dataset, name, recipe.dataset_config, streaming=recipe.streaming)
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
+    if recipe.text_template is not None:
+        splits = {split: _join_columns(rows, recipe) for split, rows in splits.items()}
     known = splits["train"].column_names
     for field, column in columns.items():
         if known is not None and column not in known:
-            raise ValueError(f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}")
+            hint = ", or join several by text_template, such as '{instruction} {output}'" * (field == "text_column")
+            raise ValueError(f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}")
     if recipe.streaming and _load(recipe, next, iter(splits["train"]), None) is None:
         raise ValueError(f"dataset {name!r} is empty")
     documents = {"validation": concatenate_datasets([*splits.values()])} if is_whole else _hold_out(splits, recipe)
@@ -147,8 +151,25 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
     shares = (recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents)
-    shape = [content, *columns.values(), *shares, is_whole]
+    shape = [content, *columns.values(), *shares, is_whole, *filter(None, [recipe.text_template])]
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
+
+
+def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | IterableDataset:
+    """Rows whose only column is the text that the recipe's template makes of the others."""
+    template, known = recipe.text_template, rows.column_names
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"text_template={template!r}: {error}") from error
+    if known is not None and (missing := sorted(names.difference(known))):
+        raise ValueError(f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}")
+
+    def join(row: dict) -> dict[str, str]:
+        return {recipe.text_column: template.format_map({name: "" if row[name] is None else row[name] for name in names})}
+
+    identity = {} if recipe.streaming else {"new_fingerprint": Hasher.hash((rows._fingerprint, template, recipe.text_column))}
+    return rows.map(join, remove_columns=known, **identity)
 
 
 def files_by_split(recipe: Recipe) -> dict[str, list[Path]]:

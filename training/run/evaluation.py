@@ -26,7 +26,7 @@ from .trained_on import RECIPE_FIELDS, SHAPES, read_trained_on
 logger = logging.get_logger(__name__)
 
 # Fields of a recipe
-EVALUATED = ("dataset_config", "text_column", "source_column", "target_column", "validation_fraction")
+EVALUATED = ("dataset_config", "text_column", "text_template", "source_column", "target_column", "validation_fraction")
 EVALUATED += ("max_validation_documents", "block_size", "packing")
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 

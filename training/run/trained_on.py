@@ -13,8 +13,8 @@ from .recipe import Recipe
 SHAPES = ("block_size", "packing", "mask_probability", "source_column", "target_column", "max_source_length")
 SHAPES += ("max_target_length",)
 # Those that say which documents were trained on, and how held-out ones are evaluated
-RECIPE_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
-RECIPE_FIELDS += ("max_validation_documents", *SHAPES)
+RECIPE_FIELDS = ("dataset", "dataset_config", "text_column", "text_template", "streaming", "validation_fraction")
+RECIPE_FIELDS += ("test_fraction", "max_validation_documents", *SHAPES)
 
 
 def read_trained_on(model: str) -> list[dict[str, Any]]:

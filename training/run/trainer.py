@@ -27,6 +27,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
+from modeling_nlq.backends_nlq import find_backend
+from modeling_nlq.modeling_nlq import NLQAttentionLayer
 from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..card import base_model_of, render
@@ -100,6 +102,8 @@ def train_recipe(
         # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record empty
         torch.compiler.reset()
     run = _build(resolved, size, tokenizer_folder or folder, callbacks)
+    if is_main_process:
+        print(_announcement(run), flush=True)
     _train(run)
     metrics = _collect(run)
     if run.trainer.is_world_process_zero():
@@ -206,6 +210,20 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or ("ForCausalLM" if recipe.objective == "causal" else "ForMaskedLM")
     return resolved.choose_trained(model)
+
+
+def _announcement(run: _Run) -> str:
+    """What is trained, on how much text, where, and by which backends of attention, which are compiled now if need be."""
+    model, arguments, tokens, backends = run.trainer.model, run.trainer.args, run.blocks["train"].tokens, {}
+    for layer in (module for module in model.modules() if isinstance(module, NLQAttentionLayer)):
+        parameter = next(layer.parameters())
+        tensors = (arguments.device, parameter.dtype, run.resolved.recipe.sample_length, layer.head_dim)
+        name = find_backend(layer.config._attn_implementation, [layer.layer_idx], layer.attention_request(False, *tensors))
+        backends[name] = None
+    text = "a stream" if tokens is None else f"{tokens:,} tokens"
+    cpus = f" ({torch.get_num_threads()} threads)" if arguments.device.type == "cpu" else ""
+    attention = ", ".join(backends) or model.config._attn_implementation
+    return f"{run.size.total:,} parameters, {text} of training text, on {arguments.device}{cpus}; attention by {attention}"
 
 
 # Run

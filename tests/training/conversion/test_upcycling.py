@@ -25,7 +25,7 @@ from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
-pytestmark = pytest.mark.thin(3)
+pytestmark = pytest.mark.thin(4)
 
 
 # Where upcycling begins: each with linear projections, so that every switch below can be turned on

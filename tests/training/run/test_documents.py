@@ -1,6 +1,7 @@
 """Documents as users have them: odd names, encodings, copies, datasets that change; and how they are split."""
 
 import gzip
+import json
 import os
 from pathlib import Path
 
@@ -116,6 +117,20 @@ class TestFiles:
         write_documents(Path("none.jsonl"), ["one", None, "three"])
         with pytest.raises(ValueError, match=message):
             read(name, streaming=streaming)
+
+    def test_columns_are_joined(self, streaming, tmp_path):
+        path, template = tmp_path / "told.jsonl", "{instruction}: {output}"
+        rows = [{"id": row, "instruction": f"say {row}", "output": str(row) if row else None} for row in range(30)]
+        path.write_text("\n".join(map(json.dumps, rows)))
+        wanted = {f"say {row}: {row or ''}" for row in range(30)}
+        assert read(path, streaming=streaming, text_template=template) == wanted
+        for fields, message in (
+            ({}, "has no column 'text'; set text_column to one of id, instruction, output, or join several by text_template"),
+            ({"text_template": "{input}"}, "text_template: dataset .* has no column 'input', only id, instruction, output"),
+            ({"text_template": "{id"}, "text_template='{id': expected '}'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                read(path, streaming=streaming, **fields)
 
     def test_blank_lines_separate_documents(self, streaming, tmp_path):
         path = tmp_path / "text.txt"
