@@ -68,6 +68,7 @@ def groups(names: list[str], size: int) -> list[list[str]]:
 GROUPS = groups(list(KINDS), 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
     [pytest.param(kinds, marks=[] if kinds is GROUPS[-1] else pytest.mark.slow, id="+".join(kinds)) for kinds in GROUPS],

@@ -153,6 +153,7 @@ def planted(effect_of):
     return PlantedEngine(loss)
 
 
+@pytest.mark.slow
 def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     """From the file to the report, and on from there; another screening is refused."""
     factors = {
