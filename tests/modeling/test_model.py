@@ -75,6 +75,7 @@ def test_visibility_is_linear_in_length():
 
 
 # PyTorch cannot trace the gradients of the package `entmax` (entmax 1.3, torch 2.13): the graph breaks there
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", slow_except(tuple(RICH), ("squared",)))
 def test_compiles_to_one_graph(activation, tokens):
     model = make(activation, **RICH[activation])
