@@ -16,6 +16,5 @@ class Bias(AttentionPart):
         self.slope_bias = nn.Parameter(torch.linspace(-1.0, -5.0, config.num_query_heads))
 
     def score_bias(self, call, state):
-        slope = self.slope_bias.double().exp()[:, None]  # only differences of these sums count
-        tokens = call.token_context
+        slope, tokens = self.slope_bias.exp()[:, None], call.token_context
         return ScoreBias(-slope * tokens.query_position[:, None], -slope * tokens.key_position[:, None])

@@ -30,8 +30,8 @@ def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
     file = Path(file)
     if source not in IDEAS:
         raise ValueError(f"--from {source!r} is unknown; {suggestion(source, IDEAS, is_short=True)}")
-    if file.stem in ATTENTION_PARTS:
-        raise ValueError(f"{file}: {file.stem!r} is the name of a part that exists; choose another")
+    if file.stem in (*ATTENTION_PARTS, "without"):  # the name of the baseline
+        raise ValueError(f"{file}: {file.stem!r} is taken; choose another name")
     text = re.sub(r'(?<=    name = )".*"', f'"{file.stem}"', _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8"))
     load_attention_parts(file, text)  # raises for a name that no file of parts can have
     comparison = file.with_suffix(".yaml")

@@ -35,7 +35,8 @@ def test_a_new_file(tmp_path, idea):
     assert set(load_plan(comparison).largest.variants) == {"without", "mine"}
     for name, source, message in (
         ("mine.py", idea, "mine.py exists; choose another name"),
-        ("canon.py", idea, "'canon' is the name of a part that exists"),
+        ("canon.py", idea, "'canon' is taken; choose another name"),
+        ("without.py", idea, "'without' is taken"),
         ("my-idea.py", idea, "must have a name such as my_idea.py"),
         ("other.py", "alibi", "--from 'alibi' is unknown; there are bias, cap"),
     ):
