@@ -878,7 +878,9 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)
-        return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **without_last(outputs))
+        found = without_last(outputs)
+        found.pop("cross_attentions", None)  # this output has no place for them
+        return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **found)
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):

@@ -30,6 +30,7 @@ from modeling_nlq import (
     NLQConfig,
     NLQForCausalLM,
     NLQForConditionalGeneration,
+    NLQForSequenceClassification,
     NLQModel,
     NLQSeq2SeqConfig,
     register_attention_part,
@@ -388,6 +389,13 @@ def test_permuted_source_changes_nothing(activation):
         for ids, mask in ((input_ids, SOURCE_MASK), (input_ids[:, order], SOURCE_MASK[:, order]))
     ]
     torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
+
+
+def test_a_classifier_sees_the_source():
+    config = NLQConfig(**SIZES, add_cross_attention=True, attn_implementation="eager")
+    model = NLQForSequenceClassification(config).double().eval()
+    output = model(random_tokens(2, 9), TARGET_MASK, encoder_hidden_states=source(), output_attentions=True)
+    assert output.logits.shape == (2, 2) and len(output.attentions) == 2
 
 
 def test_backend_names_the_layer():

@@ -156,7 +156,7 @@ def evaluate(
         logger.warning(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all is evaluated"
         )
-        defaults["text_column"] = own[-1]["text_column"]
+        defaults |= {field: own[-1].get(field, getattr(Recipe, field)) for field in ("text_column", "text_template")}
     elif own:
         defaults |= {field: own[-1][field] for field in RECIPE_FIELDS if field in own[-1]}
         defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}

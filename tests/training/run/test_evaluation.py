@@ -127,13 +127,14 @@ class TestOwnDataset:
         monkeypatch.chdir(own.parent)
         Path("body.jsonl").write_text('{"body": "x = 1"}\n')
         given = {"model": "tiny-linear", "dataset": "body.jsonl", "text_column": "body", "block_size": 32}
-        given |= {"packing": "documents"}
+        given |= {"packing": "documents", "text_template": "{body}"}
         (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, None)}))
         warnings = []
         monkeypatch.setattr(evaluation.logger, "warning", warnings.append)
         recipe = evaluation.evaluate(own, dataset="body.jsonl")
         assert "was trained on body.jsonl but for a share of 0.02, and all is evaluated" in warnings[0]
-        assert (recipe.text_column, recipe.packing, recipe.block_size) == ("body", "documents", 32)
+        assert (recipe.text_column, recipe.text_template) == ("body", "{body}")
+        assert (recipe.packing, recipe.block_size) == ("documents", 32)
         assert evaluation.evaluate(own, dataset="body.jsonl", packing="stream").packing == "stream"
 
     def test_later_runs_keep_the_record(self, run, recipe_file, corpus, tmp_path):
