@@ -113,6 +113,7 @@ def test_generation(monkeypatch, capsys):
     assert rows[1][2] == "1.00" and all(float(row[1]) > 0 for row in rows[1:])
 
 
+@pytest.mark.slow
 def test_parts(monkeypatch, capsys):
     """Every part has its row, beside the model without it."""
     monkeypatch.setattr(parts.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too

@@ -23,7 +23,7 @@ from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
 
 
 pytestmark = [
-    pytest.mark.thin(4),
+    pytest.mark.thin(6),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag"),
     pytest.mark.usefixtures("tiny_tiles", "uncompiled"),
 ]

@@ -34,7 +34,7 @@ from modeling_nlq import (
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
 
-pytestmark = pytest.mark.thin(3)
+pytestmark = pytest.mark.thin(4)
 
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}

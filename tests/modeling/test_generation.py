@@ -106,7 +106,7 @@ NEW_TOKENS = 8
 OPTIONS = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
 BEAMS = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
 pytestmark = [
-    pytest.mark.thin(4),
+    pytest.mark.thin(6),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag"),
     pytest.mark.usefixtures("tiny_tiles", "uncompiled"),
 ]

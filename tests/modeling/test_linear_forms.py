@@ -29,7 +29,7 @@ from modeling_nlq.linear_nlq import feature_map, linear_attention
 from modeling_nlq.masking_nlq import make_visibility
 
 
-pytestmark = pytest.mark.thin(3)
+pytestmark = pytest.mark.thin(4)
 
 
 class TestForms:

@@ -12,7 +12,7 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForQuestionAnswering, NLQ
 from modeling_nlq.masking_nlq import make_visibility
 
 
-pytestmark = pytest.mark.thin(3)
+pytestmark = pytest.mark.thin(4)
 
 
 TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}

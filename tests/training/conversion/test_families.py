@@ -29,7 +29,7 @@ from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
-pytestmark = pytest.mark.thin(4)
+pytestmark = pytest.mark.thin(6)
 
 
 LENGTH = 3 * WINDOW + 2

@@ -27,7 +27,7 @@ gguf = pytest.importorskip("gguf", reason="needs the package gguf")
 from support.gguf_cases import CHAT_TEMPLATE, SENTENCES, make_pieces, make_tokenizer, write_gguf  # noqa: E402
 
 
-pytestmark = pytest.mark.thin(2)
+pytestmark = pytest.mark.thin(4)
 
 
 TOKENIZER = make_tokenizer()

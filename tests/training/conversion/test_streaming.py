@@ -23,7 +23,7 @@ from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.renaming import to_nlq
 
 
-pytestmark = pytest.mark.thin(3)
+pytestmark = pytest.mark.thin(6)
 
 
 LENGTH = 14

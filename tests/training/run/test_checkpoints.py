@@ -145,6 +145,7 @@ def best_run(recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
 
 
 class TestBestModel:
+    @pytest.mark.slow
     @pytest.mark.parametrize("is_cut_earlier", [False, True], ids=["after its last step", "earlier"])
     def test_run_that_was_killed_and_moved_ends_with_the_best_weights(
         self, best_run, recipe_file, tmp_path, monkeypatch, is_cut_earlier

@@ -63,6 +63,7 @@ def train_steps(model, optimizer, steps=6, seed=0) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "switches",
     [

@@ -122,6 +122,7 @@ class TestRun:
         assert metrics["attn_implementation"] == "nlq"
 
 
+@pytest.mark.slow
 def test_tokens_seen_are_those_of_the_batches(corpus, recipe_file, tmp_path, monkeypatch):
     """The last batch of an epoch is smaller, and so is one that an interruption repeats."""
     shapes = []
@@ -147,6 +148,7 @@ def test_tokens_seen_are_those_of_the_batches(corpus, recipe_file, tmp_path, mon
     assert train(recipe_file, **overrides)["tokens_seen"] == metrics["tokens_seen"]
 
 
+@pytest.mark.slow
 def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path, monkeypatch):
     """As little smoothing as makes no difference changes nothing, and held-out losses are never smoothed."""
     # As under `torch_compile`, where Trainer does not find the name of any model
