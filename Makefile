@@ -115,11 +115,13 @@ gpu-test: $(GPU_READY)
 gpu-%: $(GPU_READY)
 	$(KEEP) $(RESULTS)/$*.txt $(PYTHON_GPU) benchmarks/$*.py --device cuda $($*_OPTIONS)
 
-# torch first and by itself: another package's range must not pull in another build of it
+# torch first and by itself: another package's range must not pull in another build of it. Without a compiler, one line says so
 .venv/installed: pyproject.toml constraints.txt
-	$(call new_environment,.venv,constraints.txt)
-	$(PIP) install --quiet -c constraints.txt -e .
-	touch $@
+	@echo "Installing PyTorch, Transformers and what they need into .venv: 2 GB, some three minutes"
+	@$(call new_environment,.venv,constraints.txt)
+	@$(PIP) install -qq -c constraints.txt -e .
+	@.venv/bin/nlq build || true
+	@touch $@
 
 .venv/installed-test: .venv/installed
 	$(PIP) install --quiet -c constraints.txt -e ".[test,screening]"

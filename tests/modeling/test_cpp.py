@@ -17,12 +17,13 @@ from modeling_nlq.kernels.cpu import build, cpu_ops
 from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS, FewRowsLinear
 from modeling_nlq.loss_nlq import loss_and_gradient
 from modeling_nlq.ops_nlq import used_kernels
+from nlq import main
 
 
 pytestmark = pytest.mark.thin(2)
 
 
-needs_compiler = pytest.mark.skipif(not cpu_ops.is_built("linear"), reason="the C++ code cannot be built here")
+needs_compiler = pytest.mark.skipif(not cpu_ops.is_built(), reason="the C++ code cannot be built here")
 
 # batch, heads, key-value heads, keys, head_dim
 SIZES = ((2, 4, 4, 33, 64), (2, 4, 2, 100, 40), (1, 3, 1, 1, 7), (3, 2, 2, 700, 128))
@@ -185,12 +186,11 @@ class TestBuild:
         """A folder without libraries, and small sources."""
         (tmp_path / "sources").mkdir()
         monkeypatch.setattr(build, "FOLDER", tmp_path / "sources")
-        source = """#include <torch/library.h>
-            TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) { library.def("seven() -> int", [] { return int64_t(7); }); }"""
-        (tmp_path / "sources" / "seven.cpp").write_text(source)
-        (tmp_path / "sources" / "nonsense.cpp").write_text("nonsense")
+        for number, name in enumerate(("zero", "one")):
+            operator = f'library.def("{name}() -> int", [] {{ return int64_t({number}); }});'
+            source = f"#include <torch/library.h>\nTORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {{ {operator} }}"
+            (tmp_path / "sources" / f"{name}.cpp").write_text(source)
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "libraries"))
-        monkeypatch.setattr(build, "_has_warned", False)
         build.load.cache_clear()
         yield tmp_path / "libraries"
         build.load.cache_clear()
@@ -198,29 +198,38 @@ class TestBuild:
     @pytest.mark.slow
     @needs_compiler
     def test_built_once(self, folder, monkeypatch):
-        assert build.load("seven", "nlq_test") and torch.ops.nlq_test.seven() == 7
+        """All files are in one library."""
+        assert build.load("nlq_test") and (torch.ops.nlq_test.zero(), torch.ops.nlq_test.one()) == (0, 1)
         (library,) = folder.iterdir()
         build.load.cache_clear()
         monkeypatch.setattr(build.subprocess, "run", None)
         monkeypatch.setattr(torch.ops, "load_library", lambda path: None)  # PyTorch allows one definition
-        assert build.load("seven", "nlq_test")
+        assert build.load("nlq_test")
         assert list(folder.iterdir()) == [library]
 
-    @pytest.mark.parametrize("compiler, name", [("no-such-compiler", "seven"), ("false", "seven"), ("c++", "nonsense")])
-    def test_cannot_be_built(self, monkeypatch, folder, compiler, name):
-        """One warning says what to do, and nothing half-built stays."""
+    @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "c++ -include nonsense.h"])
+    def test_cannot_be_built(self, monkeypatch, folder, compiler):
+        """A warning says what to do, and nothing half-built stays."""
         messages = []
         monkeypatch.setattr(build.logger, "warning", messages.append)
         monkeypatch.setenv("CXX", compiler)
-        assert [build.load(name, namespace) for namespace in ("one", "two")] == [False, False]
+        assert not build.load("nlq_none")
         (message,) = [message for message in messages if "could not be compiled" in message]
         assert "g++ 11" in message and "NLQ_CPP=0" in message
         assert not folder.exists() or list(folder.iterdir()) == []
 
+    def test_command(self, monkeypatch, capsys):
+        monkeypatch.setenv("NLQ_CPP", "0")
+        assert main(["build"]) == 0 and "NLQ_CPP=0" in capsys.readouterr().out
+        monkeypatch.delenv("NLQ_CPP")
+        for is_built in (True, False):
+            monkeypatch.setattr(cpu_ops, "_load", lambda is_built=is_built: is_built)
+            assert main(["build"]) == (0 if is_built else 1)
+
     @needs_compiler
     @pytest.mark.slow
     def test_two_processes(self, folder):
-        code = "from modeling_nlq.kernels.cpu import cpu_ops; assert cpu_ops.is_built('linear')"
+        code = "from modeling_nlq.kernels.cpu import cpu_ops; assert cpu_ops.is_built()"
         processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
         assert [process.wait(300) for process in processes] == [0, 0]
         assert len(list(folder.iterdir())) == 1
@@ -229,7 +238,7 @@ class TestBuild:
     @pytest.mark.slow
     def test_killed_in_the_middle(self, folder):
         """The next process builds anew; nothing waits for the dead one."""
-        code = "from modeling_nlq.kernels.cpu import cpu_ops; print('begun', flush=True); assert cpu_ops.is_built('linear')"
+        code = "from modeling_nlq.kernels.cpu import cpu_ops; print('begun', flush=True); assert cpu_ops.is_built()"
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         process.stdout.readline()
         while not folder.exists() or not list(folder.iterdir()):

@@ -310,8 +310,7 @@ def allow_cpp(patch):
     """Lets attention run in C++ here, and tells whether it does. On CPUs without AVX-512 its products are plain loops."""
     patch.delenv("NLQ_CPP", raising=False)
     if build.instructions() != "AVX512":
-        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-DNLQ_PLAIN_PRODUCTS"))
-        patch.setattr(cpu_ops, "_multiplies", lambda is_half: cpu_ops.is_built("attention"))
+        patch.setattr(cpu_ops, "_multiplies", lambda is_half: cpu_ops.is_built())
     return cpu_ops._multiplies(True)
 
 

@@ -130,15 +130,15 @@ def test_imports_no_more_than_it_needs(code, absent):
 
 def test_help_in_groups(capsys):
     groups = {"Try an idea": "new check", "Train and compare": "train compare", "Convert and share": "convert publish"}
-    groups["Use and measure"] = "generate evaluate explore params"
+    groups |= {"Use and measure": "generate evaluate explore params", "Set up": "build"}
     assert main(["--help"]) == 0
-    for group, text in re.findall(r"─ (\w+ \w+ \w+) ─.*\n([^╰]*)", capsys.readouterr().out):
+    for group, text in re.findall(r"─ (\w+(?: \w+)+) ─.*\n([^╰]*)", capsys.readouterr().out):
         assert re.findall(r"^│ (\w+)", text, flags=re.MULTILINE) == groups.pop(group).split()
     assert not groups
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "compare", "generate", "evaluate", "explore", "params", "convert", "publish", "check"]
+    "command", ["train", "compare", "generate", "evaluate", "explore", "params", "convert", "publish", "check", "build"]
 )
 def test_every_command_has_help(command, capsys):
     assert main([command, "-h"]) == 0 and f"Usage: nlq {command} [OPTIONS]" in capsys.readouterr().out

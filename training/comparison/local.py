@@ -79,11 +79,15 @@ class LocalEngine:
                 progress.set_postfix_str("")
                 if not ready:
                     return
-                if not any(self._make_run(context, scale, run, folder, data, progress) for run in ready):
+                following = [*(f"; next {run.name}" for run in ready[1:]), ""]
+                makes = (
+                    self._make_run(context, scale, run, folder, data, progress, then) for run, then in zip(ready, following)
+                )
+                if not any(makes):
                     time.sleep(1.0)  # other processes make all runs that are left
 
-    def _make_run(self, context, scale: Scale, run: Run, folder: Path, data: Path, progress: tqdm) -> bool:
-        """Makes a run in a process of its own; returns false if another process makes it."""
+    def _make_run(self, context, scale: Scale, run: Run, folder: Path, data: Path, progress: tqdm, then: str) -> bool:
+        """Makes a run in a process of its own, whose loss `progress` shows; returns false if another process makes it."""
         path = run_folder(folder, run)
         if RunFolder(path).is_held():
             return False
@@ -99,9 +103,11 @@ class LocalEngine:
         process.start()
         sender.close()
         started_from = progress.n
-        progress.set_postfix_str(run.name)
+        progress.set_postfix_str(f"{run.name}{then}")
         try:
             while isinstance(message := receiver.recv(), dict):
+                loss = "" if message["loss"] is None else f", loss {message['loss']:.3f}"
+                progress.set_postfix_str(f"{run.name}{loss}{then}", refresh=False)
                 progress.update(started_from + message["step"] - progress.n)
         except EOFError:
             raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}") from None

@@ -59,7 +59,9 @@ _ONE_RATE = (
     "difference may be one between rates and not between models."
 )
 
-# Title, caption, and the function that draws it
+_PROTOCOL = "How this was measured and judged"
+
+# Title, caption, and the function that draws it; the first of a report's figures stands before its tables
 _Figures = dict[str, tuple[str, str, Callable[[Any], Figure | None]]]
 _FIGURES: _Figures = {
     "curves": (
@@ -85,12 +87,12 @@ _FIGURES: _Figures = {
     ),
 }
 _FIGURES_OF_A_LADDER: _Figures = {
-    "losses": ("Loss over compute", "Test loss of every run. Lines join means over the seeds.", draw_losses),
     "improvements": (
         "Improvement over compute",
         "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",
         draw_improvements,
     ),
+    "losses": ("Loss over compute", "Test loss of every run. Lines join means over the seeds.", draw_losses),
     "bowls": (
         "Loss against learning rate",
         "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it.",
@@ -180,12 +182,13 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
-    """The report, section by section."""
-    head = [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)]
+    """The report, section by section: verdicts, a figure and a table, then details; how all was judged is folded."""
+    head = Section("", [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)])
+    first, others = figures[:1], figures[1:]
     if outcome.trend:
         tables = [part for rows, caption in trend_tables(outcome) for part in (markdown_table(rows), caption)]
-        trend = Section("The trend over scales", [*tables, bullets(trend_protocol(outcome))])
-        sections = [Section("", head), trend, *figures]
+        trend = Section("The trend over scales", tables)
+        sections = [head, *first, trend, *others, Section(_PROTOCOL, [bullets(trend_protocol(outcome))], is_folded=True)]
         for name, found in outcome.scales.items():
             parts = [cost_sentence(found), bullets(protocol_sentences(found))]
             for section in (_models(found), *_runs(found)):
@@ -193,7 +196,8 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
             sections.append(Section(f"Scale {name}", parts, is_folded=True))
     else:
         found = outcome.largest
-        sections = [Section("", [*head, bullets(protocol_sentences(found))]), _models(found), *figures, *_runs(found)]
+        protocol = Section(_PROTOCOL, [bullets(protocol_sentences(found))], is_folded=True)
+        sections = [head, *first, _models(found), *others, *_runs(found), protocol]
     configuration = [
         f"`{outcome.command}`, which is after the command line:",
         f"```yaml\n{yaml.safe_dump(outcome.comparison, sort_keys=False)}```",

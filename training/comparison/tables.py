@@ -215,7 +215,12 @@ def _mean_and_deviation(values: list[float]) -> str:
 
 
 def _improvement(effect: Effect | None, name: str) -> str:
-    return NOTHING if effect is None else with_interval(getattr(effect, name), getattr(effect, f"{name}_interval"), "+.2f")
+    if effect is None:
+        return NOTHING
+    interval, value = getattr(effect, f"{name}_interval"), getattr(effect, name)
+    if interval is not None and effect.pairs == 2:  # a t interval of one degree of freedom may reach from -80 to +900 %
+        return f"{number(value, '+.2f')} [no interval: two seeds]"
+    return with_interval(value, interval, "+.2f")
 
 
 def _ending(run: RunOutcome) -> str:

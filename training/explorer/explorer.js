@@ -53,6 +53,9 @@ function written(value) {
 
 const label = (name) => name.replaceAll("_", " ");
 
+// The name of a quantity, with what it means as a tooltip
+const explained = (name) => element("abbr", { title: data.quantities[name] ?? "" }, label(name));
+
 // A colour between the sheet and orange or blue, which follows the theme. Behind text it stays so faint that the text is readable
 function colour(value, limit, strength = "85%") {
   if (!isNumber(value) || !limit) return "transparent";
@@ -108,9 +111,11 @@ async function readHead(index) {
 
 // Models
 
+const nats = () => element("abbr", { title: "-log of the probability that the model gives the token. Guessing among 1,000 tokens costs 6.9." }, "nats");
+
 for (const model of data.models) {
   byId("models").append(
-    element("div", {}, element("h2", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} nats per ${model.is_causal ? "token" : "masked token"}.`)),
+    element("div", {}, element("h2", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} `, nats(), ` per ${model.is_causal ? "token" : "masked token"}.`)),
   );
 }
 
@@ -300,7 +305,7 @@ async function paintPanel(index) {
   panel.numbers.replaceChildren(
     ...names.map((name) => {
       const value = found.numbers[name]?.[head];
-      return element("tr", {}, element("th", { scope: "row" }, label(name)), element("td", {}, isNumber(value) ? written(value) : (found.missing[name] ?? "none")));
+      return element("tr", {}, element("th", { scope: "row" }, explained(name)), element("td", {}, isNumber(value) ? written(value) : (found.missing[name] ?? "none")));
     }),
   );
 }
@@ -374,7 +379,7 @@ function chart(name, values) {
     svg.append(part);
   }
   const at = `here ${written(values[state.query])}, from ${written(low)} to ${written(high)}`;
-  return element("figure", { style: "margin: 0", "data-row": name }, svg, element("figcaption", { class: "soft" }, `${label(name)} by query: ${at}`));
+  return element("figure", { style: "margin: 0", "data-row": name }, svg, element("figcaption", { class: "soft" }, explained(name), ` by query: ${at}`));
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));

@@ -1,8 +1,8 @@
-"""Compiles the C++ operators of this folder, once per machine.
+"""Compiles the C++ operators of this folder into one library, once per machine.
 
 They are optional and for Linux. They replace PyTorch code that computes the same, and where they cannot be compiled, that code
-stays. Compiling needs a C++ compiler and takes some ten seconds at the first use of each operator. The libraries are kept in
-`TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`. The environment variable `NLQ_CPP=0` turns all of them off.
+stays. Compiling, by `nlq build` or at the first use of an operator, needs a C++ compiler and takes up to a minute. The
+library is kept in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`. The variable `NLQ_CPP=0` turns it off.
 """
 
 import functools
@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,13 +25,13 @@ FOLDER = Path(__file__).parent
 
 # Instructions by what PyTorch itself uses here. Not those of the compiler's machine, because several may share the folder
 _TARGETS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
+_WITHOUT_AVX512 = ("-DNLQ_PLAIN_PRODUCTS",)  # products as loops, which only tests use: PyTorch's need AVX-512
 # Without -ffast-math, because NaN and infinity have a meaning here
 _FLAGS = (
-    *("-O3", "-std=gnu++20", "-shared", "-fPIC", "-fopenmp", "-fno-strict-aliasing"),
+    *("-O3", "-std=gnu++20", "-fPIC", "-fopenmp", "-fno-strict-aliasing"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
     "-Wno-psabi",  # a note about vectors of 64 bytes, which stay within a file
 )
-_has_warned = False
 
 
 def instructions() -> str:
@@ -44,23 +45,22 @@ def is_enabled() -> bool:
 
 
 @functools.cache
-def load(name: str, namespace: str) -> bool:
-    """Compiles the file `name.cpp`, unless that was done before, and loads it, which registers its operators.
+def load(namespace: str) -> bool:
+    """Loads the library, which registers its operators, and compiles it first if that was not done before.
 
     Args:
-        name: name of the file.
         namespace: namespace of the operators.
 
     Returns:
-        False if it cannot be compiled, with one warning in a process: another file would fail for the same reason.
+        False, with a warning, if it cannot be compiled.
     """
-    global _has_warned
-    if _has_warned:
-        return False
+    library = library_file(namespace)
     try:
-        torch.ops.load_library(str(_build(name, namespace)))
+        if not library.exists():
+            logger.warning(f"NLQ compiles its C++ code once, which takes up to a minute: {library}")
+            compile_library(namespace)
+        torch.ops.load_library(str(library))
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        _has_warned = True
         logger.warning(
             "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled. It needs "
             "g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that can be written. NLQ_CPP=0 "
@@ -70,25 +70,50 @@ def load(name: str, namespace: str) -> bool:
     return True
 
 
-def _build(name: str, namespace: str) -> Path:
-    """Compiles a library, unless that was done before. Raises `OSError` or `subprocess.CalledProcessError` if it cannot."""
-    compiler, torch_folder = os.environ.get("CXX") or "g++", Path(torch.__file__).parent
-    flags = (*_FLAGS, *_TARGETS.get(instructions(), ()), f"-DNLQ_NAMESPACE={namespace}")
-    sources = [FOLDER / f"{name}.cpp", *sorted(FOLDER.glob("*.h"))]
-    # What tells builds apart, also those of other machines that share the folder
-    contents = [source.read_bytes() for source in sources]
-    parts = (contents, flags, compiler, torch.__version__, str(torch_folder))
+def library_file(namespace: str) -> Path:
+    """Returns where the library lies, or will. Its name tells builds apart, also those of machines that share the folder."""
+    contents = [file.read_bytes() for file in (*_sources(), *sorted(FOLDER.glob("*.h")))]
+    parts = (contents, _flags(namespace), _compiler(), torch.__version__, str(_torch_folder()))
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
-    library = folder / f"nlq_{name}_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        logger.warning(f"NLQ compiles its C++ code for {name.replace('_', ' ')} once, which takes some ten seconds: {library}")
-        # Processes that compile at the same time each write a file of their own; the last one to finish stays
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            result = Path(scratch, "library.so")
-            headers = [f"-I{torch_folder / 'include' / place}" for place in ("", "torch/csrc/api/include")]
-            libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
-            command = [*shlex.split(compiler), *flags, str(sources[0]), "-o", str(result), *headers, *libraries]
-            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
-            result.replace(library)
-    return library
+    return folder / f"nlq_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
+
+
+def compile_library(namespace: str) -> None:
+    """Compiles the files, as many at a time as there are cores, and links them.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: if they cannot be compiled.
+    """
+    library, torch_folder = library_file(namespace), _torch_folder()
+    headers = [f"-I{torch_folder / 'include' / place}" for place in ("", "torch/csrc/api/include")]
+    # Processes that compile at the same time each write files of their own; the last one to finish stays
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
+        objects = {source: str(Path(scratch, f"{source.stem}.o")) for source in _sources()}
+        list(threads.map(lambda source: _run(namespace, "-c", str(source), "-o", objects[source], *headers), objects))
+        result = Path(scratch, "library.so")
+        libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
+        _run(namespace, "-shared", *objects.values(), "-o", str(result), *libraries)
+        result.replace(library)
+
+
+def _run(namespace: str, *arguments: str) -> None:
+    command = [*shlex.split(_compiler()), *_flags(namespace), *arguments]
+    subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
+
+
+def _sources() -> list[Path]:
+    return sorted(FOLDER.glob("*.cpp"))
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or "g++"
+
+
+def _torch_folder() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _flags(namespace: str) -> tuple[str, ...]:
+    plain = () if instructions() == "AVX512" else _WITHOUT_AVX512
+    return (*_FLAGS, *_TARGETS.get(instructions(), ()), *plain, f"-DNLQ_NAMESPACE={namespace}")

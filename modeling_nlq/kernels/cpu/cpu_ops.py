@@ -27,26 +27,26 @@ operators = getattr(torch.ops, NAMESPACE)
 
 # A compiled graph takes the answers as constants: whatever is built is built before the operator enters a graph
 @torch.compiler.assume_constant_result
-def is_built(name: str) -> bool:
-    """Tells whether the operators of a file can be used here. The first time, it compiles them."""
-    return is_enabled() and _load(name)
+def is_built() -> bool:
+    """Tells whether the operators can be used here. The first time, it compiles them, unless `nlq build` did."""
+    return is_enabled() and _load()
 
 
 _lock = threading.Lock()
 
 
-def _load(name: str) -> bool:
+def _load() -> bool:
     with _lock:  # `functools.cache` alone would register them twice when two threads begin
-        return _load_once(name)
+        return _load_once()
 
 
 @functools.cache
-def _load_once(name: str) -> bool:
-    if hasattr(operators, name):  # by an earlier import of this package
+def _load_once() -> bool:
+    if hasattr(operators, "attention"):  # by an earlier import of this package
         return True
-    if not load(name, NAMESPACE):
+    if not load(NAMESPACE):
         return False
-    for operator, fake in FAKES.items() if name == "attention" else ():
+    for operator, fake in FAKES.items():
         torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
     return True
 
@@ -54,7 +54,7 @@ def _load_once(name: str) -> bool:
 @torch.compiler.assume_constant_result
 def _multiplies(is_half: bool) -> bool:
     """Tells whether the CPU has the kernels for small matrices that attention uses."""
-    return instructions() == "AVX512" and is_built("attention") and operators.can_multiply(is_half)
+    return instructions() == "AVX512" and is_built() and operators.can_multiply(is_half)
 
 
 def _attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,7 +136,7 @@ def computes_one_query(module: nn.Module, query: torch.Tensor, key: torch.Tensor
     if any(states.dtype != torch.float32 or states.device.type != "cpu" for states in (query, key, value)):
         return False
     fits = key.shape == value.shape and query.shape[::3] == key.shape[::3] and key.numel() > 0
-    return fits and forward_ad.unpack_dual(query).tangent is None and is_built("one_query")
+    return fits and forward_ad.unpack_dual(query).tangent is None and is_built()
 
 
 def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tensor:
@@ -152,7 +152,7 @@ def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tenso
 def computes_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> bool:
     """Tells whether the operator computes what `loss_in_slices` computes, from the same arguments."""
     is_right = logits.dtype in (torch.float32, torch.bfloat16) and logits.device.type == "cpu" and logits.numel() > 0
-    return is_right and is_built("loss")
+    return is_right and is_built()
 
 
 def loss(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,7 +184,7 @@ class FewRowsLinear(nn.Linear):
         for tensor in tensors:
             is_strided = tensor.layout == torch.strided and not tensor.is_nested
             is_plain = is_plain and is_strided and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-        return is_plain and forward_ad.unpack_dual(input).tangent is None and is_built("linear")
+        return is_plain and forward_ad.unpack_dual(input).tangent is None and is_built()
 
 
 def kernelize(model: nn.Module) -> nn.Module:
@@ -203,7 +203,7 @@ def kernelize(model: nn.Module) -> nn.Module:
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     is_on_cpu = any(layer.weight.device.type == "cpu" for layer in layers)
     # Where vectors are shorter than the code's, PyTorch's product is faster
-    if is_on_cpu and instructions() == "AVX512" and is_built("linear"):
+    if is_on_cpu and instructions() == "AVX512" and is_built():
         for layer in layers:
             layer.__class__ = FewRowsLinear
     return model
