@@ -36,6 +36,8 @@ AT_BOUNDARY = "no verdict: its best rate is at the boundary"
 BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
 # Of the test text, each of some 20,000 tokens where the text has 200,000.
 _TEXT_PARTS = 10
+# The share of the variance that is due to the text from which on intervals count it
+TEXT_COUNTS = 0.1
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def analyse_early(
     Args:
         losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
         seeds: all planned seeds, in order.
-        boundaries: the seeds of each model whose search of rates ended at the boundary.
+        boundaries: the seeds of each model whose best rate is at the boundary of those tried.
 
     Returns:
         The analysis, and what was known at each interim analysis, by model.
@@ -166,7 +168,7 @@ def analyse(
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
         baseline: a key of `losses`, of which there are two or more.
         alpha: family-wise error rate.
-        at_boundary: models whose search of rates stopped with the best at the boundary of those tried. Such a model may be
+        at_boundary: models whose best rate is at the boundary of those tried, in a search or a list. Such a model may be
             better than its losses say.
         resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs are no
             sign that there is no noise, so a standard deviation below it counts as one step.
@@ -311,15 +313,68 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     losses = np.array(parts, dtype=float)
     if losses.ndim != 2 or min(losses.shape) < 2:
         return None
+    squares = _mean_squares(_merged(losses))
+    return min(1.0, squares.rest / squares.seeds) if squares.seeds else None
+
+
+def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[float]]]) -> Analysis:
+    """Widens the intervals of an analysis so that they hold for other test texts too, not for other seeds alone.
+
+    The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now drawn at
+    random as seeds are. The variance of its mean over S seeds and P parts is estimated without bias by
+    (MS_seeds + MS_parts - MS_rest) / (S P), here not below MS_seeds / (S P), which counts the seeds alone. Its degrees of
+    freedom are Satterthwaite's (1946). Verdicts and p stay: they are about this text.
+
+    Args:
+        analysis: without interim analyses.
+        parts: `parts[model][seed][part]`, losses in nats per token, of parts of equal size.
+    """
+    effects, reference = dict(analysis.effects), parts[analysis.baseline]
+    for name, effect in effects.items():
+        if effect.loss_improvement_interval is None:
+            continue
+        pairs = _pairs(dict.fromkeys(parts[name], 0.0), dict.fromkeys(reference, 0.0))
+        squares = _mean_squares(_merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs])))
+        variance = squares.seeds + max(0.0, squares.parts - squares.rest)
+        if variance > squares.seeds:
+            freedom = variance**2 / sum(mean**2 / count for mean, count in squares.with_freedoms)
+            margin = float(stats.t.isf(analysis.alpha / 2, freedom)) * math.sqrt(variance / squares.cells)
+            paired_loss = _mean([np.mean(reference[seed]) for seed in pairs])
+            effects[name] = _with_intervals(effect, margin, paired_loss)
+    return dataclasses.replace(analysis, effects=effects)
+
+
+@dataclass(frozen=True)
+class _MeanSquares:
+    """The mean squares of a two-way analysis of variance without replication, of `cells` numbers."""
+
+    seeds: float
+    parts: float
+    rest: float
+    shape: tuple[int, int]
+
+    @property
+    def cells(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def with_freedoms(self) -> list[tuple[float, int]]:
+        seeds, parts = (count - 1 for count in self.shape)
+        return [(self.seeds, seeds), (self.parts, parts), (self.rest, seeds * parts)]
+
+
+def _merged(losses: np.ndarray) -> np.ndarray:
+    """`(seeds, parts)` with at most `_TEXT_PARTS` parts, by the mean of neighbours."""
     merged = np.array_split(losses, min(_TEXT_PARTS, losses.shape[1]), axis=1)
-    losses = np.stack([part.mean(axis=1) for part in merged], axis=1)
+    return np.stack([part.mean(axis=1) for part in merged], axis=1)
+
+
+def _mean_squares(losses: np.ndarray) -> _MeanSquares:
     seeds, count = losses.shape
     by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
-    residuals = losses - by_seed - by_part + losses.mean()
-    between = _deviation(by_seed.ravel())
-    if not between:
-        return None
-    return min(1.0, float((residuals**2).sum() / ((seeds - 1) * (count - 1)) / (count * between**2)))
+    rest = ((losses - by_seed - by_part + losses.mean()) ** 2).sum() / ((seeds - 1) * (count - 1))
+    between_seeds, between_parts = (_deviation(means.ravel()) ** 2 for means in (by_seed, by_part))
+    return _MeanSquares(count * between_seeds, seeds * between_parts, float(rest), (seeds, count))
 
 
 def _describe(runs: dict[int, float | None], reference: dict[int, float | None], reason_untested: str) -> Effect:
@@ -371,10 +426,13 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: 
     else:
         verdict = WITHIN_NOISE
     margin = critical_t(effect.pairs, 1, alpha * share) * effect.standard_error
+    return _with_intervals(dataclasses.replace(effect, verdict=verdict), margin, paired_loss)
+
+
+def _with_intervals(effect: Effect, margin: float, paired_loss: float) -> Effect:
     ends = (effect.mean_difference + margin, effect.mean_difference - margin)
     return dataclasses.replace(
         effect,
-        verdict=verdict,
         loss_improvement_interval=tuple(_loss_improvement(end, paired_loss) for end in ends),
         perplexity_improvement_interval=tuple(_perplexity_improvement(end) for end in ends),
     )

@@ -11,7 +11,7 @@ import numpy as np
 from ..files import STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
 from ..scrub import without_folders
-from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
+from .inference import TEXT_COUNTS, Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
 from .plan import Comparison, Run, Scale
 from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
@@ -103,8 +103,8 @@ class ModelOutcome:
 
     @property
     def is_at_boundary(self) -> bool:
-        """Whether a search of rates stopped with the best at the boundary for any seed."""
-        return bool(self.search and self.boundaries)
+        """Whether the best rate of any seed is the smallest or the largest of several that were tried."""
+        return bool(self.boundaries)
 
     @property
     def finished(self) -> list[RunOutcome]:
@@ -185,7 +185,7 @@ class ScaleOutcome:
 
     @property
     def at_boundary(self) -> list[str]:
-        """The models whose search of rates stopped with the best at the boundary for any seed."""
+        """The models whose best rate is at the boundary of those tried, for any seed."""
         return [name for name, model in self.models.items() if model.is_at_boundary]
 
     @property
@@ -317,14 +317,7 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
     same_tokens = len({finished.metrics(run)["dataset_fingerprint"] for run in runs}) == 1
     same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
     sample = finished.metrics(runs[0])
-    losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
-    parts = [run.test_loss_parts for run in models[scale.baseline].finished]
-    if scale.stop is None:
-        at_boundary = [name for name, model in models.items() if model.is_at_boundary]
-        analysis, interims = analyse(losses, scale.baseline, at_boundary=at_boundary), None
-    else:
-        boundaries = {name: model.boundaries for name, model in models.items() if model.search}
-        analysis, interims = analyse_early(losses, scale.baseline, scale.seeds, boundaries)
+    analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
     return ScaleOutcome(
         name=scale.name,
         baseline=scale.baseline,
@@ -339,9 +332,25 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
         models=models,
         statistics=analysis,
         interim=interims,
-        noise_from_text=None if None in parts else noise_from_text(parts),
+        noise_from_text=from_text,
         **more,
     )
+
+
+def judge(
+    models: dict[str, ModelOutcome], baseline: str, seeds: list[int], stop: str | None
+) -> tuple[Analysis, dict[str, list[Interim]] | None, float | None]:
+    """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
+    losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
+    parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
+    of_baseline = list(parts[baseline].values())
+    share = None if None in of_baseline else noise_from_text(of_baseline)
+    boundaries = {name: model.boundaries for name, model in models.items()}
+    if stop is not None:
+        return *analyse_early(losses, baseline, seeds, boundaries), share
+    analysis = analyse(losses, baseline, at_boundary=[name for name, found in boundaries.items() if found])
+    is_wider = share is not None and share > TEXT_COUNTS and all(None not in found.values() for found in parts.values())
+    return with_text(analysis, parts) if is_wider else analysis, None, share
 
 
 def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:

@@ -324,7 +324,7 @@ def _boundary_warnings(name: str, model: ModelOutcome) -> list[str]:
         rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
         warnings.append(
             f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in {len(seeds)} of "
-            f"{len(model.runs)} seeds: a better one may lie beyond{', so there is no verdict' * bool(model.search)}."
+            f"{len(model.runs)} seeds: a better one may lie beyond, so there is no verdict."
         )
     return warnings
 

@@ -96,9 +96,9 @@ class RunStore:
         return losses
 
     def is_at_boundary(self, scale: Scale, model: str, seeds: Sequence[int] | None = None) -> bool:
-        """Whether the search of a seed, by default of any, stopped with its best rate at the boundary of those tried."""
+        """Whether the best rate of a seed, by default of any, is the smallest or the largest of several that were tried."""
         tunings = [self._tune(scale, model, seed) for seed in seeds or self.seeds_of(scale, model)]
-        return scale.variants[model].rates.is_search and any(tuning.boundary and tuning.rate is not None for tuning in tunings)
+        return any(tuning.boundary and tuning.rate is not None for tuning in tunings)
 
     def tunings(self, scale: Scale, model: str) -> list[Tuning]:
         """How far the choice of a model's learning rate is, for each seed. A single rate is chosen when its run is finished."""

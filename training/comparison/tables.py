@@ -14,6 +14,8 @@ from .trend import ModelTrend, Trend
 
 NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
+# Width of an interval in percent from which on it says nothing but that there are too few seeds
+_ABSURD = 100.0
 
 Rows = list[dict[str, str]]
 
@@ -218,8 +220,8 @@ def _improvement(effect: Effect | None, name: str) -> str:
     if effect is None:
         return NOTHING
     interval, value = getattr(effect, f"{name}_interval"), getattr(effect, name)
-    if interval is not None and effect.pairs == 2:  # a t interval of one degree of freedom may reach from -80 to +900 %
-        return f"{number(value, '+.2f')} [no interval: two seeds]"
+    if interval is not None and (None in interval or interval[1] - interval[0] > _ABSURD):
+        return f"{number(value, '+.2f')} [no interval: {effect.pairs} seeds are too few]"
     return with_interval(value, interval, "+.2f")
 
 

@@ -176,6 +176,7 @@ class TestInterruption:
         assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
 
+    @pytest.mark.slow
     def test_run_that_fails(self, two_models, copy_without_last, capsys):
         """Finished runs are kept, and the comparison goes on later."""
         file, expected, _ = two_models

@@ -90,7 +90,9 @@ class TestChoice:
         assert len(engine.made) == len(set(engine.made)) == 2 * (3 + 5)
         assert results["statistics"]["effects"]["twin"]["p"] is not None
 
-    def test_no_verdict_on_an_edge_unless_the_file_asked_for_just_these_rates(self, make_file, tmp_path):
+    def test_no_verdict_on_a_best_rate_at_the_boundary(self, make_file, tmp_path):
+        """Of a search and of a list; a single rate is no choice."""
+
         def results(name, rates):
             comparison = load_plan(make_file(learning_rates=rates, seeds=[0, 1, 2]))
             engine = PlantedEngine(lambda comparison, run: bowl(1.0)(run.learning_rate) - 0.5 * (run.model == "twin"))
@@ -100,8 +102,10 @@ class TestChoice:
         assert found["statistics"]["effects"]["twin"]["verdict"] == "no verdict: the baseline's best rate is at the boundary"
         assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
         found = results("list", [1e-3, 2e-3])
-        assert found["statistics"]["effects"]["twin"]["verdict"] == "better"
+        assert found["statistics"]["effects"]["twin"]["verdict"] == "no verdict: the baseline's best rate is at the boundary"
         assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
+        found = results("single", 1e-3)
+        assert found["statistics"]["effects"]["twin"]["verdict"] == "better"
 
     def test_a_seed_that_diverges_at_every_rate_counts_as_diverged(self, make_file, tmp_path):
         def loss(comparison, run):

@@ -17,12 +17,12 @@ from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
-from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.outcome import (
     History,
     Outcome,
     ScaleOutcome,
     from_json,
+    judge,
     read_outcome,
     to_json,
     trend_of,
@@ -301,9 +301,9 @@ def rounded(value: object) -> object:
 def test_published_results_are_what_their_runs_say(file, tmp_path):
     outcome = read_outcome(json.loads(file.read_text()))
     for found in outcome.scales.values():
-        most = len(found.comparison["seeds"]) if found.comparison.get("stop") else None
-        statistics = analyse(found.losses, found.baseline, at_boundary=found.at_boundary, most=most)
+        statistics, interim, share = judge(found.models, found.baseline, found.seeds, found.comparison.get("stop"))
         assert rounded(statistics) == rounded(found.statistics)
+        assert (interim, share) == (found.interim, pytest.approx(found.noise_from_text))
         runs = [run for model in found.models.values() for run in [*model.tried, *model.runs]]
         assert found.tokens_per_run == max(run.tokens_seen for run in runs)
     if outcome.trend:

@@ -52,6 +52,7 @@ def test_finished_run(order, run):
     assert reports[0]["state"] == "running" and [reports[-1][name] for name in ("step", "steps")] == [8, 8]
 
 
+@pytest.mark.slow
 def test_run_that_another_process_makes(order):
     with RunFolder(Path(order.folder)).held():
         assert isinstance(in_a_process(order), FolderIsLocked)

@@ -124,6 +124,7 @@ class TestCard:
         losses = {(each.metric_type, each.dataset_split): each.metric_value for each in card.data.eval_results}
         assert losses["loss", "test"] == model["runs"][1]["test_loss"] and ("loss", "validation") in losses
 
+    @pytest.mark.slow
     def test_of_another_run_beside_a_comparison(self, server, nlq, comparison, copy_run):
         """The verdicts are reported and none is this model's; without the option they go again, with their files."""
         folder = copy_run()

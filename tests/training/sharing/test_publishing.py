@@ -118,6 +118,7 @@ class TestRoundTrip:
         check_refused(done, "public")
         assert server.commits("anna/open") == before
 
+    @pytest.mark.slow
     def test_sharded_and_whole_weights_replace_each_other(self, server, nlq, copy_run):
         """Files of another publication go, and those of somebody else stay."""
         whole, sharded = copy_run("whole"), copy_run("sharded")
