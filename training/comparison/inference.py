@@ -322,8 +322,8 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
 
     The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now drawn at
     random as seeds are. The variance of its mean over S seeds and P parts is estimated without bias by
-    (MS_seeds + MS_parts - MS_rest) / (S P), here not below MS_seeds / (S P), which counts the seeds alone. Its degrees of
-    freedom are Satterthwaite's (1946). Verdicts and p stay: they are about this text.
+    (MS_seeds + MS_parts - MS_rest) / (S P), with Satterthwaite's degrees of freedom (1946). No interval becomes narrower.
+    Verdicts and p stay: they are about this text.
 
     Args:
         analysis: without interim analyses.
@@ -339,8 +339,8 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
         if variance > squares.seeds:
             freedom = variance**2 / sum(mean**2 / count for mean, count in squares.with_freedoms)
             margin = float(stats.t.isf(analysis.alpha / 2, freedom)) * math.sqrt(variance / squares.cells)
-            paired_loss = _mean([np.mean(reference[seed]) for seed in pairs])
-            effects[name] = _with_intervals(effect, margin, paired_loss)
+            margin = max(margin, critical_t(effect.pairs, 1, analysis.alpha) * effect.standard_error)
+            effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
     return dataclasses.replace(analysis, effects=effects)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from ..run.tasks import is_guessable
-from .inference import Analysis, Effect, Interval
+from .inference import Analysis, Effect, Interval, holm
 from .outcome import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
 from .trend import ModelTrend, Trend
 
@@ -21,6 +21,8 @@ Rows = list[dict[str, str]]
 
 
 MASKED_LOSSES = "Losses are of masked tokens, the same ones for all models; perplexities are pseudo-perplexities."
+# With interim analyses: p times the number of models, divided by the share of the error that the analysis spends
+BONFERRONI = "Bonferroni p"
 # Titles of columns where losses are those of masked tokens
 MASKED = {
     "test loss (nats)": "test loss of masked tokens (nats)",
@@ -52,7 +54,7 @@ def summary_rows(found: ScaleOutcome) -> Rows:
             "diverged": f"{len(model.runs) - len(finished)} of {len(model.runs)}",
         }
         rows.append(row)
-    names = MASKED if found.loss_unit == "masked token" else {}
+    names = (MASKED if found.loss_unit == "masked token" else {}) | ({"Holm p": BONFERRONI} if found.interim else {})
     return [{names.get(title, title): cell for title, cell in row.items()} for row in rows]
 
 
@@ -133,7 +135,24 @@ def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
     """The tables of a trend, each with its caption."""
     multipliers = [{"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in outcome.trend.models.items()]
     tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
+    if rows := family_rows(outcome):
+        tables.append((rows, _FAMILY_CAPTION))
     return tables if outcome.trend.multiplier_note else [*tables, (multipliers, _MULTIPLIERS_CAPTION)]
+
+
+def family_rows(outcome: Outcome) -> Rows:
+    """A row for each model: p at each scale, corrected for all tests of all scales; empty if there is no test."""
+    tests = [
+        (scale, model, effect.p)
+        for scale, found in outcome.scales.items()
+        for model, effect in found.statistics.effects.items()
+        if effect.p is not None
+    ]
+    corrected = {test[:2]: p for test, p in zip(tests, holm([p for *_, p in tests]))}
+    models = dict.fromkeys(model for _, model, _ in tests)
+    return [
+        {"model": name, **{f"{scale}, p": p_value(corrected.get((scale, name))) for scale in outcome.scales}} for name in models
+    ]
 
 
 def improvement_rows(trend: Trend) -> Rows:
@@ -163,6 +182,11 @@ def _steps(found: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, 
 _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
     "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of models."
+)
+_FAMILY_CAPTION = (
+    "p of the test at each scale, corrected by Holm's method for all models at all scales as one family. The verdict of a "
+    "scale counts the models of that scale alone, which is the family of the judgement at the largest scale. A verdict at "
+    "another scale may be chance unless p is below 0.05 here too."
 )
 _MULTIPLIERS_CAPTION = (
     "Compute multiplier: how many times the model's compute the baseline would need for the model's loss, by a curve through "

@@ -24,7 +24,7 @@ from transformers import (
 from ..files import atomic_dir, read_json, write_text
 from ..models import load_tokenizer
 from ..text import first_line, root_cause
-from .documents import check_text, load_documents
+from .documents import check_text, is_conversation, load_documents
 from .masked import check_mask_token
 from .pairs import Blocks, make_pairs
 from .recipe import Recipe
@@ -132,8 +132,11 @@ def make_blocks(
     )
 
     def encode(batch: dict) -> dict:
-        texts = [check_text(text, recipe) for text in batch[column]]
-        ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        is_chat = is_conversation(batch[column][0])
+        texts = _chat_texts(batch[column], tokenizer, recipe) if is_chat else batch[column]
+        texts = [check_text(text, recipe) for text in texts]
+        # The special tokens of a template are meant; those that are written in a document are text
+        ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=not is_chat, verbose=False)["input_ids"]
         sizes = {"length": [len(document) + 1 for document in ids], "bytes": [len(text.encode()) for text in texts]}
         return {"input_ids": [[*document, end] for document in ids], **sizes}
 
@@ -152,7 +155,9 @@ def make_blocks(
         return Blocks(blocks)
 
     # By default `datasets` hashes the pickle of a tokenizer, which changes with use; its serialised form does not
-    identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end, "special tokens split"))
+    is_text = isinstance(documents.features[column], Value)
+    kind = "special tokens split" if is_text else tokenizer.chat_template
+    identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end, kind))
     encoded = documents.map(
         encode,
         batched=True,
@@ -193,6 +198,16 @@ def make_blocks(
         desc="Cutting blocks",
     )
     return Blocks(blocks.with_format("numpy"), tokens, float(encoded["bytes"][:].sum() / tokens))
+
+
+def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> list[str]:
+    """Writes conversations by the tokenizer's chat template."""
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer!r} has no chat template to "
+            "join them; name one that has, or another column"
+        )
+    return [tokenizer.apply_chat_template(row, tokenize=False) if is_conversation(row) else row for row in conversations]
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):

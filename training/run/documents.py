@@ -12,7 +12,7 @@ import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 from datasets import (
@@ -253,9 +253,15 @@ def check_text(value, recipe: Recipe) -> str:
     return value
 
 
+def is_conversation(value: Any) -> bool:
+    """Tells whether a value of the text column is a list of messages, each with a role and a content."""
+    return isinstance(value, list) and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+
+
 def _lies_between(document: dict, recipe: Recipe, first: float, last: float) -> bool:
     """Tells whether a hash of the document's text lies in `[first, last)` of [0, 1). It is the same in every process."""
-    text = check_text(document[next(iter(recipe.text_columns.values()))], recipe)
+    value = document[next(iter(recipe.text_columns.values()))]
+    text = json.dumps(value) if is_conversation(value) else check_text(value, recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
 

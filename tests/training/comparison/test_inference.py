@@ -20,6 +20,7 @@ from modeling_nlq.training.comparison.inference import (
     noise_from_text,
     power_warning,
     smallest_difference,
+    with_text,
 )
 
 
@@ -275,3 +276,22 @@ class TestNoiseFromText:
     @pytest.mark.parametrize("parts", [[], [[3.0, 3.1]], [[3.0], [3.1]], [[3.0, 4.0], [4.0, 3.0]]])
     def test_is_unknown_where_it_cannot_be_computed(self, parts):
         assert noise_from_text(parts) is None
+
+
+class TestIntervalsForOtherTexts:
+    @pytest.mark.parametrize("of_parts, of_rest", [(0.05, 0.0), (0.02, 0.05), (0.0, 0.0)])
+    def test_cover_the_true_difference(self, of_parts, of_rest):
+        """95 % over seeds and texts; the intervals over seeds alone cover it less often, unless the text makes no noise."""
+        random, covered = np.random.default_rng(0), []
+        for _ in range(500):
+            base = 3.5 + random.normal(0, 0.02, (5, 1)) + random.normal(0, 0.1, (1, 10))
+            difference = 0.01 + random.normal(0, 0.02, (5, 1)) + random.normal(0, of_parts, (1, 10))
+            parts = {"base": base, "a": base + difference + random.normal(0, of_rest, (5, 10))}
+            analysis = analyse({name: runs(*found.mean(axis=1)) for name, found in parts.items()}, "base")
+            wide = with_text(analysis, {name: runs(*found.tolist()) for name, found in parts.items()})
+            assert wide.effects["a"].p == analysis.effects["a"].p
+            intervals = [found.effects["a"].loss_improvement_interval for found in (analysis, wide)]
+            assert intervals[1][0] <= intervals[0][0] < intervals[0][1] <= intervals[1][1]
+            covered.append([low <= -1.0 / base.mean() <= high for low, high in intervals])
+        by_seeds, by_both = np.mean(covered, axis=0)
+        assert by_both > 0.93 and (by_seeds < 0.85 if of_parts > 0.02 else by_seeds <= by_both)

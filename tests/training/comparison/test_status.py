@@ -25,9 +25,9 @@ class TestStatus:
         folder, _, file = finished
         assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[-1] == "24 of 24 runs finished, 0 begun, 0 waiting"
+        assert lines[-1] == "21 of 21 runs finished, 0 begun, 0 waiting"
         assert re.search(r"^absurd +6 of 6 +3 of 3 +none$", "\n".join(lines), flags=re.MULTILINE)
-        assert re.search(r"^planted +6 of 6 +3 of 3 +0\.\d+", "\n".join(lines), flags=re.MULTILINE)
+        assert re.search(r"^one rate absurd +6 of 6 +3 of 3 +0\.\d+", "\n".join(lines), flags=re.MULTILINE)
 
     def test_at_work(self, finished, tmp_path):
         folder = tmp_path / "results"
@@ -36,7 +36,7 @@ class TestStatus:
             "base/rate-0.01-seed-0",
             "base/rate-0.01-seed-1",
             "base/rate-0.01-seed-2",
-            "planted/rate-0.005-seed-1",
+            "one rate absurd/rate-1000-seed-1",
         ):
             shutil.rmtree(folder / "runs" / name)
         write_progress(folder, "base/rate-0.01-seed-0")
@@ -50,10 +50,10 @@ class TestStatus:
             r"base/rate-0.01-seed-0: running, step 3 of 8, loss 5.2500, node-1, process 7, \d s ago",
             r"base/rate-0.01-seed-1: interrupted, step 3 of 8, .* 3600 s ago",
             r"base/rate-0.01-seed-2: failed, step 0 of \?, .*, OSError: no memory",
-            r"planted +5 of 6 +2 of 3 +0\.\d+",
+            r"one rate absurd +5 of 6 +2 of 3 +0\.\d+",
         ):
             assert re.search(f"^{line}", text, flags=re.MULTILINE), line
-        assert "twin/rate" not in text and "20 of 24 runs finished, 3 begun, 1 waiting" in text
+        assert "twin/rate" not in text and "17 of 21 runs finished, 3 begun, 1 waiting" in text
 
     def test_nothing_there(self, make_file, tmp_path, capsys):
         assert main(["compare", make_file(), "--output_dir", str(tmp_path), "--status"]) == 1
@@ -64,13 +64,13 @@ class TestStatus:
         """The folder says it all, also the comparison that it holds."""
         monkeypatch.chdir(tmp_path)
         assert main(["compare", "any name", "--output_dir", str(finished[0]), "--status"]) == 0
-        assert "24 of 24 runs finished" in capsys.readouterr().out
+        assert "21 of 21 runs finished" in capsys.readouterr().out
         # Of the comparison's file, only the name is read
         Path("runs").mkdir()
         Path("runs/compare-mine").symlink_to(finished[0])
         Path("mine.yaml").write_text("recipe: missing.yaml\nmodels: {}\n")
         assert main(["compare", "mine.yaml", "--status"]) == 0
-        assert "24 of 24 runs finished" in capsys.readouterr().out
+        assert "21 of 21 runs finished" in capsys.readouterr().out
 
 
 class TestEngines:

@@ -1,6 +1,7 @@
 """Blocks of tokens, batches and tokenizers."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -75,6 +76,25 @@ class TestIdsWithGaps:
         errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
         assert len(errors) == 2
         assert all("ids up to 600, too large for the model's vocab_size=512" in error for error in errors)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
+def test_conversations(streaming, tmp_path):
+    """The tokenizer's chat template joins messages, with its special tokens."""
+    tokenizer = byte_tokenizer(end_of_text=600)
+    rows = [[{"role": "user", "content": f"say {row}"}, {"role": "assistant", "content": str(row)}] for row in range(20)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    fields = {"text_column": "messages", "block_size": 16, "streaming": streaming, "max_validation_documents": 5}
+    recipe = Recipe(model="tiny-linear", dataset=str(tmp_path / "chat.jsonl"), **{"validation_fraction": 0.3, **fields})
+    documents = load_documents(recipe)["train"]
+    with pytest.raises(ValueError, match="text_column='messages' holds messages, and tokenizer 'bpe:8192' has no"):
+        make_blocks(documents, tokenizer, recipe)
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + tokenizer.eos_token + "{% endfor %}"
+    stream = [token for block in make_blocks(documents, tokenizer, recipe).dataset for token in block["input_ids"]]
+    expected = []
+    for row in documents:
+        expected += [*tokenizer.apply_chat_template(row["messages"])["input_ids"], tokenizer.eos_token_id]
+    assert stream == expected[: len(stream)] and len(expected) - len(stream) < 16 and stream.count(tokenizer.eos_token_id) > 20
 
 
 def test_stream_too_small_for_a_block(recipe_file, tmp_path, capsys):
