@@ -10,7 +10,7 @@ OTHERS = --ignore tests/browser --ignore tests/clients --ignore tests/cluster --
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
 .PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray test-weights lint benchmark
-.PHONY: clean
+.PHONY: clean docs dist
 .PHONY: gpu gpu-test
 
 # Two processes share the runs of the comparison. The second is silent; if it fails, the first makes all runs
@@ -84,6 +84,17 @@ test-weights: .venv-weights/installed $(PRETRAINED)/model.gguf
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
+
+# The site, in site/: it fails at a broken link. The reference is read from the installed package, which is built anew
+docs: .venv-docs/installed
+	$(subst .venv,.venv-docs,$(PIP)) install -qq --no-deps --force-reinstall .
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --clean
+
+# What a release would upload, in dist/
+dist: .venv-docs/installed
+	rm -rf dist
+	.venv-docs/bin/python -m build --outdir dist .
+	.venv-docs/bin/python -m twine check --strict dist/*
 
 benchmark: .venv/installed-test
 	.venv/bin/python benchmarks/training_step.py
@@ -160,10 +171,18 @@ $(PRETRAINED)/model.gguf: | .venv-weights/installed
 	$(subst .venv,.venv-browser,$(PIP)) install --quiet -c constraints.txt -e ".[test,test-browser]"
 	touch $@
 
+# For the site and releases, without the package's own requirements: the reference reads its source, and imports Typer alone
+DOCS = build mkdocs-jupyter mkdocs-material "mkdocstrings[python]" twine typer
+
+.venv-docs/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(subst .venv,.venv-docs,$(PIP)) install -qq -c constraints.txt $(DOCS)
+	touch $@
+
 define new_environment
 $(PYTHON) -m venv $(1)
 $(subst .venv,$(1),$(PIP)) install --quiet -c $(2) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 endef
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .venv-weights .cache build dist *.egg-info
+	rm -rf site .venv .venv-docs .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .venv-weights .cache build dist *.egg-info

@@ -3,8 +3,8 @@
     pip install scikit-learn && python benchmarks/digits.py
 
 Each patch of 2 x 2 pixels is one token: a linear layer makes its embedding, and the encoder gets `inputs_embeds`. The
-classifier reads the mean of all tokens. The models of a seed share the split and the order of the images. The table of
-`docs/encoders.md` is what this prints.
+classifier reads the mean of all tokens. The models of a seed share the split and the order of the images.
+`docs/encoders.md` has the means that this prints.
 """
 
 import argparse

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .modeling_nlq import NLQModel  # noqa: F401
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 logger = logging.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""The direction of imports, by the contracts in pyproject.toml: docs/architecture.md explains the rules."""
+"""The direction of imports, by the contracts in pyproject.toml: docs/internals/architecture.md explains the rules."""
 
 import os
 import re

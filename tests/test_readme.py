@@ -1,5 +1,6 @@
 """The documents say what is so: snippets run as they stand, one after the other, and tables are the code's."""
 
+import json
 import os
 import re
 import runpy
@@ -90,7 +91,21 @@ def test_snippets_of_the_other_side(run, tmp_path):
         assert {"modeling_nlq.py", "model.safetensors", "tokenizer.json"} <= server.files("you/mine").keys()
 
 
-PAGES = [README, REPOSITORY / "CONTRIBUTING.md", *sorted(DOCUMENTS.glob("*.md")), DOCUMENTS / "results" / "README.md"]
+@pytest.mark.slow
+def test_notebook(tmp_path, monkeypatch):
+    cells = json.loads((DOCUMENTS / "quickstart.ipynb").read_text())["cells"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    names = {}
+    for cell in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        if cell.startswith("!nlq "):
+            subprocess.run([sys.executable, "-m", *cell.removeprefix("!").split()], check=True)
+        else:
+            exec(compile(cell, "quickstart.ipynb", "exec"), names)
+    assert names["results"]["statistics"]["effects"].keys() == {"my_idea"} and len(names["panels"]) == 2
+
+
+PAGES = [*sorted(REPOSITORY.glob("[A-Z]*.md")), *sorted(DOCUMENTS.glob("*.md")), *sorted(DOCUMENTS.glob("[ir]*/*.md"))]
 
 
 def headings(document: Path) -> set[str]:

@@ -5,7 +5,7 @@
 Each release gets a virtual environment that has only Transformers itself and takes all other packages from this one. In it, one
 process saves the models, and later two processes load the folders of all releases, by the installed package and by remote
 code. They compare the logits with those that were saved, and generation with a cache to generation without one. The result is
-the table of docs/versions.md.
+what docs/versions.md tells.
 """
 
 import argparse

@@ -19,20 +19,15 @@ from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
 from ..scrub import without_folders
 from ..text import check_name, one_line
+from .fields import ComparisonFields, ModelFields, ScaleFields
 from .inference import FIRST_INTERIM
 from .plan import Comparison, Scale, Variant, default_folder
 from .rates import Rates, read_rates
 
 
-_FIELDS = (
-    *("name", "recipe", "baseline", "models", "factors", "confirm", "scales", "tokens_per_parameter", "learning_rates"),
-    *("seeds", "stop", "tasks", "match", "training", "switches"),
-)
 _SECTIONS = ("switches", "training")
 _RECIPE_FIELDS_OF_MODEL = ("model", "trainable", "lora", "parametrization", "base_sizes")
-_MODEL_FIELDS = (*_RECIPE_FIELDS_OF_MODEL, *_SECTIONS, "learning_rates", "match")
 _RECIPE_FIELDS_OF_SCALE = ("model", "tokenizer", "block_size")
-_SCALE_FIELDS = (*_RECIPE_FIELDS_OF_SCALE, *_SECTIONS, "models", "tokens_per_parameter", "seeds")
 _MATCHES = ("parameters", "flops")
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
@@ -72,7 +67,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     """
     path = find("comparisons", str(source))
     given = read_yaml(path)
-    check_keys(str(path), given, _FIELDS)
+    check_keys(str(path), given, ComparisonFields.__annotations__)
     overrides = dict(overrides or {})
     check_set_by_run("arguments", overrides)
     if given.get("recipe") in (None, "", {}):
@@ -109,7 +104,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
     scales = {}
     for name, entry, fields in _scales_in(given, path, read_section(given.get("scales"), f"{path}: scales")):
         where = _place(path, name)
-        check_keys(where, entry, _SCALE_FIELDS)
+        check_keys(where, entry, ScaleFields.__annotations__)
         changed = {field: entry[field] for field in _RECIPE_FIELDS_OF_SCALE if field in entry}
         recipe = _merged({**file.recipe, **changed}, entry, where)
         scales[name] = read_scale(file, fields, recipe, where, where if name else file.recipe_source)
@@ -325,7 +320,7 @@ def read_model(
     """
     source = f"{path}: model {name!r}"
     entry = {"model": entry} if isinstance(entry, str) else read_section(entry, source)
-    check_keys(source, entry, _MODEL_FIELDS)
+    check_keys(source, entry, ModelFields.__annotations__)
     rates = read_rates(f"{source}: learning_rates", entry.get("learning_rates")) or learning_rates
     if rates is None:
         raise ValueError(f"{path}: learning_rates is missing")
