@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from support.client_cases import SIZES, make_tokenizer
 from support.hub_server import HubServer
 from support.paths import REPOSITORY
@@ -19,6 +21,8 @@ from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForMaskedLM, activ
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
+from modeling_nlq.training.run.recipe import read_overrides
+from nlq import app
 
 
 README = REPOSITORY / "README.md"
@@ -164,3 +168,20 @@ def test_an_activation_of_your_own(tmp_path, monkeypatch):
     names = runpy.run_path(str(tmp_path / "snippets.py"))
     tokens = torch.randint(100, (1, 6))
     assert names["model"](tokens, labels=tokens).loss.isfinite()
+
+
+COMMANDS = [
+    (page, line)
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+    if line.startswith("nlq ") and "$options" not in line
+]
+
+
+@pytest.mark.parametrize("page, line", COMMANDS, ids=[f"{page.stem}-{index}" for index, (page, _) in enumerate(COMMANDS)])
+def test_commands_are_understood(page, line):
+    """Options exist, and fields are those of a recipe, of `TrainingArguments` or of the model."""
+    command, (name, *words) = typer.main.get_command(app), shlex.split(line.partition(" > ")[0], comments=True)[1:]
+    context = command.commands[name].make_context(name, words, parent=command.make_context("nlq", [name]))
+    assert read_overrides(context.args).get("switches", {}).keys() <= NLQConfig().to_dict().keys()

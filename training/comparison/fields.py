@@ -66,7 +66,7 @@ class ComparisonFields(TypedDict, total=False):
     recipe: str | dict[str, Any]
     """A shipped recipe, a YAML file, or the fields of one: what all models share."""
     baseline: str
-    """The model that the others are compared with; by default the first."""
+    """The model that the others are compared with."""
     models: dict[str, ModelFields]
     """The models by name."""
     factors: dict[str, ModelFields]
