@@ -61,7 +61,7 @@ _ONE_RATE = (
     "difference may be one between rates and not between models."
 )
 
-_PROTOCOL = "How this was measured and judged"
+PROTOCOL = "How this was measured and judged"
 
 _EARLY = (
     "A model leaves when its difference looks large, so the improvement of a model that left early is too large on average: "
@@ -196,7 +196,7 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     if outcome.trend:
         tables = [part for rows, caption in trend_tables(outcome) for part in (markdown_table(rows), caption)]
         trend = Section("The trend over scales", tables)
-        sections = [head, *first, trend, *others, Section(_PROTOCOL, [bullets(trend_protocol(outcome))], is_folded=True)]
+        sections = [head, *first, trend, *others, Section(PROTOCOL, [bullets(trend_protocol(outcome))], is_folded=True)]
         for name, found in outcome.scales.items():
             parts = [cost_sentence(found), bullets(protocol_sentences(found))]
             for section in (_models(found), *_runs(found)):
@@ -204,7 +204,7 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
             sections.append(Section(f"Scale {name}", parts, is_folded=True))
     else:
         found = outcome.largest
-        protocol = Section(_PROTOCOL, [bullets(protocol_sentences(found))], is_folded=True)
+        protocol = Section(PROTOCOL, [bullets(protocol_sentences(found))], is_folded=True)
         sections = [head, *first, _models(found), *others, *_runs(found), protocol]
     configuration = [
         f"`{outcome.command}`, which is after the command line:",

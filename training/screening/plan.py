@@ -112,7 +112,9 @@ def read_screening(file: ComparisonFile) -> Screening:
 
     def confirm(survivors: Sequence[str]) -> Comparison:
         models = {OFF: {}, BEST: merged_change(factors, survivors)}
-        asked = {"learning_rates": {"start": math.sqrt(low * high), "factor": 2}, "seeds": given["seeds"]}
+        first = max(given["seeds"]) + 1  # seeds that did not choose the survivors
+        new = list(range(first, first + max(len(given["seeds"]), FIRST_INTERIM)))
+        asked = {"learning_rates": {"start": math.sqrt(low * high), "factor": 2}, "seeds": new}
         asked |= given.get("confirm") or {}
         check_stop(source, {**given, **asked})
         return plan(f"{file.name}, confirmation", **asked, models=models, baseline=OFF)
@@ -152,6 +154,6 @@ def _check_factor_fields(path: str, given: Mapping[str, Any]) -> None:
         raise ValueError(f"{path}: seeds={given['seeds']!r}: a screening needs two or more: the noise shows between seeds")
     confirm = read_section(given.get("confirm"), f"{path}: confirm")
     check_keys(f"{path}: confirm", confirm, ("learning_rates", "seeds", "stop"))
-    seeds = confirm.get("seeds", given.get("seeds"))
+    seeds = confirm.get("seeds")
     if isinstance(seeds, list) and len(seeds) < FIRST_INTERIM:
         raise ValueError(f"{path}: confirm: seeds={seeds!r} must be {FIRST_INTERIM} or more; set confirm: {{seeds: ...}}")

@@ -50,7 +50,9 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
     with place.held(CLAIM_PATIENCE):
         place.claim(screening.given)
     found = run(screening.runs, folder / SCREENING)
-    losses = {name: [run["test_loss"] for run in found["models"][name]["runs"]] for name in screening.runs.largest.variants}
+    # The test split is for the confirmation alone: what survives is chosen on the validation split
+    runs = {name: found["models"][name]["runs"] for name in screening.runs.largest.variants}
+    losses = {name: [None if run["diverged"] else run["validation_loss"] for run in own] for name, own in runs.items()}
     diverged = [name for name, own in losses.items() if None in own]
     effects = None if diverged else analyse_effects(screening.design, np.array(list(losses.values())))
     confirmation = None
@@ -67,6 +69,7 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
         "design": {**asdict(screening.design), "rows": screening.design.rows.tolist()},
         "rates": list(screening.rates),
         "alpha": ALPHA,
+        "split": "validation",
         "effects": effects and asdict(effects),
         "diverged": diverged,
         "runs": found,

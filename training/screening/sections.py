@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ..comparison.figures import BASELINE, save
 from ..comparison.outcome import Outcome
 from ..comparison.render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
-from ..comparison.report import outcome_sentence, verdicts, warning_sentences
+from ..comparison.report import PROTOCOL, outcome_sentence, verdicts, warning_sentences
 from ..comparison.tables import MASKED_LOSSES, Rows, number, p_value, with_interval
 from ..files import write_text
 from ..text import align
@@ -43,6 +43,7 @@ class ScreeningOutcome:
         diverged: the rows that did.
         runs: the results of the runs of the design.
         confirmation: those of the comparison of `best` with `off`; `None` if no factor survived.
+        split: whose losses the effects are about.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ScreeningOutcome:
     diverged: list[str]
     runs: Outcome
     confirmation: Outcome | None = None
+    split: str = "test"  # of results that do not say
 
 
 _NO_VERDICT = (
@@ -106,13 +108,17 @@ def warnings_of(results: ScreeningOutcome) -> list[str]:
 
 def limits_of(results: ScreeningOutcome) -> list[str]:
     """What the main effects do not say."""
-    effects = results.effects
+    effects, sentences = results.effects, [_NO_VERDICT]
+    if results.confirmation and (known := {*results.runs.largest.seeds} & {*results.confirmation.largest.seeds}):
+        sentences.append(
+            f"The seeds {', '.join(map(str, sorted(known)))} of the confirmation chose what it confirms, so its p is too small."
+        )
     if effects is None or effects.p_of_interactions >= results.alpha:
-        return [_NO_VERDICT]
+        return sentences
     noise = 2 * effects.noise / math.sqrt(len(results.design.rows) * len(results.runs.largest.seeds))
     size, noise = (100 * value / effects.mean_loss for value in (effects.interaction_size, noise))
     return [
-        _NO_VERDICT,
+        *sentences,
         f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone {noise:.2g} %. "
         "Main effects are mixed with interactions of three factors, so one of about this size may be an interaction.",
     ]
@@ -132,8 +138,9 @@ def protocol(results: ScreeningOutcome) -> list[str]:
         sentences.append(MASKED_LOSSES)
     if results.effects is not None:
         sentences.append(
-            f"The noise of a run is {results.effects.noise:.2g} nats, with {results.effects.freedom} degrees of "
-            "freedom. Intervals are 95 % intervals of one effect each. Holm's method corrects p for all factors. A factor "
+            f"Effects are on the loss of the {results.split} split. The noise of a run is {results.effects.noise:.2g} nats, "
+            f"with {results.effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect each. "
+            "Holm's method corrects p for all factors. A factor "
             f"survives if it lowers the loss and its corrected p is below {results.alpha:g}. This takes the effect of a "
             "factor to be the same for every seed; if it varies, p is too small."
         )
@@ -189,7 +196,7 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"improvement of test {results.runs.largest.loss_name} (%), average over the other factors; right is better"
+        f"improvement of {results.split} {results.runs.largest.loss_name} (%), average over the other factors; right is better"
     )
     axes.set_title(f"{results.name}: main effects", parse_math=False)
     axes.grid(axis="x", alpha=0.25)
@@ -199,11 +206,10 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:
     """The report, section by section."""
     head = [*map(warning, warnings_of(results)), *screening_outcome(results), *map(warning, limits_of(results))]
-    sections = [Section("", [*head, bullets(protocol(results))])]
+    sections = [Section("", head), *figures]
     if results.effects is not None:
         sections.append(Section("Main effects", [markdown_table(effect_rows(results))]))
         sections.append(Section("Interactions", [_INTERACTIONS, markdown_table(interaction_rows(results))]))
-    sections += figures
     if results.confirmation is not None:
         about = "Its own report is in the folder `confirmation`, and the runs of the design are in `screening`."
         sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), about]))
@@ -211,4 +217,5 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
         f"`{name}`: `{yaml.safe_dump(found.change, default_flow_style=True).strip()}`"
         for name, found in results.factors.items()
     ]
-    return [*sections, Section("Factors", [bullets(changes), f"`{results.command}`"], is_folded=True)]
+    factors = Section("Factors", [bullets(changes), f"`{results.command}`"], is_folded=True)
+    return [*sections, Section(PROTOCOL, [bullets(protocol(results))], is_folded=True), factors]
