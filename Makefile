@@ -75,11 +75,12 @@ test-browser: .venv-browser/installed
 	@test -x "$(CHROMIUM)" || { echo "no browser was found: install Chromium, or set CHROMIUM"; exit 1; }
 	CHROMIUM=$(CHROMIUM) $(subst .venv,.venv-browser,$(PYTEST)) tests/browser
 
-# A pretrained model, whose quantised weights a package of the index holds: converted, changed, and compared with Llama's class
+# A pretrained model, whose quantised weights a package of the index holds: converted, changed, and compared with Llama's class. One process
+# takes all cores: the model is large enough to share
 PRETRAINED = .cache/pretrained
 
 test-weights: .venv-weights/installed $(PRETRAINED)/model.gguf
-	$(subst -n logical --dist worksteal,,$(subst .venv,.venv-weights,$(PYTEST))) tests/weights
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false .venv-weights/bin/python -m pytest tests/weights
 
 lint: .venv/installed-test
 	.venv/bin/ruff check --fix .
