@@ -106,8 +106,8 @@ class LocalEngine:
         progress.set_postfix_str(f"{run.name}{then}")
         try:
             while isinstance(message := receiver.recv(), dict):
-                loss = "" if message["loss"] is None else f", loss {message['loss']:.3f}"
-                progress.set_postfix_str(f"{run.name}{loss}{then}", refresh=False)
+                loss = "" if message["loss"] is None else f"loss {message['loss']:.3f}, "  # first, for a line may be cut
+                progress.set_postfix_str(f"{loss}{run.name}{then}", refresh=False)
                 progress.update(started_from + message["step"] - progress.n)
         except EOFError:
             raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}") from None
