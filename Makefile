@@ -182,7 +182,7 @@ DOCS = build mkdocs-jupyter mkdocs-material "mkdocstrings[python]" twine typer
 
 define new_environment
 $(PYTHON) -m venv $(1)
-$(subst .venv,$(1),$(PIP)) install --quiet -c $(2) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
+$(subst .venv,$(1),$(PIP)) install -qq -c $(2) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch
 endef
 
 clean:

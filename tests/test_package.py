@@ -37,6 +37,7 @@ def test_wheel_holds_the_package_its_command_and_all_its_data(wheel):
     for folder, pattern in (
         ("configuration", "*/*.json"),
         ("configuration", "*/*.yaml"),
+        ("examples", "*.*"),
         ("training", "**/*.py"),
         ("modeling_nlq", "kernels/**/*.*"),
     ):

@@ -396,7 +396,8 @@ def convert(
 ) -> None:
     """Convert models of other families to NLQ, and back.
 
-    The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, and checkpoints of nanoGPT.
+    The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, DiffLlama, NanoChat and EuroBERT; also
+    files of GGUF and checkpoints of nanoGPT.
     """
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.run.recipe import read_switches

@@ -64,10 +64,16 @@ def load(namespace: str) -> bool:
         logger.warning(
             "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled. It needs "
             "g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that can be written. NLQ_CPP=0 "
-            f"turns it off. {getattr(error, 'stderr', None) or error}"
+            f"turns it off. {_first_error(error)}"
         )
         return False
     return True
+
+
+def _first_error(error: Exception) -> str:
+    """What an error of a compiler or of the system says, in one line."""
+    lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line.lower()]
+    return lines[0] if lines else str(error)
 
 
 def library_file(namespace: str) -> Path:
