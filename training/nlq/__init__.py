@@ -145,6 +145,7 @@ def build() -> int:
 def train(
     context: typer.Context,
     recipe: str = _argument("Name of a shipped recipe, or a YAML file."),
+    source: str | None = _option("Go on from the weights and the tokenizer of a saved model.", None, "--from", metavar="RUN"),
     trust_parts: bool = _TRUST_RECORD,
     engine: Literal["local", "ray"] = _ENGINE,
     workers: int | None = _on_ray("Processes that train together; by default 1."),
@@ -160,7 +161,8 @@ def train(
     from modeling_nlq.training.api import train_with
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
 
-    resolved = load_recipe(recipe, read_overrides(context.args), trust_parts)
+    begun = {} if source is None else {"model": source, "tokenizer": source}
+    resolved = load_recipe(recipe, begun | read_overrides(context.args), trust_parts)
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
     metrics = train_with(engine, resolved, **resources, max_retries=max_retries)
     if resolved.training_arguments.process_index == 0:

@@ -147,7 +147,7 @@ class RunFolder:
 
     def refuse(self, changes: str) -> NoReturn:
         """Raises `ValueError` for a folder that was made from something else; `changes` says where it differs."""
-        hint = f", and add --model {self.path} to go on from its weights" if self.is_finished() else ""
+        hint = f", and add --from {self.path} to go on from its weights" if self.is_finished() else ""
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir{hint}")
 
 

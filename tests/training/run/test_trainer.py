@@ -110,8 +110,10 @@ class TestRun:
         assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"])
 
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
-        saved = {"model": run[0], "tokenizer": run[0]}
-        metrics = train(recipe_file, output_dir=tmp_path / "run", max_steps=1, learning_rate=0.0, save_strategy="no", **saved)
+        """Its weights and its tokenizer."""
+        options = ["--from", str(run[0]), "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--learning_rate", "0"]
+        assert main(["train", str(recipe_file), *options, "--save_strategy", "no"]) == 0
+        metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
         assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-5)
 
     def test_trains_with_the_models_own_backend(self, run, recipe_file, tmp_path):
