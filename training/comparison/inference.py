@@ -333,7 +333,7 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
     for name, effect in effects.items():
         if effect.loss_improvement_interval is None:
             continue
-        pairs = _pairs(dict.fromkeys(parts[name], 0.0), dict.fromkeys(reference, 0.0))
+        pairs = sorted(parts[name].keys() & reference.keys())
         squares = _mean_squares(_merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs])))
         variance = squares.seeds + max(0.0, squares.parts - squares.rest)
         if variance > squares.seeds:

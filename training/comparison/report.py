@@ -140,7 +140,7 @@ def describe(outcome: Outcome) -> str:
     else:
         found = outcome.largest
         rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row} for row in summary_rows(found)]
-        notes = [noise_floor_sentence(found), *selection_sentences(found)]
+        notes = [noise_floor_sentence(found), *selection_sentences(found), *early_sentences(found)]
     warnings = [f"warning: {text}" for text in warning_sentences(outcome)]
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
     before, after = (
@@ -178,6 +178,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
         outcome_sentence(found),
         noise_floor_sentence(found),
         *selection_sentences(found),
+        *early_sentences(found),
         markdown_table(rows),
     ]
     if outcome.trend:
@@ -220,7 +221,7 @@ def _models(found: ScaleOutcome) -> Section:
     differences = [
         f"`{name}`: " + (f"`{fields}`" if fields else "nothing, it is the recipe's") for name, fields in given.items()
     ]
-    early = [_EARLY] if found.interim else []
+    early = early_sentences(found)
     return Section("Models", [markdown_table(summary_rows(found)), *early, "What differs between them:", bullets(differences)])
 
 
@@ -339,8 +340,13 @@ def _boundary_warnings(name: str, model: ModelOutcome) -> list[str]:
 
 
 def selection_sentences(found: ScaleOutcome) -> list[str]:
-    """Whether tests and intervals include the risk of a wrong learning rate, and what leaving early does to them."""
-    return [_EACH_SEED if found.has_choice else _ONE_RATE, *([_EARLY] if found.interim else [])] if found.tested else []
+    """Whether tests and intervals include the risk of a wrong learning rate."""
+    return [_EACH_SEED if found.has_choice else _ONE_RATE] if found.tested else []
+
+
+def early_sentences(found: ScaleOutcome) -> list[str]:
+    """What interim analyses do to estimates and intervals."""
+    return [_EARLY] if found.interim else []
 
 
 def noise_floor_sentence(found: ScaleOutcome) -> str:
@@ -387,7 +393,7 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
             "a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which means that its "
             "interval, corrected for the number of models, lies within the noise floor. Half of the probability of an error, "
             f"{statistics.alpha:g}, belongs to the last analysis, the other half in equal parts to those before it. "
-            f"Bonferroni's method corrects p for all models and analyses. "
+            "Bonferroni's method corrects p for all models and analyses. "
             f"{made} of at most {len(seeds) * len(found.models)} runs are reported."
         )
     elif tested:

@@ -112,8 +112,8 @@ def read_screening(file: ComparisonFile) -> Screening:
 
     def confirm(survivors: Sequence[str]) -> Comparison:
         models = {OFF: {}, BEST: merged_change(factors, survivors)}
-        first = max(given["seeds"]) + 1  # seeds that did not choose the survivors
-        new = list(range(first, first + max(len(given["seeds"]), FIRST_INTERIM)))
+        unused = max(given["seeds"]) + 1  # seeds that did not choose the survivors
+        new = list(range(unused, unused + max(len(given["seeds"]), FIRST_INTERIM)))
         asked = {"learning_rates": {"start": math.sqrt(low * high), "factor": 2}, "seeds": new}
         asked |= given.get("confirm") or {}
         check_stop(source, {**given, **asked})
