@@ -75,8 +75,8 @@ class LocalEngine:
         with environment_of_one_run(), tqdm(desc=scale.name, unit="step", **bar_options()) as progress:
             while True:
                 ready, done = next_runs(scale, finished)
-                progress.n, progress.total = done * steps, (done + len(ready)) * steps
-                progress.set_postfix_str("")
+                before, progress.n, progress.total = progress.n, done * steps, (done + len(ready)) * steps
+                progress.set_postfix_str("", refresh=progress.n != before)  # a log file has no line for each second
                 if not ready:
                     return
                 following = [*(f"; next {run.name}" for run in ready[1:]), ""]
