@@ -49,19 +49,26 @@ def test_wheel_holds_the_package_its_command_and_all_its_data(wheel):
 
 
 @pytest.mark.slow
-def test_wheel_trains_a_named_recipe_outside_the_checkout(wheel, corpus, tmp_path):
+def test_road_of_the_readme_by_the_wheel(wheel, corpus, tmp_path):
+    """Outside of the checkout and without `make`."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    command = [sys.executable, "-m", "nlq", "train", "demo", "--dataset", str(corpus), "--max_steps", "2"]
-    command += ["--validation_fraction", "0.1", "--tokenizer", "bpe:512", "--report_to", "none"]
     environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
-    probe = "import nlq; print(nlq.__file__)"
-    where = subprocess.run([sys.executable, "-c", probe], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert where.stdout.startswith(str(site)), where
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "held-out perplexity" in done.stdout
-    assert (tmp_path / "runs" / "demo" / "README.md").is_file()
+
+    def python(*words):
+        done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    assert python("-c", "import nlq; print(nlq.__file__)").startswith(str(site))
+    quick = f"--dataset {corpus} --max_steps 2 --validation_fraction 0.1 --test_fraction 0.1 --tokenizer bpe:512"
+    assert "held-out perplexity" in python("-m", "nlq", *f"train demo {quick}".split())
+    python("-m", "nlq", "new", "my_idea.py", "--from", "bias")
+    assert "saving and loading changes nothing" in python("-m", "nlq", "check", "my_idea.py")
+    assert "baseline" in python("-m", "nlq", *f"compare my_idea.yaml {quick}".split())
+    run = "runs/compare-my_idea/runs/my_idea/rate-0.004-seed-0"
+    assert "nothing was sent" in python("-m", "nlq", "publish", run, "you/idea", "--dry-run")
+    assert "import" in python("-m", "nlq", "generate", run, "import ", "--max_new_tokens", "4")
 
 
 def test_one_version_everywhere():

@@ -112,6 +112,14 @@ def test_notebook(tmp_path, monkeypatch):
 PAGES = [*sorted(REPOSITORY.glob("[A-Z]*.md")), *sorted(DOCUMENTS.glob("*.md")), *sorted(DOCUMENTS.glob("[ir]*/*.md"))]
 
 
+def test_a_new_python_block_needs_a_test_that_runs_it():
+    """All are run: here, by test_python and test_checking, and by test_pages and test_peft of tests/clients."""
+    assert ", ".join(f"{page.stem} {len(snippets(page))}" for page in PAGES if snippets(page)) == (
+        "README 2, adapters 3, attention 2, conversion 1, distributed 1, encoder_decoder 3, encoders 3, export 3, own_parts 1, "
+        "python 7, serving 2, switches 1, training 3"
+    )
+
+
 def headings(document: Path) -> set[str]:
     """The names by which links reach the headings of a document, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
@@ -163,8 +171,7 @@ def test_table_of_backends():
 
 def test_an_activation_of_your_own(tmp_path, monkeypatch):
     monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
-    first, *_ = re.findall(r"```python\n(.*?)```", ATTENTION.read_text(), flags=re.DOTALL)
-    (tmp_path / "snippets.py").write_text(first)
+    (tmp_path / "snippets.py").write_text("".join(snippets(ATTENTION)))
     names = runpy.run_path(str(tmp_path / "snippets.py"))
     tokens = torch.randint(100, (1, 6))
     assert names["model"](tokens, labels=tokens).loss.isfinite()

@@ -50,6 +50,7 @@ class RunOutcome:
         tokens_seen, token_stream: the number of tokens, and a hash of them in their order.
         train_seconds, tokens_per_second: of training steps.
         peak_memory: in bytes.
+        chrf: of text generated for pairs of the validation split, from 0 to 100.
     """
 
     folder: str
@@ -71,6 +72,7 @@ class RunOutcome:
     peak_memory: int | None
     attn_implementation: str
     history: History
+    chrf: float | None = None
 
 
 @dataclass(frozen=True)
@@ -389,6 +391,7 @@ def _read_run(finished: RunStore, run: Run) -> RunOutcome:
         validation_loss=metrics.get("eval_loss"),
         bits_per_byte=metrics.get("test_bits_per_byte"),
         token_accuracy=metrics.get("test_token_accuracy"),
+        chrf=metrics.get("eval_chrf"),
         **{name: metrics[name] for name in (*same, "tokens_per_second", "peak_memory", "attn_implementation")},
         history=History(
             **{name: _without_nan(curve) for name, curve in curves.items()},

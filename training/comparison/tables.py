@@ -32,15 +32,18 @@ MASKED = {
 
 def summary_rows(found: ScaleOutcome) -> Rows:
     """A row for each model at one scale."""
+    has_text = any(run.chrf is not None for model in found.models.values() for run in model.finished)
     has_frozen = any(model.trained_parameters < model.parameters for model in found.models.values())
     rows = []
     for name, model in found.models.items():
         cells, finished = _verdict_cells(found.statistics, name), model.finished
+        scores = [run.chrf for run in finished if run.chrf is not None]
         row = {
             "model": name,
             "verdict": cells.pop("verdict"),
             "test loss (nats)": _mean_and_deviation([run.test_loss for run in finished]),
             **cells,
+            **({"chrF (validation)": _mean_and_deviation(scores, ".1f")} if has_text else {}),
             **({"seeds": str(len(model.runs))} if found.interim else {}),
             "learning rate": _chosen_rate(model),
             "parameters": f"{model.parameters:,}",
@@ -234,10 +237,10 @@ def number(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
 
 
-def _mean_and_deviation(values: list[float]) -> str:
+def _mean_and_deviation(values: list[float], form: str = ".4f") -> str:
     if not values:
         return NOTHING
-    return f"{statistics.fmean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+    return f"{statistics.fmean(values):{form}}" + (f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else "")
 
 
 def _improvement(effect: Effect | None, name: str) -> str:

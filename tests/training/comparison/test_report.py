@@ -35,6 +35,7 @@ from modeling_nlq.training.comparison.report import (
     write_report,
 )
 from modeling_nlq.training.comparison.run import run_and_report
+from modeling_nlq.training.comparison.tables import summary_rows
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -237,6 +238,14 @@ def test_warnings(outcome, tmp_path):
         ):
             assert text.count(said) == 1 and text.index(said) < place
     assert "| kernels of good | by cpp \\| by tiled |" in texts[0]
+
+
+def test_chrf_of_pairs_has_a_column(outcome):
+    good = outcome.largest.models["good"]
+    runs = [dataclasses.replace(run, chrf=10.0 + index) for index, run in enumerate(good.runs)]
+    found = changed(outcome.largest, "good", runs=runs)
+    shown = {row["model"]: row["chrF (validation)"] for row in summary_rows(found)}
+    assert shown["good"] == "12.0 ± 1.6" and "chrF (validation)" not in summary_rows(outcome.largest)[0]
 
 
 def test_card_marks_the_model_of_a_reported_run(outcome):
