@@ -75,9 +75,9 @@ def losses(seed: int, rate: float, epochs: int, **switches) -> tuple[float, floa
 def main() -> None:
     """Prints a row for each model, at its rate of the lowest mean validation loss, and a verdict over the seeds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3])
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 9e-3])
     given = parser.parse_args()
     found, best = {}, {}
     for names in itertools.product(("softmax", "sigmoid", "relu"), ("linear", "nonlinear")):

@@ -71,7 +71,7 @@ def small_model(folder: Path, config_class: type[GPT2Config | LlamaConfig]) -> P
     """A model of another family with a tokenizer, untrained."""
     tokenizer = make_tokenizer()
     end = tokenizer.eos_token_id
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
     own = {"num_key_value_heads": 2, "intermediate_size": 48} if config_class is LlamaConfig else {}
     config = config_class(vocab_size=300, **sizes, **own, bos_token_id=end, eos_token_id=end)
     torch.manual_seed(0)
