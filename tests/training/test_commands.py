@@ -25,7 +25,8 @@ NOT_RUN = {
     "my-task.yaml": "the page shows no such file; tests/training/run has one",
     ".gguf": "needs weights of the Hub",
     "out/ckpt.pt": "needs a checkpoint of nanoGPT; tests/training/conversion has one",
-    "--lora": "needs PEFT; tests/clients runs it",
+    "--lora": "needs PEFT; tests/clients has it",
+    "--adapter": "needs PEFT; tests/clients has it",
     "--block_size 8192": "needs the whole corpus, and minutes",
     "EuroBERT-folder": "needs weights of the Hub",
 }
