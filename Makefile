@@ -88,7 +88,7 @@ lint: .venv/installed-test
 
 # The site, in site/: it fails at a broken link. The reference is read from the installed package, which is built anew
 docs: .venv-docs/installed
-	$(subst .venv,.venv-docs,$(PIP)) install -qq --no-deps --force-reinstall .
+	$(subst .venv,.venv-docs,$(PIP)) install -qq --no-deps --no-build-isolation --force-reinstall .
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --clean
 
 # What a release would upload, in dist/
@@ -173,7 +173,7 @@ $(PRETRAINED)/model.gguf: | .venv-weights/installed
 	touch $@
 
 # For the site and releases, without the package's own requirements: the reference reads its source, and imports Typer alone
-DOCS = build mkdocs-jupyter mkdocs-material "mkdocstrings[python]" twine typer
+DOCS = build mkdocs-jupyter mkdocs-material "mkdocstrings[python]" "setuptools>=77" twine typer
 
 .venv-docs/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
