@@ -24,7 +24,8 @@ from modeling_nlq.training.comparison.inference import (
 )
 
 
-pytestmark = pytest.mark.filterwarnings("error")
+# Hypothesis warns of its own references under Python 3.14
+pytestmark = pytest.mark.filterwarnings("error", "ignore::hypothesis.errors.HypothesisWarning")
 
 VERDICTS = ("better", "worse", "within noise", "too few seeds: no verdict", "diverged", "no verdict: the baseline diverged")
 

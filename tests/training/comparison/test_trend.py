@@ -13,7 +13,8 @@ from modeling_nlq.training.comparison.noise import welch_sum
 from modeling_nlq.training.comparison.trend import ScaleLosses, analyse_trend
 
 
-pytestmark = pytest.mark.filterwarnings("error")
+# Hypothesis warns of its own references under Python 3.14
+pytestmark = pytest.mark.filterwarnings("error", "ignore::hypothesis.errors.HypothesisWarning")
 
 FLOPS = (1e15, 7e15, 3e16, 2e17)
 
