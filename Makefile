@@ -173,7 +173,7 @@ $(PRETRAINED)/model.gguf: | .venv-weights/installed
 	touch $@
 
 # For the site and releases, without the package's own requirements: the reference reads its source, and imports Typer alone
-DOCS = build mkdocs-jupyter mkdocs-material "mkdocstrings[python]" "setuptools>=77" twine typer
+DOCS = build mkdocs-jupyter mkdocs-material "mkdocstrings[python]" ruff "setuptools>=77" twine typer
 
 .venv-docs/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-docs
