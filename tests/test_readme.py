@@ -120,6 +120,10 @@ def test_a_new_python_block_needs_a_test_that_runs_it():
     )
 
 
+def test_pages_stay_short():
+    assert sum(len(page.read_text().split()) for page in (*PAGES, REPOSITORY / "model_card.md")) <= 30_000
+
+
 def headings(document: Path) -> set[str]:
     """The names by which links reach the headings of a document, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)", document.read_text(), flags=re.MULTILINE)
