@@ -28,7 +28,7 @@ BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
 NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
 
 # Title of each quantity, its unit, and the function that makes one curve of several layers
-_QUANTITIES: dict[str, tuple[str, str, Callable]] = {
+QUANTITIES: dict[str, tuple[str, str, Callable]] = {
     "entropy": ("Entropy, mean over layers", "nats", np.mean),
     "first_token_mass": ("Mass on the first token, mean over layers", "share", np.mean),
     "zero_rows": ("Rows without any weight, mean over layers", "share", np.mean),
@@ -147,8 +147,8 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
     """
     styles, runs = model_styles(found.baseline, found.models), _runs(found)
     curves = {
-        quantity: {name: [(run.diverged, _over_layers(run.history, quantity)) for run in own] for name, own in runs.items()}
-        for quantity in _QUANTITIES
+        quantity: {name: [(run.diverged, over_layers(run.history, quantity)) for run in own] for name, own in runs.items()}
+        for quantity in QUANTITIES
     }
     # A quantity that never changes is left out, such as the rows without weight under softmax
     panels = [
@@ -162,7 +162,7 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
     figure = Figure(figsize=(9, 2.5 * rows + 1), layout="constrained")
     grid = list(figure.subplots(rows, 2, sharex=True, squeeze=False).flat)
     for axes, quantity in zip(grid, panels):
-        what, unit, _ = _QUANTITIES[quantity]
+        what, unit, _ = QUANTITIES[quantity]
         points = []
         for name, style in styles.items():
             style = {**style, "linewidth": 0.7 * style["linewidth"], "marker": None}
@@ -210,6 +210,17 @@ def model_styles(baseline: str, models: Iterable[str]) -> dict[str, dict[str, An
     return styles
 
 
+def over_layers(history: History, quantity: str) -> list[tuple[int, float]]:
+    """The curve of a quantity in a run, over the layers that have it at each step."""
+    layers = [layer[quantity] for layer in history.stability.values() if quantity in layer]
+    values: dict[int, list[float]] = {}
+    for curve in [history.gradient_norm] if quantity == "gradient_norm" else layers:
+        for step, value in curve:
+            if value is not None:
+                values.setdefault(step, []).append(value)
+    return [(step, float(QUANTITIES[quantity][2](those))) for step, those in sorted(values.items())]
+
+
 def _runs(found: ScaleOutcome) -> dict[str, list[RunOutcome]]:
     return {name: model.runs for name, model in found.models.items()}
 
@@ -219,17 +230,6 @@ def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.nda
     found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
     steps = sorted(set.intersection(*(set(curve) for curve in found)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
-
-
-def _over_layers(history: History, quantity: str) -> list[tuple[int, float]]:
-    """The curve of a quantity in a run, over the layers that have it at each step."""
-    layers = [layer[quantity] for layer in history.stability.values() if quantity in layer]
-    values: dict[int, list[float]] = {}
-    for curve in [history.gradient_norm] if quantity == "gradient_norm" else layers:
-        for step, value in curve:
-            if value is not None:
-                values.setdefault(step, []).append(value)
-    return [(step, float(_QUANTITIES[quantity][2](those))) for step, those in sorted(values.items())]
 
 
 def _plot(axes: Axes, steps: Sequence[int], values: Sequence[float], style: dict[str, Any]) -> list[tuple[int, float]]:

@@ -23,6 +23,7 @@ from .tables import (
     provenance,
     rate_rows,
     run_rows,
+    stability_rows,
     summary_rows,
     task_rows,
     trend_tables,
@@ -53,6 +54,8 @@ _TASKS_CAPTION = (
     "(the rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, some "
     "verdicts are chance."
 )
+
+_STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and standard deviation over seeds."
 
 # One of these stands beside every p-value and interval
 _EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
@@ -227,10 +230,11 @@ def _models(found: ScaleOutcome) -> Section:
 
 def _runs(found: ScaleOutcome) -> list[Section]:
     """The sections of one scale about tasks, rates and runs."""
-    rates, tasks = rate_rows(found), task_rows(found)
+    rates, tasks, stability = rate_rows(found), task_rows(found), stability_rows(found)
     return [
         *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
         *([Section("Learning rates", [_RATES_CAPTION.format(found.loss_unit), markdown_table(rates)])] if rates else []),
+        *([Section("Attention at the end", [_STABILITY_CAPTION, markdown_table(stability)])] if stability else []),
         Section("Every run", [markdown_table(run_rows(found))], is_folded=True),
     ]
 

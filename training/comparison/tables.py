@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from ..run.tasks import is_guessable
+from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, holm
 from .outcome import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
 from .trend import ModelTrend, Trend
@@ -109,6 +110,20 @@ def task_rows(found: ScaleOutcome) -> Rows:
                 }
                 rows.append(row)
     return rows
+
+
+def stability_rows(found: ScaleOutcome) -> Rows:
+    """A row for each model: its quantities of stability at the last recorded step; empty if none were recorded."""
+    runs = {name: model.finished for name, model in found.models.items()}
+    if not any(run.history.stability for own in runs.values() for run in own):
+        return []
+    ends = {
+        title: {
+            name: [curve[-1][1] for run in own if (curve := over_layers(run.history, quantity))] for name, own in runs.items()
+        }
+        for quantity, (title, *_) in QUANTITIES.items()
+    }
+    return [{"model": name, **{title: _mean_and_deviation(of[name], ".3g") for title, of in ends.items()}} for name in runs]
 
 
 def run_rows(found: ScaleOutcome) -> Rows:

@@ -35,7 +35,7 @@ from modeling_nlq.training.comparison.report import (
     write_report,
 )
 from modeling_nlq.training.comparison.run import run_and_report
-from modeling_nlq.training.comparison.tables import summary_rows
+from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -279,6 +279,9 @@ def test_stability_takes_the_extreme_layer_and_shows_diverged_runs(outcome):
     dotted = [line for line in panels["Entropy, mean over layers"].lines if line.get_linestyle() == ":"]
     assert len(dotted) == 1
     assert "bad (1 of 5 diverged)" in [text.get_text() for text in figure.legends[0].get_texts()]
+    row = stability_rows(with_curves(outcome).largest)[0]
+    assert row["Entropy, mean over layers"] == f"{4.5 * (STEPS + 1):.3g} ± 0" and row["Largest weight of any layer"] == NOTHING
+    assert stability_rows(outcome.largest) == []
 
 
 def test_one_seed_one_rate(report):
