@@ -1,34 +1,42 @@
-"""Encoders on images: scikit-learn's 8 x 8 digits as 16 patches, softmax and sigmoid, linear and nonlinear queries.
+"""Encoders on images: scikit-learn's 8 x 8 digits as 16 patches; softmax, sigmoid and relu, linear and nonlinear queries.
 
     pip install scikit-learn && python benchmarks/digits.py
 
 Each patch of 2 x 2 pixels is one token: a linear layer makes its embedding, and the encoder gets `inputs_embeds`. The
-classifier reads the mean of all tokens. The models of a seed share the split and the order of the images.
-`docs/encoders.md` has the means that this prints.
+classifier reads the mean of all tokens. Of six folds, each is once the test, with the next one for validation: in each, every
+model searches for its own learning rate. The models of a fold share the seed and the order of the images.
+`docs/encoders.md` has the table that this prints.
 """
 
-import argparse
 import itertools
-import statistics
 import tempfile
+from math import nan
+from statistics import mean
 
 import torch
 from datasets import Dataset
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from sklearn.model_selection import StratifiedKFold
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
+from modeling_nlq.training.comparison.inference import analyse
+from modeling_nlq.training.comparison.rates import Rates
+
+
+FOLDS = 6
+RATES = Rates(start=4e-3, factor=2)
 
 
 class DigitClassifier(nn.Module):
     """Embeds patches of pixels, and classifies their sequence by an NLQ encoder."""
 
-    def __init__(self, **switches):
+    def __init__(self, activation: str, queries: str):
         super().__init__()
         sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 16}
-        config = NLQConfig(is_causal=False, vocab_size=1, num_labels=10, **sizes, **switches)
+        switches = {"is_causal": False, "attention_activation": activation, "query_projection": queries}
+        config = NLQConfig(vocab_size=1, num_labels=10, **sizes, **switches)
         self.patches, self.encoder = nn.Linear(4, config.hidden_size), NLQForSequenceClassification(config)
 
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor | None = None):
@@ -37,46 +45,52 @@ class DigitClassifier(nn.Module):
         return self.encoder(inputs_embeds=self.patches(patches), labels=labels)
 
 
-def accuracy(seed: int, epochs: int, **switches) -> float:
-    """Trains a model on 70 % of the images, and returns its share of right answers on the others."""
+def train(fold: int, rate: float, activation: str, queries: str) -> tuple[float, float, float]:
+    """Trains on four folds, and returns the loss on the next one, and the loss and accuracy on `fold` itself."""
     digits = load_digits()
-    images, labels = digits.images.astype("float32"), digits.target
-    split = train_test_split(images, labels, test_size=0.3, random_state=seed, stratify=labels)
-    train, test = (Dataset.from_dict({"pixels": x, "labels": y}).with_format("torch") for x, y in zip(split[:2], split[2:]))
-    set_seed(seed)
+    folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(digits.images, digits.target)
+    test, validation, *others = (part for _, part in itertools.islice(itertools.cycle(list(folds)), fold, fold + FOLDS))
+    images = Dataset.from_dict({"pixels": digits.images.astype("float32"), "labels": digits.target}).with_format("torch")
+    set_seed(fold)
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+    schedule = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 50, "num_train_epochs": 30}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            num_train_epochs=epochs,
-            per_device_train_batch_size=32,
-            learning_rate=2e-3,
-            lr_scheduler_type="cosine",
-            warmup_steps=50,
-            seed=seed,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            logging_strategy="no",
-        )
-        trainer = Trainer(DigitClassifier(**switches), arguments, train_dataset=train)
+        arguments = TrainingArguments(folder, per_device_train_batch_size=32, seed=fold, **schedule, **quiet)
+        model = DigitClassifier(activation, queries)
+        trainer = Trainer(model, arguments, train_dataset=images.select(itertools.chain(*others)))
         trainer.train()
-        predicted = trainer.predict(test)
-    return float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())
+        held_out, tested = (trainer.predict(images.select(part)) for part in (validation, test))
+    accuracy = (tested.predictions.argmax(-1) == tested.label_ids).mean()
+    return held_out.metrics["test_loss"], tested.metrics["test_loss"], float(accuracy)
 
 
 def main() -> None:
-    """Prints a row for each activation and query projection: the mean and the standard deviation over the seeds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=30)
-    given = parser.parse_args()
-    print("| activation | queries | parameters | test accuracy (%) | of each seed |\n|---|---|---|---|---|")
-    for activation, query in itertools.product(("softmax", "sigmoid"), ("linear", "nonlinear")):
-        switches = {"attention_activation": activation, "query_projection": query}
-        found = [100 * accuracy(seed, given.epochs, **switches) for seed in range(given.seeds)]
-        size = sum(parameter.numel() for parameter in DigitClassifier(**switches).parameters())
-        each = " ".join(f"{value:.1f}" for value in found)
-        print(f"| {activation} | {query} | {size:,} | {statistics.mean(found):.2f} ± {statistics.stdev(found):.2f} | {each} |")
+    """Prints a row for each model, with a verdict over the folds."""
+    found, edges = {}, set()
+    for names in itertools.product(("softmax", "sigmoid", "relu"), ("linear", "nonlinear")):
+        found[names] = []
+        for fold in range(FOLDS):
+            runs, losses = {}, {}
+            while missing := RATES.next(losses):
+                runs |= {rate: train(fold, rate, *names) for rate in missing}
+                losses = {rate: run[0] for rate, run in runs.items()}
+            edges |= {names} if RATES.boundary(losses) else set()
+            found[names].append((RATES.best(losses), *runs[RATES.best(losses)][1:]))
+    test_losses = {names: {fold: run[1] for fold, run in enumerate(runs)} for names, runs in found.items()}
+    effects = analyse(test_losses, ("softmax", "linear"), at_boundary=edges).effects
+    print("| activation, queries | rates | test loss | accuracy (%) | improvement of the loss (%) | Holm p | verdict |")
+    print("|---|---|---|---|---|---|---|")
+    for names, runs in found.items():
+        rates, losses, accuracies = map(sorted, zip(*runs))
+        row = f"| {', '.join(names)} | {rates[0]:g} to {rates[-1]:g} | {mean(losses):.4f} | {100 * mean(accuracies):.2f} |"
+        if effect := effects.get(names):
+            low, high = effect.loss_improvement_interval or (nan, nan)
+            row += (
+                f" {effect.loss_improvement:+.1f} [{low:+.1f}, {high:+.1f}] | {effect.holm_p or nan:.2g} | {effect.verdict} |"
+            )
+        else:
+            row += " | | baseline |"
+        print(row)
 
 
 if __name__ == "__main__":

@@ -55,11 +55,7 @@ def make_inputs(arguments: argparse.Namespace, length: int) -> tuple[list[torch.
 
 
 def gate(arguments: argparse.Namespace) -> None:
-    """Checks the results before anything is timed.
-
-    Raises:
-        SystemExit: if the chunked form differs from the parallel one.
-    """
+    """Raises `SystemExit` if the chunked form differs from the parallel one, before anything is timed."""
     inputs, gradient = make_inputs(arguments, 600)
     for name in ("linear", "linear, fixed decay"):
         forms = (train_step(name, inputs, gradient, form) for form in ("parallel", "chunked"))

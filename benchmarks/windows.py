@@ -39,11 +39,7 @@ def step(activation: str, backend: str, inputs: list[torch.Tensor], gradient: to
 
 
 def gate(arguments: argparse.Namespace) -> None:
-    """Checks the results before anything is timed.
-
-    Raises:
-        SystemExit: if `nlq_tiled` differs from `eager`.
-    """
+    """Raises `SystemExit` if results of `nlq_tiled` differ from those of `eager`, before anything is timed."""
     inputs, gradient = make_inputs(arguments.heads, 3 * arguments.window + 7)
     results = (step(arguments.activation, name, inputs, gradient, arguments.window) for name in ("eager", "nlq_tiled"))
     for expected, found in zip(*results):
