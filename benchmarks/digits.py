@@ -5,12 +5,11 @@
 Each patch of 2 x 2 pixels is one token: a linear layer makes its embedding, and the encoder gets `inputs_embeds`. The
 classifier reads the mean of all tokens. Of six folds, each is once the test, with the next one for validation: in each, every
 model searches for its own learning rate. The models of a fold share the seed and the order of the images.
-`docs/encoders.md` has the table that this prints.
+`docs/encoders.md` has the results.
 """
 
 import itertools
 import tempfile
-from math import nan
 from statistics import mean
 
 import torch
@@ -23,6 +22,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.rates import Rates
+from modeling_nlq.training.comparison.tables import p_value, with_interval
 
 
 FOLDS = 6
@@ -66,7 +66,7 @@ def train(fold: int, rate: float, activation: str, queries: str) -> tuple[float,
 
 def main() -> None:
     """Prints a row for each model, with a verdict over the folds."""
-    found, edges = {}, set()
+    found, at_boundary = {}, set()
     for names in itertools.product(("softmax", "sigmoid", "relu"), ("linear", "nonlinear")):
         found[names] = []
         for fold in range(FOLDS):
@@ -74,20 +74,18 @@ def main() -> None:
             while missing := RATES.next(losses):
                 runs |= {rate: train(fold, rate, *names) for rate in missing}
                 losses = {rate: run[0] for rate, run in runs.items()}
-            edges |= {names} if RATES.boundary(losses) else set()
+            at_boundary |= {names} if RATES.boundary(losses) else set()
             found[names].append((RATES.best(losses), *runs[RATES.best(losses)][1:]))
     test_losses = {names: {fold: run[1] for fold, run in enumerate(runs)} for names, runs in found.items()}
-    effects = analyse(test_losses, ("softmax", "linear"), at_boundary=edges).effects
+    effects = analyse(test_losses, ("softmax", "linear"), at_boundary=at_boundary).effects
     print("| activation, queries | rates | test loss | accuracy (%) | improvement of the loss (%) | Holm p | verdict |")
     print("|---|---|---|---|---|---|---|")
     for names, runs in found.items():
         rates, losses, accuracies = map(sorted, zip(*runs))
         row = f"| {', '.join(names)} | {rates[0]:g} to {rates[-1]:g} | {mean(losses):.4f} | {100 * mean(accuracies):.2f} |"
         if effect := effects.get(names):
-            low, high = effect.loss_improvement_interval or (nan, nan)
-            row += (
-                f" {effect.loss_improvement:+.1f} [{low:+.1f}, {high:+.1f}] | {effect.holm_p or nan:.2g} | {effect.verdict} |"
-            )
+            improvement = with_interval(effect.loss_improvement, effect.loss_improvement_interval, "+.1f")
+            row += f" {improvement} | {p_value(effect.holm_p)} | {effect.verdict} |"
         else:
             row += " | | baseline |"
         print(row)

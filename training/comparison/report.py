@@ -234,7 +234,7 @@ def _runs(found: ScaleOutcome) -> list[Section]:
     return [
         *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
         *([Section("Learning rates", [_RATES_CAPTION.format(found.loss_unit), markdown_table(rates)])] if rates else []),
-        *([Section("Attention at the end", [_STABILITY_CAPTION, markdown_table(stability)])] if stability else []),
+        *([Section("Stability at the end", [_STABILITY_CAPTION, markdown_table(stability)])] if stability else []),
         Section("Every run", [markdown_table(run_rows(found))], is_folded=True),
     ]
 

@@ -117,13 +117,12 @@ def stability_rows(found: ScaleOutcome) -> Rows:
     runs = {name: model.finished for name, model in found.models.items()}
     if not any(run.history.stability for own in runs.values() for run in own):
         return []
-    ends = {
-        title: {
-            name: [curve[-1][1] for run in own if (curve := over_layers(run.history, quantity))] for name, own in runs.items()
-        }
-        for quantity, (title, *_) in QUANTITIES.items()
-    }
-    return [{"model": name, **{title: _mean_and_deviation(of[name], ".3g") for title, of in ends.items()}} for name in runs]
+    rows = []
+    for name, own in runs.items():
+        curves = {title: [over_layers(run.history, of) for run in own] for of, (title, *_) in QUANTITIES.items()}
+        ends = {title: [curve[-1][1] for curve in those if curve] for title, those in curves.items()}
+        rows.append({"model": name, **{title: _mean_and_deviation(values, ".3g") for title, values in ends.items()}})
+    return rows
 
 
 def run_rows(found: ScaleOutcome) -> Rows:
