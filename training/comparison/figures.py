@@ -111,7 +111,7 @@ def draw_parameters(found: ScaleOutcome) -> Figure | None:
         values += draw_interval(axes, found.models[name].non_embedding_parameters * shift, *effect, styles[name])
     scale_percent(axes, f"improvement of test {found.loss_name} (%)", values)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    axes.set_xlabel("non-embedding parameters")
+    axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
     axes.set_title(f"{found.name}: improvement over {found.baseline}; up is better", parse_math=False)
     add_legend(figure, found.baseline, _runs(found), styles, [noise_patch()] if floor else [])
     return figure
