@@ -311,7 +311,7 @@ def allow_cpp(patch):
     patch.delenv("NLQ_CPP", raising=False)
     if build.instructions() != "AVX512":
         patch.setattr(cpu_ops, "_multiplies", lambda is_half: cpu_ops.is_built())
-    return cpu_ops._multiplies(True)
+    return cpu_ops._multiplies(False)
 
 
 @contextlib.contextmanager
