@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.gguf_cases import make_tokenizer
+from support.client_cases import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nlq import main
