@@ -51,7 +51,7 @@ def draw(ladder: dict) -> Figure:
     ticks = range(-15, 11, 5)
     axes.set_yticks(ticks, [f"{tick:+d} %".replace("-", "\N{MINUS SIGN}") if tick else "0" for tick in ticks], size=FONT)
     axes.set_ylabel("improvement of the loss", size=FONT)
-    figure.suptitle("What wins at 25,000 parameters loses at 197,000", size=FONT + 3, weight="bold")
+    figure.suptitle("Four activations beside softmax, at three sizes", size=FONT + 3, weight="bold")
     axes.grid(axis="y", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -82,8 +82,9 @@ def describe_estimate(
             f"time on this machine{where}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
             f"{duration(of_scale)} in all{', more if a search goes on' * scale.is_open}"
         )
+    whole = f"about {duration(total)} in all, " * (len(plan.scales) > 1)
     yield (
-        f"time on this machine, one run at a time: about {duration(total)}, by the throughput of a few steps of each model, "
+        f"time on this machine, one run at a time: {whole}by the throughput of a few steps of each model, "
         "without the preparation of data, compilation, and evaluation on text that is not here"
     )
 

@@ -3,7 +3,7 @@
 import math
 import types
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -362,14 +362,20 @@ def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Ou
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
-    """The trend of the test losses over several scales."""
+    """The trend of the test losses over several scales, in which each scale has the intervals of its own analysis."""
     if len(scales) < 2:
         return None
     found = [
         ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
         for name, scale in scales.items()
     ]
-    return analyse_trend(found, next(iter(scales.values())).baseline)
+    trend = analyse_trend(found, next(iter(scales.values())).baseline)
+    for name, scale in scales.items():
+        for model, effect in scale.statistics.effects.items():
+            step = trend.models[model].steps[name]
+            if step.improvement_interval is not None and effect.loss_improvement_interval is not None:
+                trend.models[model].steps[name] = replace(step, improvement_interval=effect.loss_improvement_interval)
+    return trend
 
 
 def _read_run(finished: RunStore, run: Run) -> RunOutcome:

@@ -171,16 +171,16 @@ class Scale:
                 "runs": f"{self.runs_of(name)}{' or more' * variant.rates.is_search}",
             }
             rows.append(row)
-        if all(row["trained"] == row["parameters"] for row in rows):
-            rows = [{name: cell for name, cell in row.items() if name != "trained"} for row in rows]
+        unneeded = {"trained"} if all(row["trained"] == row["parameters"] for row in rows) else set()
+        unneeded |= {"MLP width"} - {name for row in rows for name, cell in row.items() if cell}
+        rows = [{name: cell for name, cell in row.items() if name not in unneeded} for row in rows]
         yield from align([list(rows[0]), *(list(row.values()) for row in rows)])
         yield (
             f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all"
             f"{', more if a search goes on' * self.is_open}; seeds {' '.join(map(str, self.seeds))}"
         )
         if self.stop:
-            leaves = "a model leaves as soon as there is a verdict about it"
-            yield f"{self.runs} is the most: from {FIRST_INTERIM} seeds on, {leaves}"
+            yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
         if warning := self.power_warning():
             yield f"warning: {warning}"
 

@@ -290,18 +290,19 @@ def outcome_sentence(found: ScaleOutcome) -> str:
     models: dict[str, list[str]] = {"better": [], "worse": [], EQUIVALENT: [], WITHIN_NOISE: []}
     for name, effect in found.statistics.effects.items():
         models.setdefault(effect.verdict, []).append(name)
-    verdicts = [f"{verdict.replace(':', ',').capitalize()}: {', '.join(names)}." for verdict, names in models.items() if names]
+    comma = "; " if any("," in name for name in found.statistics.effects) else ", "
+    verdicts = [f"{verdict.replace(':', ',').capitalize()}: {comma.join(names)}." for verdict, names in models.items() if names]
     return " ".join([f"Baseline: {found.baseline}.", *verdicts])
 
 
-def warning_sentences(outcome: Outcome) -> list[str]:
-    """What a reader must know before the outcome, the largest scale first."""
-    scales = reversed(outcome.scales.items())
-    warnings = [f"Scale {name}: {text}" if name else text for name, found in scales for text in _warnings_of_scale(found)]
+def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
+    """What a reader must know before the outcome, the largest scale first; where models are tested, also of too few seeds."""
+    found = [(name, text) for name, scale in reversed(outcome.scales.items()) for text in _warnings_of_scale(scale, has_tests)]
+    warnings = [f"Scale {name}: {text}" if name else text for name, text in found]
     return [*warnings, outcome.trend.multiplier_note] if outcome.trend and outcome.trend.multiplier_note else warnings
 
 
-def _warnings_of_scale(found: ScaleOutcome) -> list[str]:
+def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
     """Other tokens, best rates at the boundary, diverged runs, too few seeds, and seeds that were added."""
     warnings = []
     if found.same_tokens is False:
@@ -320,7 +321,7 @@ def _warnings_of_scale(found: ScaleOutcome) -> list[str]:
                 else "it gets no verdict, for without its failures it would look better than it is"
             )
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    if warning := power_warning(len(found.seeds), len(found.models) - 1, found.statistics.alpha):
+    if has_tests and (warning := power_warning(len(found.seeds), len(found.models) - 1, found.statistics.alpha)):
         warnings.append(f"{warning}.")
     if found.added_seeds:
         warnings.append(

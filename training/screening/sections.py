@@ -103,7 +103,8 @@ def screening_outcome(results: ScreeningOutcome) -> list[str]:
 def warnings_of(results: ScreeningOutcome) -> list[str]:
     """What a reader must know first: of the runs of the design, and of those that confirm."""
     parts = {"Screening": results.runs, "Confirmation": results.confirmation}
-    return [f"{part}: {text}" for part, found in parts.items() if found for text in warning_sentences(found)]
+    given = {part: warning_sentences(found, found is not results.runs) for part, found in parts.items() if found}
+    return [f"{part}: {text}" for part, texts in given.items() for text in texts]
 
 
 def limits_of(results: ScreeningOutcome) -> list[str]:
