@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.image import imread
+from scipy import stats
 from support.golden import check_golden
 from support.markdown import html_in
 from support.planted import PlantedEngine
@@ -325,3 +326,32 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
     assert {path.name for path in (file.parent / "figures").iterdir()} == {
         path.name for path in (tmp_path / "figures").iterdir()
     }
+
+
+_INTERVAL = re.compile(r"([-+]?\d+\.\d+)(?: %)? \[([-+]?\d+\.\d+), ([-+]?\d+\.\d+)\]")
+# Contrasts that the page calls computed after the fact: folder, scale, the models that are better and those that are worse
+_CONTRASTS = [
+    ("softmax", "", ["softplus, sum", "softplus, length"], ["relu, sum", "relu, length"]),
+    ("softmax", "", ["softplus, sum", "relu, sum"], ["softplus, length", "relu, length"]),
+    ("ladder/blocks", "83k", ["post norm with relu after sums"], ["post norm"]),
+    ("ladder/blocks", "25k", ["scaled fourth matrix"], ["fourth matrix"]),
+    ("ladder/blocks", "83k", ["scaled fourth matrix"], ["fourth matrix"]),
+]
+
+
+def test_intervals_on_the_page_of_results():
+    """Each interval on the page is one of a published table, or a contrast of its runs."""
+    tables = "\n".join(file.read_text() for file in sorted(RESULTS.rglob("results.md")))
+    known = {tuple(map(float, found)) for found in _INTERVAL.findall(tables)}
+    for folder, scale, better, worse in _CONTRASTS:
+        found = read_outcome(json.loads((RESULTS / folder / "results.json").read_text())).scales[scale]
+        seeds = [seed for seed in found.losses[found.baseline] if all(seed in found.losses[name] for name in [*better, *worse])]
+        losses = {name: np.array([found.losses[name][seed] for seed in seeds]) for name in [found.baseline, *better, *worse]}
+        gains = sum(losses[name] for name in worse) / len(worse) - sum(losses[name] for name in better) / len(better)
+        gains *= 100 / losses[found.baseline].mean()
+        known.add((gains.mean(), *stats.t.interval(0.95, len(seeds) - 1, gains.mean(), stats.sem(gains))))
+    known |= {(-value, -high, -low) for value, low, high in known}
+    page = _INTERVAL.findall((RESULTS / "README.md").read_text())
+    distance = np.abs(np.array(page, float)[:, None] - np.array(sorted(known))).max(-1).min(-1)
+    allowed = [0.56 * 10.0 ** -len(value.partition(".")[2]) for value, *_ in page]  # of a number that was rounded twice
+    assert len(page) > 60 and [found for found, *pair in zip(page, distance, allowed) if pair[0] > pair[1]] == []
