@@ -63,6 +63,7 @@ def find(kind: str, name: str) -> Path:
         return path
     other = next((other for other in _SUFFIXES if name in names(other)), None)
     hint = suggestion(name, names(kind), is_short=True) if other is None else f"it is one of the {other}"
-    if near := next((near for near in (f"{name}{_SUFFIXES[kind]}", f"{name}/{kind[:-1]}.yaml") if Path(near).is_file()), None):
-        hint = f"did you mean the file {near}?"
+    for near in (Path(f"{name}{_SUFFIXES[kind]}"), Path(name) / f"{kind.removesuffix('s')}{_SUFFIXES[kind]}"):
+        if near.is_file():
+            hint = f"did you mean the file {near}?"
     raise ValueError(f"{kind.removesuffix('s')} {name!r} is neither a file nor a shipped name; {hint}")

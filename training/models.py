@@ -61,7 +61,8 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
     for key, value in switches.items():
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
             known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
-            parts = [part for part in config.sub_configs if hasattr(getattr(config, part), key)]
+            halves = {part: getattr(config, part) for part in config.sub_configs}
+            parts = [part for part, half in halves.items() if half and half._hasattr_without_heterogeneous_validation(key)]
             hint = f"set it in {' or '.join(parts)}" if parts else suggestion(key, known)
             raise ValueError(f"model {name!r} of type {config.model_type!r} has no field {key!r}; {hint}")
         if key in config.sub_configs:

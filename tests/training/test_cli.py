@@ -54,6 +54,8 @@ BAD_INPUT = r"""
 1 | train numbers.yaml | numbers.yaml | training
 1 | compare demo --noise-floor 1 | --noise-floor needs --dry-run
 1 | compare demo --max_step 3 | unknown field 'max_step'
+1 | compare demo.yaml | neither a file nor a shipped name; did you mean 'demo'?
+1 | train unknown | did you mean the file unknown.yaml?
 1 | compare demo --status | holds no comparison yet
 1 | generate runs/nothing-there x | 'runs/nothing-there' | is not a local folder
 1 | generate model.gguf x | 'model.gguf' is a GGUF file | nlq convert model.gguf TARGET

@@ -82,10 +82,11 @@ def describe_estimate(
             f"time on this machine{where}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
             f"{duration(of_scale)} in all{', more if a search goes on' * scale.is_open}"
         )
-    whole = f"about {duration(total)} in all, " * (len(plan.scales) > 1)
+    if len(plan.scales) > 1:
+        yield f"time on this machine, all scales: about {duration(total)}"
     yield (
-        f"time on this machine, one run at a time: {whole}by the throughput of a few steps of each model, "
-        "without the preparation of data, compilation, and evaluation on text that is not here"
+        "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of data, "
+        "compilation, and evaluation on text that is not here"
     )
 
 

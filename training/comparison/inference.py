@@ -317,7 +317,7 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     return min(1.0, squares.rest / squares.seeds) if squares.seeds else None
 
 
-def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[float]]]) -> Analysis:
+def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[float]]], most: int | None = None) -> Analysis:
     """Widens the intervals of an analysis so that they hold for other test texts too, not for other seeds alone.
 
     The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now drawn at
@@ -326,8 +326,9 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
     Verdicts and p stay: they are about this text.
 
     Args:
-        analysis: without interim analyses.
+        analysis: whose intervals become wider.
         parts: `parts[model][seed][part]`, losses in nats per token, of parts of equal size.
+        most: as for `analyse`.
     """
     effects, reference = dict(analysis.effects), parts[analysis.baseline]
     for name, effect in effects.items():
@@ -338,8 +339,9 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
         variance = squares.seeds + max(0.0, squares.parts - squares.rest)
         if variance > squares.seeds:
             freedom = variance**2 / sum(mean**2 / count for mean, count in squares.with_freedoms)
-            margin = float(stats.t.isf(analysis.alpha / 2, freedom)) * math.sqrt(variance / squares.cells)
-            margin = max(margin, critical_t(effect.pairs, 1, analysis.alpha) * effect.standard_error)
+            alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
+            margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / squares.cells)
+            margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
             effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
     return dataclasses.replace(analysis, effects=effects)
 

@@ -348,11 +348,14 @@ def judge(
     of_baseline = list(parts[baseline].values())
     share = None if None in of_baseline else noise_from_text(of_baseline)
     boundaries = {name: model.boundaries for name, model in models.items()}
-    if stop is not None:
-        return *analyse_early(losses, baseline, seeds, boundaries), share
-    analysis = analyse(losses, baseline, at_boundary=[name for name, found in boundaries.items() if found])
-    is_wider = share is not None and share > TEXT_COUNTS and all(None not in found.values() for found in parts.values())
-    return with_text(analysis, parts) if is_wider else analysis, None, share
+    if stop is None:
+        at_boundary = [name for name, found in boundaries.items() if found]
+        analysis, interim = analyse(losses, baseline, at_boundary=at_boundary), None
+    else:
+        analysis, interim = analyse_early(losses, baseline, seeds, boundaries)
+    if share is not None and share > TEXT_COUNTS and all(None not in found.values() for found in parts.values()):
+        analysis = with_text(analysis, parts, most=None if stop is None else len(seeds))
+    return analysis, interim, share
 
 
 def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:

@@ -68,8 +68,9 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     """
     path = find("comparisons", str(source))
     given = read_yaml(path)
-    for key in given.keys() & TrainingArguments.__dataclass_fields__.keys() - ComparisonFields.__annotations__.keys():
-        raise ValueError(f"{path}: unknown field {key!r}; did you mean training: {{{key}: {given[key]}}}?")
+    misplaced = TrainingArguments.__dataclass_fields__.keys() - {*ComparisonFields.__annotations__, *_SET_BY_RUN}
+    if fields := [key for key in given if key in misplaced]:
+        raise ValueError(f"{path}: unknown field {fields[0]!r}; set it in the section 'training'")
     check_keys(str(path), given, ComparisonFields.__annotations__)
     overrides = dict(overrides or {})
     check_set_by_run("arguments", overrides)
@@ -82,7 +83,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     check_trusted(recipe, overrides, recipe_source, trust_parts)
     defaults = {"test_fraction": 0.02, "record_stability": recipe.get("objective") != "seq2seq"}
     recipe = _merged({**defaults, **recipe}, given, str(path), recipe_source)
-    if any(given.get(section) for section in _SECTIONS) and not recipe_source.startswith(str(path)):
+    if any(given.get(section) for section in _SECTIONS) and isinstance(given["recipe"], str):
         recipe_source = f"{path} with {recipe_source}"
     name = _own_name(path, given)
     if (tasks := given.get("tasks")) is not None:

@@ -1,7 +1,7 @@
 """The report of a comparison, made from its outcome alone: a list of sections, and parts of it for terminals and cards."""
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +173,12 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = f"**{model}** (this model)"
+    has_choice = any(len(each.learning_rates) > 1 for each in found.models.values())
+    chosen = ", each model at its own best learning rate" if has_choice else ""
     parts = [
         *map(warning, warning_sentences(outcome)),
         f"From the comparison `{found.name}`: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} seeds "
-        f"each, {found.tokens_per_run:,} tokens a run, each model at its own best learning rate, all on the same tokens in the "
-        "same order.",
+        f"each, {found.tokens_per_run:,} tokens a run{chosen}, all on the same tokens in the same order.",
         outcome_sentence(found),
         noise_floor_sentence(found),
         *selection_sentences(found),
@@ -255,7 +256,7 @@ def trend_sentence(outcome: Outcome) -> str:
     verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "shrinks", "cannot tell")}
     for name, trend in outcome.trend.models.items():
         verdicts[trend.verdict].append(name)
-    found = [f"{verdict} ({', '.join(names)})" for verdict, names in verdicts.items() if names]
+    found = [f"{verdict} ({in_line(names)})" for verdict, names in verdicts.items() if names]
     return f"Trend of the improvement over the scales: {', '.join(found)}."
 
 
@@ -273,7 +274,7 @@ def trend_protocol(outcome: Outcome) -> list[str]:
         else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
         f"compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected for {tested} models "
         "by Holm's method.",
-        *(f"{', '.join(names)}: {meaning}." for meaning, names in meanings.items()),
+        *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
 
 
@@ -285,13 +286,18 @@ def cost_sentence(found: ScaleOutcome) -> str:
     )
 
 
+def in_line(names: Iterable[str]) -> str:
+    """Names of models in a sentence, between semicolons if a name has a comma."""
+    names = list(names)
+    return ("; " if any("," in name for name in names) else ", ").join(names)
+
+
 def outcome_sentence(found: ScaleOutcome) -> str:
     """All verdicts in one line, the clear ones first."""
     models: dict[str, list[str]] = {"better": [], "worse": [], EQUIVALENT: [], WITHIN_NOISE: []}
     for name, effect in found.statistics.effects.items():
         models.setdefault(effect.verdict, []).append(name)
-    comma = "; " if any("," in name for name in found.statistics.effects) else ", "
-    verdicts = [f"{verdict.replace(':', ',').capitalize()}: {comma.join(names)}." for verdict, names in models.items() if names]
+    verdicts = [f"{verdict.replace(':', ',').capitalize()}: {in_line(names)}." for verdict, names in models.items() if names]
     return " ".join([f"Baseline: {found.baseline}.", *verdicts])
 
 

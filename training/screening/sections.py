@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ..comparison.figures import BASELINE, save
 from ..comparison.outcome import Outcome
 from ..comparison.render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
-from ..comparison.report import PROTOCOL, outcome_sentence, verdicts, warning_sentences
+from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
 from ..comparison.tables import MASKED_LOSSES, Rows, number, p_value, with_interval
 from ..files import write_text
 from ..text import align
@@ -62,7 +62,7 @@ class ScreeningOutcome:
 
 _NO_VERDICT = (
     "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates misjudge a "
-    "change that moves the best one. The verdict is that of the confirmation, where each model has its own rate."
+    "change that moves the best one. The verdict is that of the confirmation."
 )
 
 
@@ -93,11 +93,11 @@ def describe(results: ScreeningOutcome) -> str:
 def screening_outcome(results: ScreeningOutcome) -> list[str]:
     """What was found, in a few sentences."""
     if results.effects is None:
-        return [f"No effects: {', '.join(results.diverged)} diverged, and the design needs all runs."]
+        return [f"No effects: {in_line(results.diverged)} diverged, and the design needs all runs."]
     survivors = results.effects.survivors
     if not survivors:
         return ["No factor lowers the loss by more than noise, so there was nothing to confirm."]
-    return [f"Survivors: {', '.join(survivors)}.", f"Confirmation: {outcome_sentence(results.confirmation.largest)}"]
+    return [f"Survivors: {in_line(survivors)}.", f"Confirmation: {outcome_sentence(results.confirmation.largest)}"]
 
 
 def warnings_of(results: ScreeningOutcome) -> list[str]:

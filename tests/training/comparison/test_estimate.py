@@ -76,7 +76,7 @@ class TestOutput:
         run = 3 + 11 * 100 + evaluation
         runs = 4 * run + 2 * (3 + 22 * 100 + 2 * evaluation)
         assert of_scale == f"time on this machine: about {duration(run)} a run of base, {duration(runs)} in all"
-        assert total.startswith("time on this machine, one run at a time: by the throughput")
+        assert total.startswith("times are for one run at a time, by the throughput")
 
     def test_text_that_is_evaluated(self, make_file, recipe_file, corpus):
         """By the size of its files and the number of evaluations; held-out text of a few documents is little."""
@@ -99,13 +99,13 @@ class TestOutput:
         options = ["--dry-run", "--output_dir", str(tmp_path / "none"), "--noise-floor", "0.5"]
         assert main(["compare", file, *options]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[-5:-3] == [
+        assert lines[-6:-4] == [
             "smallest difference found with probability 80 %, scale small: none, for a test needs two seeds or more",
             "smallest difference found with probability 80 %, scale large: "
             f"{0.5 * smallest_difference(3, 1, 1.0):.2g} % of the loss, if the noise floor is 0.5 %",
         ]
-        assert re.match(r"time on this machine, scale small: about \d+ min a run of base, .* in all, more if a", lines[-3])
-        assert lines[-1].startswith("time on this machine, one run at a time: about ") and not (tmp_path / "none").exists()
+        assert re.match(r"time on this machine, scale small: about \d+ min a run of base, .* in all, more if a", lines[-4])
+        assert lines[-2].startswith("time on this machine, all scales: about ") and not (tmp_path / "none").exists()
 
     def test_step_that_fails(self, make_file, monkeypatch, capsys):
         def fail(*_, **__):

@@ -114,6 +114,9 @@ class TestBadInput:
             ({"match": "memory"}, "match='memory' must be one of parameters, flops"),
             ({"model": "tiny-linear"}, "unknown field 'model'; did you mean 'models'"),
             ({"training": {"max_steps": -1}}, "needs max_steps"),
+            ({"training": {"max_step": 1}}, r"\.yaml with .*\.yaml: training: unknown field 'max_step'"),
+            ({"weight_decay": 0.1}, "unknown field 'weight_decay'; set it in the section 'training'"),
+            ({"learning_rate": 0.1}, "unknown field 'learning_rate'; did you mean 'learning_rates'"),
             (
                 {
                     "match": "parameters",
