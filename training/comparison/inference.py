@@ -322,7 +322,8 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
 
     The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now drawn at
     random as seeds are. The variance of its mean over S seeds and P parts is estimated without bias by
-    (MS_seeds + MS_parts - MS_rest) / (S P), with Satterthwaite's degrees of freedom (1946). No interval becomes narrower.
+    (MS_seeds + MS_parts - MS_rest) / (S P), with Satterthwaite's degrees of freedom (1946), which a difference of mean squares can
+    bring far below those of the seeds or the parts: at least the smaller of these count. No interval becomes narrower.
     Verdicts and p stay: they are about this text.
 
     Args:
@@ -339,6 +340,7 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
         variance = squares.seeds + max(0.0, squares.parts - squares.rest)
         if variance > squares.seeds:
             freedom = variance**2 / sum(mean**2 / count for mean, count in squares.with_freedoms)
+            freedom = max(freedom, min(count for _, count in squares.with_freedoms))
             alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
             margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / squares.cells)
             margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
