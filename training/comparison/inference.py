@@ -323,7 +323,8 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
     The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now drawn at
     random as seeds are. The variance of its mean over S seeds and P parts is estimated without bias by
     (MS_seeds + MS_parts - MS_rest) / (S P), with Satterthwaite's degrees of freedom (1946). A difference of mean squares
-    can bring these near zero, so at least those of the seeds or the parts count, whichever are fewer. No interval becomes narrower.
+    can bring these near zero, so those of the seeds or the parts, whichever are fewer, are the least. No interval becomes
+    narrower.
     Verdicts and p stay: they are about this text.
 
     Args:
