@@ -297,3 +297,14 @@ class TestIntervalsForOtherTexts:
             covered.append([low <= -1.0 / base.mean() <= high for low, high in intervals[:2]])
         by_seeds, by_both = np.mean(covered, axis=0)
         assert by_both > 0.93 and (by_seeds < 0.85 if of_parts > 0.02 else by_seeds <= by_both)
+
+    def test_are_not_absurd_where_text_and_training_make_little_noise(self):
+        """A variance that is a difference of mean squares has few degrees of freedom by Satterthwaite, at worst below one."""
+        random, widths = np.random.default_rng(0), []
+        for _ in range(200):
+            base = 3.0 + random.normal(0, 0.05, (5, 10))
+            parts = {"base": base, "a": base + random.normal(0, 0.002, (5, 1)) + random.normal(0, 0.05, (5, 10))}
+            analysis = analyse({name: runs(*found.mean(axis=1)) for name, found in parts.items()}, "base")
+            wide = with_text(analysis, {name: runs(*found.tolist()) for name, found in parts.items()}).effects["a"]
+            widths.append(np.ptp(wide.loss_improvement_interval))
+        assert max(widths) < 4 * np.median(widths)
