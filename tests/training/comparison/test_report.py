@@ -333,6 +333,7 @@ _INTERVAL = re.compile(r"([-+]?\d+\.\d+)(?: %)? \[([-+]?\d+\.\d+), ([-+]?\d+\.\d
 _CONTRASTS = [
     ("softmax", "", ["softplus, sum", "softplus, length"], ["relu, sum", "relu, length"]),
     ("softmax", "", ["softplus, sum", "relu, sum"], ["softplus, length", "relu, length"]),
+    ("queries-mlp", "197k", ["nonlinear"], ["identity, wider MLP"]),
     ("ladder/blocks", "83k", ["post norm with relu after sums"], ["post norm"]),
     ("ladder/blocks", "25k", ["scaled fourth matrix"], ["fourth matrix"]),
     ("ladder/blocks", "83k", ["scaled fourth matrix"], ["fourth matrix"]),
