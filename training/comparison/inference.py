@@ -36,8 +36,6 @@ AT_BOUNDARY = "no verdict: its best rate is at the boundary"
 BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
 # Of the test text, each of some 20,000 tokens where the text has 200,000.
 _TEXT_PARTS = 10
-# The share of the variance that is due to the text from which on intervals count it
-TEXT_COUNTS = 0.1
 
 
 @dataclass(frozen=True)
@@ -121,6 +119,7 @@ def analyse_early(
     seeds: Sequence[int],
     boundaries: Mapping[str, Collection[int]],
     alpha: float = 0.05,
+    parts: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
     """Analyses a comparison with `stop: early`: each model as it was at its last interim analysis.
 
@@ -128,6 +127,7 @@ def analyse_early(
         losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
         seeds: all planned seeds, in order.
         boundaries: the seeds of each model whose best rate is at the boundary of those tried.
+        parts: as for `with_text`.
 
     Returns:
         The analysis, and what was known at each interim analysis, by model.
@@ -139,6 +139,8 @@ def analyse_early(
         first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
         found = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
+        own_parts = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in (parts or {}).items()}
+        found = with_text(found, own_parts, most=len(seeds))
         for name, own in interims.items():
             if len(first[name]) == count:
                 effect = effects[name] = found.effects[name]
@@ -329,12 +331,13 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
 
     Args:
         analysis: whose intervals become wider.
-        parts: `parts[model][seed][part]`, losses in nats per token, of parts of equal size.
+        parts: `parts[model][seed][part]`, losses in nats per token, whose mean over parts is that of the text. A model without
+            them keeps its interval, as all do if the baseline has none.
         most: as for `analyse`.
     """
-    effects, reference = dict(analysis.effects), parts[analysis.baseline]
+    effects, reference = dict(analysis.effects), parts.get(analysis.baseline, {})
     for name, effect in effects.items():
-        if effect.loss_improvement_interval is None:
+        if effect.loss_improvement_interval is None or not (reference and parts.get(name)):
             continue
         pairs = sorted(parts[name].keys() & reference.keys())
         squares = _mean_squares(_merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs])))

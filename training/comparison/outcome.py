@@ -11,7 +11,7 @@ import numpy as np
 from ..files import STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
 from ..scrub import without_folders
-from .inference import TEXT_COUNTS, Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
+from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
 from .plan import Comparison, Run, Scale
 from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
@@ -44,7 +44,7 @@ class RunOutcome:
     Attributes:
         folder: in that of its scale.
         diverged_at: the step at which it was stopped; `None` if it was not.
-        test_loss, test_loss_parts: on the test split, as a whole and in parts of equal size; `None` if it diverged.
+        test_loss, test_loss_parts: on the test split, as a whole and in parts, whose mean it is; `None` if it diverged.
         validation_loss, train_loss: in nats per token, as all losses.
         bits_per_byte, token_accuracy: on the test split.
         tokens_seen, token_stream: the number of tokens, and a hash of them in their order.
@@ -206,6 +206,11 @@ class ScaleOutcome:
         return any(len(model.learning_rates) > 1 for model in self.models.values())
 
     @property
+    def counts_text(self) -> bool:
+        """Whether all intervals count the choice of the test text."""
+        return all(run.test_loss_parts is not None for model in self.models.values() for run in model.finished)
+
+    @property
     def loss_unit(self) -> str:
         """What losses are means over, in nats: tokens, or masked tokens."""
         recipe = self.comparison.get("recipe")
@@ -345,17 +350,13 @@ def judge(
     """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
-    of_baseline = list(parts[baseline].values())
-    share = None if None in of_baseline else noise_from_text(of_baseline)
+    parts = {name: own for name, own in parts.items() if None not in own.values()}
+    share = noise_from_text(list(parts.get(baseline, {}).values()))
     boundaries = {name: model.boundaries for name, model in models.items()}
     if stop is None:
         at_boundary = [name for name, found in boundaries.items() if found]
-        analysis, interim = analyse(losses, baseline, at_boundary=at_boundary), None
-    else:
-        analysis, interim = analyse_early(losses, baseline, seeds, boundaries)
-    if share is not None and share > TEXT_COUNTS and all(None not in found.values() for found in parts.values()):
-        analysis = with_text(analysis, parts, most=None if stop is None else len(seeds))
-    return analysis, interim, share
+        return with_text(analyse(losses, baseline, at_boundary=at_boundary), parts), None, share
+    return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
 
 
 def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:

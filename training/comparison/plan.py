@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..parameters import Size
 from ..run.recipe import ResolvedRecipe, resolve_recipe
 from ..text import align
-from .inference import FIRST_INTERIM, power_warning
+from .inference import FIRST_INTERIM, alpha_spent, power_warning
 from .rates import Rates
 
 
@@ -152,7 +152,8 @@ class Scale:
 
     def power_warning(self) -> str | None:
         """A warning if there are too few seeds for a verdict."""
-        return power_warning(len(self.seeds), len(self.variants) - 1)
+        seeds = len(self.seeds)
+        return power_warning(seeds, len(self.variants) - 1, 0.05 * (alpha_spent(seeds, seeds) if self.stop else 1.0))
 
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""
@@ -183,6 +184,8 @@ class Scale:
             yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
         if warning := self.power_warning():
             yield f"warning: {warning}"
+        if any(len(variant.rates.first) == 2 for variant in self.variants.values()):
+            yield "warning: of two learning rates the best is always at the boundary, without a verdict; list one, or three"
 
 
 @dataclass

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from ..files import PAGE_FILE, write_text
 from ..text import align, without_html
 from .figures import draw_curves, draw_interim, draw_parameters, draw_stability, save
-from .inference import EQUIVALENT, FIRST_INTERIM, TEXT_COUNTS, WITHIN_NOISE, power_warning
+from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, alpha_spent, power_warning
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses
 from .outcome import ModelOutcome, Outcome, ScaleOutcome
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
@@ -68,8 +68,8 @@ PROTOCOL = "How this was measured and judged"
 
 _EARLY = (
     "A model leaves when its difference looks large, so the improvement of a model that left early is too large on average: "
-    "after 3 seeds by 84, 27 and 13 % of a true difference of 1, 2 and 3 standard deviations. Its interval is wider than one "
-    "of 95 %, for it holds at all interim analyses together."
+    "after 3 seeds by 84, 27 and 13 % of a true difference of 1, 2 and 3 standard deviations, if runs of a seed share no "
+    "noise. Its interval is wider than one of 95 %, for it holds at all interim analyses together."
 )
 
 # Title, caption, and the function that draws it; the first of a report's figures stands before its tables
@@ -175,10 +175,11 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
             row["model"] = f"**{model}** (this model)"
     has_choice = any(len(each.learning_rates) > 1 for each in found.models.values())
     chosen = ", each model at its own best learning rate" if has_choice else ""
+    same = ", all on the same tokens in the same order" if found.same_tokens else ""
     parts = [
         *map(warning, warning_sentences(outcome)),
         f"From the comparison `{found.name}`: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} seeds "
-        f"each, {found.tokens_per_run:,} tokens a run{chosen}, all on the same tokens in the same order.",
+        f"each, {found.tokens_per_run:,} tokens a run{chosen}{same}.",
         outcome_sentence(found),
         noise_floor_sentence(found),
         *selection_sentences(found),
@@ -319,7 +320,7 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
     for name, model in found.models.items():
         if len(model.kernels) > 1:
             warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(model.kernels)}.")
-        warnings += _boundary_warnings(name, model)
+        warnings += _boundary_warnings(name, model, " from these seeds on" if found.interim else "")
         if diverged := len(model.runs) - len(model.finished):
             consequence = (
                 "models get no verdict from these seeds"
@@ -327,8 +328,11 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
                 else "it gets no verdict, for without its failures it would look better than it is"
             )
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    if has_tests and (warning := power_warning(len(found.seeds), len(found.models) - 1, found.statistics.alpha)):
+    alpha = found.statistics.alpha * (alpha_spent(len(found.seeds), len(found.seeds)) if found.interim else 1.0)
+    if has_tests and (warning := power_warning(len(found.seeds), len(found.models) - 1, alpha)):
         warnings.append(f"{warning}.")
+    if has_tests and len({len(model.learning_rates) > 1 for model in found.models.values()}) > 1:
+        warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")
     if found.added_seeds:
         warnings.append(
             f"These seeds were added after a finished report: {', '.join(map(str, found.added_seeds))}. If its outcome was the "
@@ -337,15 +341,15 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
     return warnings
 
 
-def _boundary_warnings(name: str, model: ModelOutcome) -> list[str]:
-    """Says where the best rate of a model is the smallest or the largest tried."""
+def _boundary_warnings(name: str, model: ModelOutcome, since: str) -> list[str]:
+    """Says where the best rate of a model is the smallest or the largest tried, and since when that leaves no verdict."""
     warnings = []
     for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
         seeds = [seed for seed, found in model.boundaries.items() if found == end]
         rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
         warnings.append(
             f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in {len(seeds)} of "
-            f"{len(model.runs)} seeds: a better one may lie beyond, so there is no verdict."
+            f"{len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
         )
     return warnings
 
@@ -370,7 +374,7 @@ def noise_floor_sentence(found: ScaleOutcome) -> str:
         f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
     if (share := found.noise_from_text) is None:
-        return f"{sentence}."
+        return f"{sentence}; how much of it comes from the choice of the test text is unknown."
     percent = "less than 1" if share < 0.005 else f"about {100 * share:.0f}"
     return f"{sentence}; {percent} % of this variance comes from the choice of the test text."
 
@@ -394,7 +398,9 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
             "split. The reported loss is that of the same run on the test split, which was not used to choose."
         )
         if any(model.search for model in found.models.values()):
-            sentences.append("The rates were searched for, until the best one had a worse neighbour on both sides.")
+            sentences.append(
+                "The rates were searched for, until the best one had a worse neighbour on both sides or the limit was reached."
+            )
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if found.interim:
@@ -414,11 +420,13 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
             f"below {statistics.alpha:g}. Intervals are 95 % t intervals of one model each, not corrected, so an interval "
             "may exclude 0 where the verdict is within noise."
         )
-        if (found.noise_from_text or 0.0) > TEXT_COUNTS:
-            sentences.append(
-                "The choice of the test text is a large part of the noise, so intervals count the parts of the text as they "
-                "count seeds: they hold for other texts of the same kind. The tests are about this text."
-            )
+    if tested and found.counts_text:
+        sentences.append(
+            "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same kind. "
+            "The tests are about this text."
+        )
+    elif tested:
+        sentences.append("Tests and intervals are about this test text: it is too short to tell how much its choice matters.")
     sentences += selection_sentences(found)
     sentences.append("Speed and time are the median of the reported runs, and memory the most of any.")
     return sentences

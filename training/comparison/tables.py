@@ -15,7 +15,7 @@ from .trend import ModelTrend, Trend
 
 NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
-# Width of an interval in percent from which on it says nothing but that there are too few seeds
+# Width of an interval in percent from which on it says nothing
 _ABSURD = 100.0
 
 Rows = list[dict[str, str]]
@@ -261,8 +261,8 @@ def _improvement(effect: Effect | None, name: str) -> str:
     if effect is None:
         return NOTHING
     interval, value = getattr(effect, f"{name}_interval"), getattr(effect, name)
-    if interval is not None and (None in interval or interval[1] - interval[0] > _ABSURD):
-        return f"{number(value, '+.2f')} [no interval: {effect.pairs} seeds are too few]"
+    if value is not None and interval is not None and (None in interval or interval[1] - interval[0] > _ABSURD):
+        return f"{value:+.2f} [wider than {_ABSURD:g}]"
     return with_interval(value, interval, "+.2f")
 
 

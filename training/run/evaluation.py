@@ -81,15 +81,16 @@ class LanguageModelingMetrics:
         return {f"pseudo_{name}" if self.is_masked and name == "perplexity" else name: found[name] for name in found}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
-        """The loss of each of several equal parts of the evaluated text, in order, in nats per token.
+        """What each of several parts of the evaluated text adds to its loss, in order, times their number, in nats per token.
 
-        Their spread tells how much of the noise of a loss is due to the choice of the text. `None` if the text has fewer
-        blocks than parts, or a loss is infinite or not a number.
+        The mean is the loss, and the spread tells how much of its noise is due to the choice of the text. `None` if the text
+        has fewer blocks than parts, or a loss is infinite or not a number.
         """
         if len(self._rows) < count:
             return None
         parts = [self._rows[len(self._rows) * part // count : len(self._rows) * (part + 1) // count] for part in range(count)]
-        losses = [sum(loss for loss, _ in part) / max(sum(tokens for _, tokens in part), 1) for part in parts]
+        tokens = max(sum(tokens for _, tokens in self._rows), 1)
+        losses = [count * sum(loss for loss, _ in part) / tokens for part in parts]
         return losses if all(map(math.isfinite, losses)) else None
 
 

@@ -37,7 +37,12 @@ class TestPlan:
         models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))
         plan = "\n".join(load_plan(make_file(models=models, seeds=[0, 1, 2])).describe())
         assert "9.9" in plan and "warning" in plan
-        assert "warning" not in "\n".join(load_plan(make_file(models=models, seeds=[0, 1, 2, 3, 4])).describe())
+        fields = {"models": models | dict.fromkeys(("f", "g", "h")), "seeds": [0, 1, 2, 3]}
+        assert "warning" not in "\n".join(load_plan(make_file(**fields)).describe())
+        assert "may need |t|" in "\n".join(load_plan(make_file(**fields, stop="early")).describe())
+
+    def test_two_rates_leave_no_verdict(self, make_file):
+        assert "warning: of two learning rates" in "\n".join(load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe())
 
     @pytest.mark.parametrize("match", ["parameters", "flops"])
     def test_match(self, make_file, match):

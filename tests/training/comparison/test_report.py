@@ -30,6 +30,7 @@ from modeling_nlq.training.comparison.outcome import (
 )
 from modeling_nlq.training.comparison.report import (
     describe,
+    protocol_sentences,
     selection_sentences,
     verdicts,
     warning_sentences,
@@ -283,6 +284,29 @@ def test_stability_takes_the_extreme_layer_and_shows_diverged_runs(outcome):
     row = stability_rows(with_curves(outcome).largest)[0]
     assert row["Entropy, mean over layers"] == f"{4.5 * (STEPS + 1):.3g} ± 0" and row["Largest weight of any layer"] == NOTHING
     assert stability_rows(outcome.largest) == []
+
+
+@pytest.mark.parametrize("stop", [None, "early"])
+def test_intervals_count_the_text(outcome, stop):
+    """Also where the baseline does equally well on all its parts, so that the noise floor has nothing of it."""
+    found, good = outcome.largest, outcome.largest.models["good"]
+    judged = []
+    for parts in (None, [-0.4, -0.2, 0.0, 0.2, 0.4]):
+        runs = [
+            dataclasses.replace(run, test_loss_parts=parts and [run.test_loss + part for part in parts]) for run in good.runs
+        ]
+        kind = changed(found, "good", runs=runs)
+        analysis, interim, _ = judge(kind.models, "base", found.seeds, stop)
+        judged.append(analysis.effects["good"])
+        assert interim is None or interim["good"][-1].loss_improvement_interval == judged[-1].loss_improvement_interval
+        told = "\n".join(protocol_sentences(changed(kind, interim=interim)))
+        assert ("they hold for other texts" in told, "about this test text:" in told) == (bool(parts), not parts)
+    without, counted = (dataclasses.asdict(effect) for effect in judged)
+    assert counted["loss_improvement_interval"][0] < without["loss_improvement_interval"][0] - 1
+    assert {name for name in counted if counted[name] != without[name]} == {
+        "loss_improvement_interval",
+        "perplexity_improvement_interval",
+    }
 
 
 def test_one_seed_one_rate(report):

@@ -40,6 +40,8 @@ def test_metric_equals_a_direct_computation():
     assert result["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
     assert result["bits_per_byte"] == pytest.approx(loss / math.log(2) / 3.5, rel=1e-6)
     assert result["token_accuracy"] == pytest.approx(sum(hits) / len(hits))
+    parts = metrics.loss_parts(3)  # the second has fewer tokens
+    assert sum(parts) / 3 == pytest.approx(loss) and parts[1] == pytest.approx(3 * sum(values[16:27]) / len(values))
 
 
 def test_evaluate_repeats_the_runs_own_result(run, corpus, tmp_path, monkeypatch, capsys):
