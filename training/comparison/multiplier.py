@@ -113,7 +113,9 @@ class _Curve:
             if is_beyond:
                 slope, start = float(self.log_loss(self.log_flops[end], 1)), float(self.log_flops[end])
                 return start + (log_loss - float(self.log_means[end])) / slope, slope
-        place = float(self.log_loss.solve(log_loss, extrapolate=False)[0])
+        roots = self.log_loss.solve(log_loss, extrapolate=False)
+        # Where it is the mean of a scale, rounding may put the root just outside the pieces on both sides
+        place = float(roots[0] if len(roots) else self.log_flops[np.abs(self.log_means - log_loss).argmin()])
         return place, float(self.log_loss(place, 1))
 
 

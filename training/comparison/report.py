@@ -283,7 +283,7 @@ def cost_sentence(found: ScaleOutcome) -> str:
     """What a run of the baseline costs at one scale."""
     return (
         f"{found.models[found.baseline].non_embedding_parameters:,} non-embedding parameters, {found.tokens_per_run:,} tokens "
-        f"and {found.flops(found.baseline):.2g} FLOPs a run, {len(found.seeds)} seeds."
+        f"and {found.flops(found.baseline):.2g} FLOPs a run, {len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}."
     )
 
 

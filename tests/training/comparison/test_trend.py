@@ -200,6 +200,12 @@ class TestMultiplier:
         near = list(models["near"].steps.values())[-1]
         assert near.note == "beyond" and near.multiplier_interval[1] is None and near.multiplier_interval[0] > 4
 
+    def test_of_a_model_that_equals_the_baseline_of_the_next_scale(self):
+        """There the curve has a root that rounding may lose, as with these losses."""
+        flops, losses = (1.7e11, 1.4e12, 7e12, 2.4e13), ([4.914, 4.909], [2.639, 2.616], [2.553, 2.557], [2.162, 2.152])
+        curve = LossCurve("abcd", flops, list(map(np.array, losses)))
+        assert curve.multiplier(0, np.subtract(*losses[:2]), flops[0], 0.95)[0] == pytest.approx(flops[1] / flops[0])
+
     def test_needs_two_scales_and_a_falling_loss(self):
         scales = make_scales({"a": 1.3})
         for scale in scales[1:]:
