@@ -350,7 +350,7 @@ def judge(
     """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
-    parts = {name: own for name, own in parts.items() if None not in own.values()}
+    parts = {} if any(None in own.values() for own in parts.values()) else parts
     share = noise_from_text(list(parts.get(baseline, {}).values()))
     boundaries = {name: model.boundaries for name, model in models.items()}
     if stop is None:
@@ -390,14 +390,17 @@ def _read_run(finished: RunStore, run: Run) -> RunOutcome:
         for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
     }
     stability = read_stability(log)
-    same = ("diverged", "diverged_at", "train_loss", "steps", "tokens_seen", "token_stream", "train_seconds")
+    same = ("diverged_at", "train_loss", "steps", "tokens_seen", "token_stream", "train_seconds")
+    # Its rate is chosen by the validation loss alone, but a test loss that is no number leaves nothing to compare
+    diverged = metrics["diverged"] or metrics["test_loss"] is None
     return RunOutcome(
         folder=f"runs/{run.name}",
         seed=run.seed,
         learning_rate=run.learning_rate,
+        diverged=diverged,
         # The loss of a model that diverged is not reported
-        test_loss=None if metrics["diverged"] else metrics["test_loss"],
-        test_loss_parts=None if metrics["diverged"] else metrics.get("test_loss_parts"),
+        test_loss=None if diverged else metrics["test_loss"],
+        test_loss_parts=None if diverged else metrics.get("test_loss_parts"),
         validation_loss=metrics.get("eval_loss"),
         bits_per_byte=metrics.get("test_bits_per_byte"),
         token_accuracy=metrics.get("test_token_accuracy"),

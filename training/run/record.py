@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from accelerate.utils import gather_object
@@ -181,9 +181,9 @@ def peak_memory(device: torch.device) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kibibyte
 
 
-def has_diverged(losses: Iterable[float], vocab_size: int) -> bool:
-    """Tells whether any loss of held-out text, in nats per token, is worse than an untrained model's, `log(vocab_size)`.
+def has_diverged(loss: float, vocab_size: int) -> bool:
+    """Tells whether a validation loss, in nats per token, is worse than that of an untrained model, `log(vocab_size)`.
 
     Half a nat is added, for models that have hardly learned.
     """
-    return not all(loss <= math.log(vocab_size) + 0.5 for loss in losses)  # true for NaN
+    return not loss <= math.log(vocab_size) + 0.5  # true for NaN

@@ -268,8 +268,7 @@ def _collect(run: _Run) -> dict[str, Any]:
         # JSON has no NaN
         **{name: value if math.isfinite(value) else None for name, value in scores.items()},
         "test_loss_parts": evaluated.get("loss_parts"),
-        "diverged": record.diverged_at is not None
-        or has_diverged((scores[name] for name in ("eval_loss", "test_loss") if name in scores), config.vocab_size),
+        "diverged": record.diverged_at is not None or has_diverged(evaluated["eval_loss"], config.vocab_size),
         "diverged_at": record.diverged_at,
         "train_loss": losses[-1] if losses else None,
         "steps": trainer.state.global_step,

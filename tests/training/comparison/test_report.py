@@ -187,6 +187,16 @@ def test_results_are_read_as_they_were_written(outcome):
         read_outcome(content)
 
 
+def test_a_test_loss_that_is_no_number(make_file, tmp_path):
+    """The run diverged, although its validation loss is a number."""
+    plan = load_plan(make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1, 2]), {"explore": False})
+    run_and_report(plan, tmp_path, PlantedEngine(planted))
+    metrics = next(tmp_path.glob("runs/good/*-seed-1/metrics.json"))
+    metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "test_loss": None}))
+    run_and_report(plan, tmp_path, PlantedEngine(planted))
+    assert "good diverged in 1 of 3 runs" in (tmp_path / "results.md").read_text()
+
+
 def test_figures_are_pictures(outcome, tmp_path):
     write_report(with_curves(outcome), tmp_path)
     assert sorted(path.stem for path in (tmp_path / "figures").iterdir()) == ["curves", "parameters", "stability"]
