@@ -21,7 +21,7 @@ from ..parameters import auto_class_of
 from ..run.documents import files_by_split
 from ..run.recipe import emulated_bf16, resolve_recipe
 from ..text import check_number, duration, first_line
-from .inference import alpha_spent, smallest_difference
+from .inference import alpha_of_last, smallest_difference
 from .local import environment_of_one_run
 from .plan import Comparison, Scale, Variant
 
@@ -113,8 +113,7 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
     seeds = len(scale.seeds)
     if seeds < 2:
         return "none, for a test needs two seeds or more"
-    alpha = 0.05 if scale.stop is None else 0.05 * alpha_spent(seeds, seeds)  # of the last interim analysis
-    times = smallest_difference(seeds, len(scale.variants) - 1, 1.0, alpha, _POWER)
+    times = smallest_difference(seeds, len(scale.variants) - 1, 1.0, alpha_of_last(seeds, scale.stop is not None), _POWER)
     if floor is None:
         return f"{times:.2g} times the noise floor"
     return f"{times * floor:.2g} % of the loss, if the noise floor is {floor:.2g} %"

@@ -244,6 +244,11 @@ def alpha_spent(seeds: int, most: int) -> float:
     return 0.5 if seeds >= most else 0.5 / (most - FIRST_INTERIM)
 
 
+def alpha_of_last(seeds: int, has_interim: bool, alpha: float = 0.05) -> float:
+    """What the last analysis of so many seeds spends: `alpha`, or its part of it if there were interim analyses before."""
+    return alpha * alpha_spent(seeds, seeds) if has_interim else alpha
+
+
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
     """The |t| that makes one of so many models, with two seeds or more, better or worse at the strictest of Holm's steps."""
     return float(stats.t.isf(alpha / models / 2, seeds - 1))
@@ -331,13 +336,15 @@ def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[floa
 
     Args:
         analysis: whose intervals become wider.
-        parts: `parts[model][seed][part]`, losses in nats per token, whose mean over parts is that of the text. A model without
-            them keeps its interval, as all do if the baseline has none.
+        parts: `parts[model][seed][part]`, losses in nats per token, whose mean over parts is that of the text. Empty if they
+            are not known: then nothing changes.
         most: as for `analyse`.
     """
-    effects, reference = dict(analysis.effects), parts.get(analysis.baseline, {})
+    if not parts:
+        return analysis
+    effects, reference = dict(analysis.effects), parts[analysis.baseline]
     for name, effect in effects.items():
-        if effect.loss_improvement_interval is None or not (reference and parts.get(name)):
+        if effect.loss_improvement_interval is None:
             continue
         pairs = sorted(parts[name].keys() & reference.keys())
         squares = _mean_squares(_merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs])))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..parameters import Size
 from ..run.recipe import ResolvedRecipe, resolve_recipe
 from ..text import align
-from .inference import FIRST_INTERIM, alpha_spent, power_warning
+from .inference import FIRST_INTERIM, alpha_of_last, power_warning
 from .rates import Rates
 
 
@@ -153,7 +153,7 @@ class Scale:
     def power_warning(self) -> str | None:
         """A warning if there are too few seeds for a verdict."""
         seeds = len(self.seeds)
-        return power_warning(seeds, len(self.variants) - 1, 0.05 * (alpha_spent(seeds, seeds) if self.stop else 1.0))
+        return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
 
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""

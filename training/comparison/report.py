@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from ..files import PAGE_FILE, write_text
 from ..text import align, without_html
 from .figures import draw_curves, draw_interim, draw_parameters, draw_stability, save
-from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, alpha_spent, power_warning
+from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, alpha_of_last, power_warning
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses
 from .outcome import ModelOutcome, Outcome, ScaleOutcome
 from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
@@ -328,7 +328,7 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
                 else "it gets no verdict, for without its failures it would look better than it is"
             )
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    alpha = found.statistics.alpha * (alpha_spent(len(found.seeds), len(found.seeds)) if found.interim else 1.0)
+    alpha = alpha_of_last(len(found.seeds), found.interim is not None, found.statistics.alpha)
     if has_tests and (warning := power_warning(len(found.seeds), len(found.models) - 1, alpha)):
         warnings.append(f"{warning}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in found.models.values()}) > 1:
