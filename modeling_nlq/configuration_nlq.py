@@ -58,9 +58,13 @@ def is_derived(path: str | list[str | None]) -> bool:
     return isinstance(path, str) and path.rpartition("--")[2] not in AUTO_MAP.values()
 
 
-def classes_in(folder: str | os.PathLike, auto_map: dict[str, str]) -> dict[str, str]:
-    """Returns the `auto_map` of a folder: the classes of this code, but derived ones whose file lies there."""
-    return AUTO_MAP | {
+def classes_in(folder: str | os.PathLike, auto_map: dict[str, str], is_causal: bool) -> dict[str, str]:
+    """Returns the `auto_map` of a saved model: the classes that load it, of this code or derived with a file in its folder.
+
+    Programs such as `accelerate estimate-memory` take the first one, so an encoder must not name a class of decoders.
+    """
+    refused = "AutoModelForMaskedLM" if is_causal else "AutoModelForCausalLM"
+    return {name: path for name, path in AUTO_MAP.items() if name != refused} | {
         name: path
         for name, path in auto_map.items()
         if is_derived(path) and Path(folder, f"{path.partition('.')[0]}.py").is_file()
@@ -219,6 +223,8 @@ class NLQConfig(PreTrainedConfig):
             its attention and its MLP; see `docs/encoder_decoder.md`.
         cross_attention (`dict` or `False`, *optional*): switches that differ there; `False` for a layer without it.
         cross_attention_hidden_size (`int`, *optional*): width of the encoder's tokens; by default `hidden_size`.
+        cross_attention_max_positions (`int`, *optional*): the most tokens that the encoder reads, from which
+            `attention_length_scaling` starts there; by default `max_position_embeddings`.
         is_causal (`bool`, defaults to `True`): whether a token sees itself and earlier tokens only. `False` makes an encoder,
             for `NLQForMaskedLM`: a token sees its whole document, or with a `sliding_window` that many tokens on each side.
         classifier_pooling (`str`, *optional*): what `NLQForSequenceClassification` reads: the `"last"` token, the `"first"`, or
@@ -294,6 +300,7 @@ class NLQConfig(PreTrainedConfig):
     add_cross_attention: bool = False
     cross_attention: dict | bool | None = None
     cross_attention_hidden_size: int | None = None
+    cross_attention_max_positions: int | None = None
     is_causal: bool = True
     classifier_pooling: Literal["last", "first", "mean"] | None = None
     tie_word_embeddings: bool = True
@@ -336,8 +343,12 @@ class NLQConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
         own = [part for part in self._own_parts().values() if part not in PARTS]
-        self.auto_map = classes_in(save_directory, self.auto_map)
-        result = super().save_pretrained(save_directory, *args, **kwargs)
+        # In memory all classes stay, so that a saved configuration can be loaded with another `is_causal`
+        in_memory, self.auto_map = self.auto_map, classes_in(save_directory, self.auto_map, self.is_causal)
+        try:
+            result = super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.auto_map = in_memory
         if own:
             save_parts(save_directory, own)
         return result
@@ -391,6 +402,14 @@ class NLQConfig(PreTrainedConfig):
     def key_value_input_size(self) -> int:
         """The width of what keys and values are projected from (of one layer)."""
         return (self.is_cross_attention and self.cross_attention_hidden_size) or self.hidden_size
+
+    @property
+    def most_visible_keys(self) -> int:
+        """The number of keys that a query sees at most (of one layer)."""
+        length = (self.is_cross_attention and self.cross_attention_max_positions) or self.max_position_embeddings
+        if self.sliding_window is None:
+            return length
+        return min(length, self.sliding_window if self.is_causal else 2 * self.sliding_window + 1)
 
     @property
     def layer_types(self) -> list[str]:
@@ -613,14 +632,15 @@ def _check_cross_attention(layer: NLQConfig) -> None:
     if overrides is True:
         raise ValueError("cross_attention=True must be the switches that differ there, False, or None")
     if not layer.add_cross_attention:
-        for name in ("cross_attention", "cross_attention_hidden_size"):
+        for name in ("cross_attention", "cross_attention_hidden_size", "cross_attention_max_positions"):
             if getattr(layer, name) is not None:
                 raise ValueError(f"{name}={getattr(layer, name)!r} needs add_cross_attention=True")
         return
     if not layer.is_causal:
         raise ValueError("add_cross_attention=True needs is_causal=True: an encoder has no cross-attention")
-    if layer.cross_attention_hidden_size is not None and layer.cross_attention_hidden_size < 1:
-        raise ValueError(f"cross_attention_hidden_size={layer.cross_attention_hidden_size} must be a positive integer")
+    for name in ("cross_attention_hidden_size", "cross_attention_max_positions"):
+        if (size := getattr(layer, name)) is not None and size < 1:
+            raise ValueError(f"{name}={size} must be a positive integer")
     for name in overrides or {}:
         if name not in CROSS_ATTENTION_SWITCHES:
             hint = did_you_mean(name, CROSS_ATTENTION_SWITCHES)

@@ -23,6 +23,8 @@ DIRECTIONS = {
     "encoder": {"is_causal": False, "add_cross_attention": False},
     "decoder": {"is_causal": True, "add_cross_attention": True},
 }
+# The fields of the decoder that follow from fields of the encoder
+FROM_ENCODER = {"cross_attention_hidden_size": "hidden_size", "cross_attention_max_positions": "max_position_embeddings"}
 
 
 @strict
@@ -33,7 +35,7 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
     Args:
         encoder (`dict` or `NLQConfig`, *optional*): the encoder; `is_causal=False` is set.
         decoder (`dict` or `NLQConfig`, *optional*): the decoder; `add_cross_attention=True` is set, and
-            `cross_attention_hidden_size` to the width of the encoder.
+            `cross_attention_hidden_size` and `cross_attention_max_positions` to those of the encoder.
         decoder_start_token_id (`int`, *optional*): the first token of the decoder; by default `bos_token_id`, or else
             `pad_token_id`.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default those of the decoder.
@@ -64,10 +66,15 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
             for switch, value in directions.items():
                 if switches.get(switch, value) != value:
                     raise ValueError(f"{name}: {switch}={switches[switch]!r} must be {value}, or left out")
-            width = {} if name == "encoder" else {"cross_attention_hidden_size": self.encoder.hidden_size}
-            if (given := switches.get("cross_attention_hidden_size")) not in (None, *width.values()):
-                raise ValueError(f"{name}: cross_attention_hidden_size={given} follows from the encoder; leave it out")
-            setattr(self, name, NLQConfig(**{**switches, **directions, **width}))
+            sizes = (
+                dict.fromkeys(FROM_ENCODER)
+                if name == "encoder"
+                else {switch: getattr(self.encoder, origin) for switch, origin in FROM_ENCODER.items()}
+            )
+            for switch, size in sizes.items():
+                if (given := switches.get(switch)) not in (None, size):
+                    raise ValueError(f"{name}: {switch}={given} follows from the encoder; leave it out")
+            setattr(self, name, NLQConfig(**{**switches, **directions, **sizes}))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self.decoder, name))

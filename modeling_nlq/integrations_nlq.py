@@ -12,6 +12,7 @@ from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 
 from .parts_base_nlq import SplitByHeads
 from .parts_builtin_nlq import parts_of
@@ -24,6 +25,14 @@ except ImportError:
 
 # Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`.
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
+
+
+def takes_cache(forward: Callable) -> Callable:
+    """Lets `forward` take the cache by both names, and warns of the old one where Transformers does."""
+    if CACHE_NAME == "past_key_values":
+        return forward
+    return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)(forward)
+
 
 # The tensors and objects that a call may pass beside those that `forward` names: read elsewhere, or without effect on a result
 KNOWN_ARGUMENTS = {

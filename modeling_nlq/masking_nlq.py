@@ -400,7 +400,9 @@ def read_sequences(
     segments = None
     # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
     if attention_mask is None and cache is None:
-        segments = _find_packed_documents(position_ids, use_cache)
+        segments = find_packed_documents(position_ids)
+        if use_cache:
+            refuse_packed(segments, "cannot be cached; set use_cache=False, or give a mask if each row is one text")
     if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
         attention_mask = padding_mask = None  # it hides nothing, and a mask costs time
 
@@ -459,14 +461,14 @@ def _check_mask(
     return attention_mask
 
 
-def _find_packed_documents(position_ids: torch.Tensor | None, use_cache: bool | None) -> torch.Tensor | None:
+def find_packed_documents(position_ids: torch.Tensor | None) -> torch.Tensor | None:
     """Returns the number `(batch, query)` of each token's document, or `None` if each row is one document."""
     if position_ids is None or position_ids.shape[-1] <= 1:
         return None
-    segments = find_packed_sequence_indices(position_ids)
-    if segments is not None and use_cache and not is_tracing(position_ids):
-        raise ValueError(
-            "packed documents (position_ids that restart, without an attention_mask) cannot be cached; set "
-            "use_cache=False, or give a mask if each row is one text"
-        )
-    return segments
+    return find_packed_sequence_indices(position_ids)
+
+
+def refuse_packed(segments: torch.Tensor | None, reason: str) -> None:
+    """Raises `ValueError` for packed documents, which a traced program cannot tell from others."""
+    if segments is not None and not is_tracing(segments):
+        raise ValueError(f"packed documents (position_ids that restart, without an attention_mask) {reason}")

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithCrossAttentions,
     MaskedLMOutput,
     SequenceClassifierOutputWithPast,
+    TokenClassifierOutput,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
@@ -49,10 +50,11 @@ from .integrations_nlq import (
     NLQIntegrationMixin,
     check_arguments,
     register_default_targets,
+    takes_cache,
 )
 from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, state_of_source
 from .loss_nlq import causal_lm_loss
-from .masking_nlq import LayerMasks, Sequences, read_sequences, read_source
+from .masking_nlq import LayerMasks, Sequences, read_sequences, read_source, refuse_packed
 from .parts_base_nlq import AttentionCall, ScoreBias, from_columns, own_heads, to_columns
 from .projections_nlq import NLQAttentionProjections
 
@@ -551,6 +553,7 @@ class NLQModel(NLQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @takes_cache
     @capture_outputs
     def forward(
         self,
@@ -603,6 +606,8 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError("is_causal=False: an encoder has no cache; leave use_cache and past_key_values out")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if not is_causal and input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         self._check_source(encoder_hidden_states, inputs_embeds.shape[0])
         encoder_cache = None
@@ -632,8 +637,7 @@ class NLQModel(NLQPreTrainedModel):
         masks = make_layer_masks([layer.self_attn for layer in layers], inputs_embeds, sequences, cache, **kwargs)
         encoder_masks, cross = None, [layer.cross_attn for layer in layers if layer.cross_attn is not None]
         if cross:
-            if sequences.segments is not None:
-                raise ValueError("position_ids: packed documents would all see the encoder's tokens; give one text per row")
+            refuse_packed(sequences.segments, "would all see the encoder's tokens; give one text per row")
             source = read_source(inputs_embeds, encoder_hidden_states, encoder_attention_mask)
             encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
         first_values = None
@@ -787,6 +791,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         # prints it too
         return NLQForCausalLM.__name__
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -826,13 +831,8 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         return choose_paged_implementation(self.config)
 
 
-# The losses of the three heads below average over their own batch. Under gradient accumulation Trainer must average these,
-# which it does for models that say that they take no `num_items_in_batch`.
-
-
 class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrainedModel):
-    accepts_loss_kwargs = False
-
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
@@ -852,16 +852,19 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         Returns:
             The loss, if labels are given, and logits `(batch, labels)` of the token of each row that `classifier_pooling`
             names, or the mean over its tokens. What is padding says `attention_mask`, or without a mask of tokens
-            `config.pad_token_id`.
+            `config.pad_token_id`: the tokens of an encoder then do not see it either.
 
         Raises:
             ValueError: for the last tokens of several rows with neither.
         """
+        pad_token_id = self.config.pad_token_id
+        if attention_mask is None and not self.config.is_causal and input_ids is not None and pad_token_id is not None:
+            attention_mask = input_ids != pad_token_id
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
         # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have no ids
-        is_token, pad_token_id = torch.ones_like(logits[..., 0], dtype=torch.bool), self.config.pad_token_id
+        is_token = torch.ones_like(logits[..., 0], dtype=torch.bool)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
         elif pad_token_id is None and len(logits) > 1 and pooling == "last":
@@ -878,17 +881,45 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)
+            if (num_items := kwargs.get("num_items_in_batch")) is not None:
+                # The mean over this call becomes its share of the mean over all calls of an optimizer step
+                loss = loss * (labels.ne(-100).sum() / num_items)
         found = without_last(outputs)
         found.pop("cross_attentions", None)  # this output has no place for them
         return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **found)
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):
-    accepts_loss_kwargs = False
+    @takes_cache
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> TokenClassifierOutput:
+        """
+        Args:
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, kwargs: as in `NLQModel`.
+            labels: `(batch, query)` classes; -100 is ignored.
+
+        Returns:
+            The loss, if labels are given (mean over tokens, in nats), and logits `(batch, query, labels)`.
+        """
+        inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds)
+        outputs, loss = super().forward(*inputs, return_dict=True, **kwargs), None
+        if labels is not None:
+            # diff with Llama, which ignores `num_items_in_batch`: under gradient accumulation batches differ in labels
+            loss = self.loss_function(outputs.logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(loss=loss, **outputs)
 
 
 class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
-    accepts_loss_kwargs = False
+    accepts_loss_kwargs = False  # the loss averages over its own batch, and under gradient accumulation Trainer averages these
 
 
 # Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines warn

@@ -251,10 +251,9 @@ class LengthScaling(AttentionPart):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        window = config.sliding_window or config.max_position_embeddings
-        longest = max(2, min(window, config.max_position_embeddings))
-        # A query that sees all keys begins with a factor of 1. `bias` in the name keeps it out of Trainer's weight decay
-        self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), 1.0 / math.log(longest)))
+        # A query with the most keys starts with a factor of 1. `bias` in the name keeps it out of Trainer's weight decay
+        most = max(2, config.most_visible_keys)
+        self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), 1.0 / math.log(most)))
 
     @classmethod
     def check(cls, config) -> None:

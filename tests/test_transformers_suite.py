@@ -112,7 +112,6 @@ DESELECTED = (
     ("test_model_rope_scaling_from_config_*", NOT_ROPE, "This configuration has no rotary positions to scale, only the field."),
     ("test_model_rope_scaling_from_config_*_dynamic", ROPE, "NLQ refuses it: its angles would change what is already cached."),
     ("test_training_overfit", (PAIR,), "It expects the prompt in what `generate` returns."),
-    ("test_bc_cache_name_forward", EVERY, "It expects a warning: both names of the cache are taken without one."),
     ("test_can_set_attention_dynamically", NOT_SOFTMAX, _SDPA),
     ("test_config", (PAIR,), "It compares each half with the dictionary that was given, which lacks the defaults."),
     (

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
+from modeling_nlq import NLQConfig
 from modeling_nlq.cache_nlq import LAYER_TYPE
 from modeling_nlq.parts_base_nlq import AttentionPart
 from modeling_nlq.parts_builtin_nlq import parts_of
@@ -25,7 +26,8 @@ class Size:
     Attributes:
         total: number of parameters; tied ones count once.
         non_embedding: the same without token embeddings, learned positions, and LM head.
-        flops_per_token: floating-point operations of forward and backward for one token of a full context.
+        flops_per_token: floating-point operations of forward and backward for one token of a full context; of an encoder and
+            decoder for one token, of source or target, of a full pair.
         trained: number of parameters that are not frozen.
     """
 
@@ -59,7 +61,7 @@ def objective_of(config: PreTrainedConfig) -> str:
 
 def measure(
     config: PreTrainedConfig,
-    context: int | None = None,
+    context: int | Sequence[int] | None = None,
     attn_implementation: str | None = "eager",
     prepare: Callable[[PreTrainedModel], PreTrainedModel] | None = None,
 ) -> Size:
@@ -72,14 +74,16 @@ def measure(
 
     Args:
         config: configuration of the model.
-        context: the context length in tokens; by default `max_position_embeddings`.
+        context: the context length in tokens; by default `max_position_embeddings`. Of an encoder and decoder the lengths of
+            source and target, or one length of both.
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
         prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 
     Raises:
         ValueError, ImportError: if the model cannot be made with this backend.
     """
-    check_number("context", context, 1)
+    for length in context if isinstance(context, Sequence) else [context]:
+        check_number("context", length, 1)
     with torch.device("meta"):
         # `from_config` writes the backend into the configuration, which may belong to a model in use
         auto_class = auto_class_of(config)
@@ -112,8 +116,8 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
         parameter.requires_grad_(name in names)
 
 
-def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
-    """Measures a model with any head; it may be on the meta device."""
+def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) -> Size:
+    """Measures a model with any head; it may be on the meta device. `context` is that of `measure`."""
     config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
@@ -121,46 +125,71 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     parameters = list(model.parameters())
     body = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in embeddings}
 
-    halves = [getattr(config, name) for name in config.sub_configs] if isinstance(config, NLQSeq2SeqConfig) else [config]
+    halves = _halves(config)
+    lengths = context if isinstance(context, Sequence) else [context] * len(halves)
+    lengths = [length or half.max_position_embeddings for length, half in zip(lengths, halves.values(), strict=True)]
+    source, target = lengths[0], lengths[-1]
     calls = {
-        f".{index}.self_attn.{name}.": count
-        for half in halves
-        for index, layer in enumerate(half.per_layer_config if isinstance(half, NLQConfig) else ())
+        f"{half and '.' + half}.layers.{index}.self_attn.{name}.": count
+        for half, own in halves.items()
+        for index, layer in enumerate(own.per_layer_config if isinstance(own, NLQConfig) else ())
         for part in parts_of(layer)
         for name, count in part.calls_per_token(layer).items()
     }
-    matrix_operations = 0 if head is None else _operations(head.weight)
+    operations = 0 if head is None else target * _operations(head.weight)
     for name, parameter in body.items():
         if parameter.ndim >= 2:
-            share = next((count for layer, count in calls.items() if layer in name), 1)
-            matrix_operations += round(share * _operations(parameter))
+            share = next((count for layer, count in calls.items() if layer in f".{name}"), 1)
+            operations += (source if _OF_SOURCE.search(f".{name}") else target) * round(share * _operations(parameter))
+    operations += 6 * sum(_products(half, own, length, source) for (half, own), length in zip(halves.items(), lengths))
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
         non_embedding=sum(parameter.numel() for parameter in body.values()),
-        flops_per_token=matrix_operations + sum(6 * _products(half, context) for half in halves),
+        flops_per_token=round(operations / sum(lengths)),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     )
 
 
-def _products(config: PreTrainedConfig, context: int | None) -> int:
-    """The products with keys and values per token of a decoder, with its cross-attention, or of an encoder."""
+# The matrices of an encoder and decoder that multiply tokens of the source: those of the encoder, and of keys and values in
+# cross-attention, by their names in NLQ, T5Gemma, BERT, Bart and T5
+_OF_SOURCE = re.compile(
+    r"\.encoder\.|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."
+)
+
+
+def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    """The configurations of encoder and decoder, in this order, or that of a single stack by the name \"\"."""
+    if not config.is_encoder_decoder:
+        return {"": config}
+    halves = {name: getattr(config, name, None) or config.get_text_config(**{name: True}) for name in ("encoder", "decoder")}
+    if hasattr(config, "num_decoder_layers"):  # T5
+        halves["decoder"].num_hidden_layers = config.num_decoder_layers
+    return halves
+
+
+def _products(half: str, config: PreTrainedConfig, length: int, source: int) -> int:
+    """The products of a text with its keys and values, and in cross-attention with those of a source."""
     layers = config.per_layer_config if isinstance(config, NLQConfig) else []
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    context = context or config.max_position_embeddings
     heads, key_value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    # A window of an encoder has so many tokens on each side
+    sides = 2 if half == "encoder" or objective_of(config) == "masked" else 1
     products = [
         # The heads of queries read the state of linear attention, and those of keys write it
-        head_dim * head_dim * (heads + key_value_heads)
+        length * head_dim * head_dim * (heads + key_value_heads)
         if kind == LAYER_TYPE
-        else min(context, sizes.get("sliding_window", context)) * 2 * heads * head_dim
+        else length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * heads * head_dim
         for kind, sizes in zip(*get_layer_types_and_kwargs(config))
     ]
     # A layer's parts may compute more heads, or wider values
     costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(products)
     for cross in filter(None, (layer.cross_attention_config for layer in layers)):
-        is_linear = cross.activation.kind == "linear"
-        products.append(head_dim * head_dim * (heads + key_value_heads) if is_linear else context * 2 * heads * head_dim)
+        state = head_dim * head_dim * (heads * length + key_value_heads * source)
+        products.append(state if cross.activation.kind == "linear" else length * source * 2 * heads * head_dim)
         costs.append(math.prod(part.product_cost(cross) for part in parts_of(cross)))
+    if half == "decoder" and not layers:
+        products += [length * source * 2 * heads * head_dim for _ in products]
+        costs = [1.0] * len(products)
     return round(sum(cost * product for cost, product in zip(costs, products, strict=True)))
 
 

@@ -1,5 +1,7 @@
 """The arguments of `forward`: both names of the cache, and none that matters is ignored. Deprecated calls of our own."""
 
+import contextlib
+
 import pytest
 import torch
 from support.deprecations import DeprecationHandler
@@ -18,13 +20,15 @@ TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 @pytest.mark.parametrize("activation", ["softmax", "linear_attention"])
 def test_both_names_of_the_cache(make_model, name, activation):
     model = make_model(attention_activation=activation)
+    is_deprecated = name != "cache" and CACHE_NAME == "cache"
     for module, key in ((model, "logits"), (model.model, "last_hidden_state")):
         cache = DynamicCache(config=model.config)
-        outputs = [module(part, **{name: cache}) for part in TOKENS.split([3, 2], dim=1)]
+        with pytest.warns(FutureWarning, match="is deprecated") if is_deprecated else contextlib.nullcontext():
+            outputs = [module(part, **{name: cache}) for part in TOKENS.split([3, 2], dim=1)]
         torch.testing.assert_close(torch.cat([output[key] for output in outputs], dim=1), module(TOKENS)[key])
         assert outputs[0][CACHE_NAME] is cache
-        with pytest.raises(ValueError, match="cache and past_key_values are two names for one argument"):  # as PEFT may give
-            module(TOKENS, cache=cache, past_key_values=DynamicCache(config=model.config))
+        with pytest.raises(ValueError, match=r"cache and past_key_values are two names|Both `past_key_values` and `cache`"):
+            module(TOKENS, cache=cache, past_key_values=DynamicCache(config=model.config))  # as PEFT may give
 
 
 @pytest.mark.parametrize(

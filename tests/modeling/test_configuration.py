@@ -1,5 +1,6 @@
 """The configuration class: what it accepts, refuses, and keeps; and every file of `configuration/`."""
 
+import copy
 import functools
 import json
 import logging
@@ -19,10 +20,10 @@ from support.model_cases import (
     parametrize_switches,
 )
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, ModernBertConfig, T5Config
 from transformers.activations import ACT2FN
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQSeq2SeqConfig, linear_nlq
 from modeling_nlq.activations_nlq import FUNCTIONS
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
@@ -56,12 +57,24 @@ def test_sizes_are_the_papers(name):
     assert size.total == size.non_embedding + 50304 * 768 + 1024 * 768
 
 
-def test_flops_of_windows():
-    """A query multiplies with the keys of its window only."""
+@pytest.mark.parametrize("is_causal, visible", [(True, 16), (False, 33)])
+@pytest.mark.parametrize("context", [100, 24])
+def test_flops_of_windows(is_causal, visible, context):
+    """A query multiplies with the keys of its window only, which in an encoder has two sides."""
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "per_layer_config": {1: {"sliding_window": None}}}
-    whole = measure(NLQConfig(**TINY | sizes), context=100).flops_per_token
-    windowed = measure(NLQConfig(**TINY | sizes, sliding_window=16), context=100).flops_per_token
-    assert whole - windowed == 6 * 2 * 2 * (100 - 16) * 4 * 8
+    sizes |= {**TINY, "is_causal": is_causal}
+    whole = measure(NLQConfig(**TINY | sizes), context).flops_per_token
+    windowed = measure(NLQConfig(**TINY | sizes, sliding_window=16), context).flops_per_token
+    assert whole - windowed == 6 * 2 * 2 * (context - min(context, visible)) * 4 * 8
+
+
+def test_flops_of_windows_of_a_stock_encoder():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 64}
+    whole, windowed = (
+        measure(ModernBertConfig(**sizes, pad_token_id=0, layer_types=[kind] * 2, local_attention=16), 100).flops_per_token
+        for kind in ("full_attention", "sliding_attention")
+    )
+    assert whole - windowed == 6 * 2 * 2 * (100 - 17) * 32
 
 
 @pytest.mark.thin(3)
@@ -157,7 +170,8 @@ def test_json_round_trip(switches, tmp_path):
     loaded.save_pretrained(tmp_path)
     assert (tmp_path / "config.json").read_text() == first
     stored = json.loads(first)
-    assert stored["auto_map"] == AUTO_MAP and stored["nlq_version"]
+    assert loaded.auto_map == config.auto_map == AUTO_MAP and stored["nlq_version"]
+    assert stored["auto_map"] == {name: path for name, path in AUTO_MAP.items() if name != "AutoModelForMaskedLM"}
     assert [layer.attention_activation for layer in loaded.per_layer_config] == [
         layer.attention_activation for layer in config.per_layer_config
     ]
@@ -270,6 +284,31 @@ def test_flops_equal_those_pytorch_counts(name):
     with FlopCounterMode(display=False) as counter:
         model(tokens, use_cache=False).logits.sum().backward()
     assert counter.get_total_flops() == pytest.approx(measure(config).flops_per_token * context, rel=1e-3)
+
+
+PAIR = {"vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 1}
+HALF = {**TINY, "max_position_embeddings": 32, "attention_gate": "value"}
+PAIRS = {
+    "nlq": NLQSeq2SeqConfig(
+        encoder={**HALF, "num_hidden_layers": 2},
+        decoder={**HALF, "num_key_value_heads": 1, "query_projection": "linear"},
+    ),
+    "bart": BartConfig(**PAIR, d_model=32, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2, decoder_ffn_dim=48),
+    "t5": T5Config(**PAIR, d_model=32, d_kv=8, num_heads=4, num_layers=2, num_decoder_layers=3, d_ff=64),
+}
+
+
+@pytest.mark.parametrize("source, target", [(24, 24), (32, 4), (3, 30)])
+@pytest.mark.parametrize("config", PAIRS.values(), ids=PAIRS)
+def test_flops_of_a_pair_equal_those_pytorch_counts(config, source, target):
+    """Tokens of source and target are counted together, each with the matrices that it passes through."""
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        tokens = [torch.zeros(1, length, dtype=torch.long) for length in (source, target)]
+    with FlopCounterMode(display=False) as counter:
+        model(tokens[0], decoder_input_ids=tokens[1], use_cache=False)
+    counted = 3 * counter.get_total_flops()
+    assert measure(config, (source, target)).flops_per_token == pytest.approx(counted / (source + target), abs=1.0)
 
 
 def test_flops_of_linear_attention_do_not_grow_with_the_context():

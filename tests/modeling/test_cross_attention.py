@@ -550,11 +550,15 @@ class TestRefusals:
                 {"encoder_hidden_states": encoded, "encoder_attention_mask": SOURCE_MASK[:, :5]},
                 "encoder_attention_mask=",
             ),
-            (model, packed, "packed documents would all see the encoder's tokens"),
+            (model, packed, "packed documents .* would all see the encoder's tokens"),
             (plain, {"encoder_hidden_states": encoded}, "this model has no cross-attention; set add_cross_attention=True"),
         ):
             with pytest.raises(ValueError, match=message):
                 other(input_ids, **inputs)
+        with pytest.raises(ValueError, match=r"packed documents .* seen by each target; give one text per row"):
+            pair()(input_ids, decoder_input_ids=input_ids, position_ids=packed["position_ids"])
+        one_text = {"position_ids": packed["position_ids"], "attention_mask": torch.ones_like(input_ids)}
+        pair()(input_ids, decoder_input_ids=input_ids, **one_text)
         with pytest.raises(ValueError, match="decoder_input_ids: the decoder needs its tokens; give them, or labels"):
             pair()(input_ids)
         for each in (model, pair()):

@@ -19,6 +19,7 @@ from transformers import (
     set_seed,
 )
 from transformers.models.eurobert import modeling_eurobert
+from transformers.utils import logging
 
 from modeling_nlq import (
     AttentionPart,
@@ -293,9 +294,17 @@ class TestHeads:
             torch.testing.assert_close(model(inputs_embeds=embeds, attention_mask=mask).logits, expected)
             # Without a mask, `pad_token_id` says what is padding
             padded = torch.where(torch.arange(9) < 6, input_ids, 0)
-            pooled = model.model(padded).last_hidden_state[:, :6]
+            seen = None if is_causal else padded != 0
+            pooled = model.model(padded, attention_mask=seen).last_hidden_state[:, :6]
             pooled = {"first": pooled[:, 0], "last": pooled[:, -1], "mean": pooled.mean(dim=1)}[kind]
             torch.testing.assert_close(model(padded).logits, model.score(pooled))
+
+    def test_other_heads_warn_of_padding_without_a_mask(self, caplog):
+        model = encoder(NLQForMaskedLM, pad_token_id=0)
+        logging.get_logger("transformers").addHandler(caplog.handler)
+        logging.get_logger("transformers.modeling_utils").warning_once.cache_clear()
+        model(torch.tensor([[3, 4, 0]]))
+        assert "attention_mask" in caplog.text
 
     def test_loss_counts_masked_tokens(self):
         model, input_ids = encoder(), random_tokens(2, 9)

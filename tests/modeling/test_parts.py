@@ -1,6 +1,7 @@
 """What attention parts have of their own. Their formulas, caches and backends are in the tests of every configuration."""
 
 import functools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQModel, NLQSeq2SeqConfig
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.integrations_nlq import CACHE_NAME
 from modeling_nlq.masking_nlq import TokenContext
@@ -292,3 +293,25 @@ class TestCaches:
     def test_convolutions_refuse_a_mask_of_pairs(self, make_model):
         with pytest.raises(ValueError, match="canon takes no 4-D attention_mask"):
             make_model(**PART_SWITCHES["canon"])(random_tokens(1, 3), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
+
+
+SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("switches, most", [({}, 32), ({"sliding_window": 5}, 5), ({"sliding_window": 40}, 32)])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_length_scaling_starts_at_1_for_a_query_with_the_most_keys(switches, most, is_causal):
+    config = NLQConfig(**SMALL, attention_length_scaling="log", is_causal=is_causal, **switches)
+    if not is_causal and "sliding_window" in switches:
+        most = min(2 * switches["sliding_window"] + 1, 32)
+    part = NLQModel(config).layers[0].self_attn.parts["attention_length_scaling"]
+    torch.testing.assert_close(part.scale_bias * math.log(most), torch.ones(len(part.scale_bias)))
+
+
+def test_length_scaling_of_cross_attention_starts_at_1_for_the_longest_source():
+    decoder = {**SMALL, "max_position_embeddings": 24, "attention_length_scaling": "log"}
+    model = NLQForConditionalGeneration(NLQSeq2SeqConfig(encoder={**SMALL, "max_position_embeddings": 7}, decoder=decoder))
+    layer = model.model.decoder.layers[0]
+    for attention, most in ((layer.self_attn, 24), (layer.cross_attn, 7)):
+        scale = attention.parts["attention_length_scaling"].scale_bias
+        torch.testing.assert_close(scale * math.log(most), torch.ones(len(scale)))

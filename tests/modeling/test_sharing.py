@@ -115,7 +115,13 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
     assert set(names) <= set(results)
     for file in folder.iterdir():  # saved again, it is the same
         assert (again / file.name).read_bytes() == file.read_bytes(), file.name
-    assert json.loads((folder / "config.json").read_text())["auto_map"] == AUTO_MAP
+    stored = json.loads((folder / "config.json").read_text())["auto_map"]
+    assert stored == {name: AUTO_MAP[name] for name in ("AutoConfig", *names)}
+    # `accelerate estimate-memory` and its like take the first
+    assert (
+        next(name for name in stored if name.startswith("AutoModelFor"))
+        == f"AutoModelFor{'Causal' if is_causal else 'Masked'}LM"
+    )
 
 
 ALL_CODE = {path.name for path in PACKAGE.glob("*_nlq.py")}
@@ -338,7 +344,7 @@ def test_folder_saved_under_fsdp2_loads_without_the_package(tmp_path):
     folder = tmp_path / "saved"
     run_python(FSDP, folder, tmp_path / "store", TESTS, cache=tmp_path, is_installed=True)
     config = json.loads((folder / "config.json").read_text())
-    assert config["auto_map"] == AUTO_MAP and config["architectures"] == ["NLQForCausalLM"]
+    assert config["auto_map"].items() <= AUTO_MAP.items() and config["architectures"] == ["NLQForCausalLM"]
     assert {path.name for path in folder.glob("*.py")} == ALL_CODE - PAIR_CODE
     name, out = "AutoModelForCausalLM", tmp_path / "results.pt"
     run_python(LOAD_ALL, folder, out, tmp_path / "again", name, name, cache=tmp_path)

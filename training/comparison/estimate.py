@@ -143,7 +143,7 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
         whole = arguments.train_batch_size * arguments.gradient_accumulation_steps
         arguments.gradient_accumulation_steps = 1
         if arguments.device.type == "cpu":
-            most = max(1, _CPU_TOKENS // recipe.sample_length)
+            most = max(1, _CPU_TOKENS // sum(recipe.sample_lengths))
             arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
         config = copy.deepcopy(resolved.config)
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)

@@ -345,7 +345,7 @@ def read_model(
     try:
         resolved = resolve_recipe(content, None, source)
         if match is not None and budget is not None:
-            width = matching_intermediate_size(resolved.config, budget, match, resolved.recipe.sample_length)
+            width = matching_intermediate_size(resolved.config, budget, match, resolved.recipe.sample_lengths)
             content["switches"]["intermediate_size"] = width
             resolved = resolve_recipe(content, None, source)
         recipe, arguments, config = resolved.recipe, resolved.training_arguments, resolved.config
@@ -367,8 +367,8 @@ def read_model(
                 "interrupted would report another training loss"
             )
     # Each run has one device, even if this process has several
-    tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.sample_length
-    size = measure(config, recipe.sample_length, prepare=resolved.choose_trained)
+    tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * sum(recipe.sample_lengths)
+    size = measure(config, recipe.sample_lengths, prepare=resolved.choose_trained)
     return Variant(
         given=entry,
         rates=rates,

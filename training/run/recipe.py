@@ -149,9 +149,9 @@ class Recipe:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def sample_length(self) -> int:
-        """The length of the longest training sample, in tokens."""
-        return max(self.max_source_length, self.max_target_length) if self.objective == "seq2seq" else self.block_size
+    def sample_lengths(self) -> tuple[int, ...]:
+        """The lengths of a full training sample, in tokens: of a block, or of source and target."""
+        return (self.max_source_length, self.max_target_length) if self.objective == "seq2seq" else (self.block_size,)
 
     @property
     def has_weights(self) -> bool:

@@ -92,9 +92,10 @@ def _layer_statistics(
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, query.shape[2], rows_at_once):
             places = slice(start, start + rows_at_once)
-            seen = key[:, :, : places.stop]
+            # In causal order no query of the chunk sees a later key
+            seen = key[:, :, : places.stop] if layer.is_causal else key
             part = visibility.rows(start, start + rows_at_once, seen.shape[2])
-            own = None if bias is None else ScoreBias(bias.query[..., places], bias.key[..., : places.stop])
+            own = None if bias is None else ScoreBias(bias.query[..., places], bias.key[..., : seen.shape[2]])
             chunks.append(_row_statistics(call, query[:, :, places], seen, own, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
     has_choice = (visibility.visible_count > 1)[:, None].expand_as(rows["total_weight"])

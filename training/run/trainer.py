@@ -96,7 +96,7 @@ def train_recipe(
     if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
         logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
-    size = measure(resolved.config, recipe.sample_length, recipe.attn_implementation, resolved.choose_trained)
+    size = measure(resolved.config, recipe.sample_lengths, recipe.attn_implementation, resolved.choose_trained)
     forget_used_kernels()
     if arguments.torch_compile:
         # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record empty
@@ -217,7 +217,7 @@ def _announcement(run: _Run) -> str:
     model, arguments, tokens, backends = run.trainer.model, run.trainer.args, run.blocks["train"].tokens, {}
     for layer in (module for module in model.modules() if isinstance(module, NLQAttentionLayer)):
         parameter = next(layer.parameters())
-        tensors = (arguments.device, parameter.dtype, run.resolved.recipe.sample_length, layer.head_dim)
+        tensors = (arguments.device, parameter.dtype, max(run.resolved.recipe.sample_lengths), layer.head_dim)
         name = find_backend(layer.config._attn_implementation, [layer.layer_idx], layer.attention_request(False, *tensors))
         backends[name] = None
     text = "a stream" if tokens is None else f"{tokens:,} tokens"

@@ -209,7 +209,7 @@ def _collect(
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish")
     settings = read_json(folder / "config.json")
-    auto_map = classes_in(folder, settings.get("auto_map") or {})
+    auto_map = classes_in(folder, settings.get("auto_map") or {}, settings.get("is_causal", True))
     # A derived configuration may have a type of its own
     if settings.get("model_type") != NLQConfig.model_type and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(
@@ -304,9 +304,9 @@ def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, s
     """
     name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
     classes = {
-        path[auto_class].partition(".")[2]: own.partition(".")[2]
-        for path in (auto_map, AUTO_MAP)
-        for auto_class, own in AUTO_MAP.items()
+        path.partition(".")[2]: AUTO_MAP[auto_class].partition(".")[2]
+        for classes in (auto_map, AUTO_MAP)
+        for auto_class, path in classes.items()
     }
     if name not in classes:
         raise ValueError(f"{folder}: architectures names {name!r}, which is none of {', '.join(sorted(classes))}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.runs import interrupt, logged_losses
 
-from modeling_nlq import NLQForCausalLM
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForMaskedLM
 from modeling_nlq.training import train
 from modeling_nlq.training.run import stability
 from modeling_nlq.training.run.data import BlockCollator, prepare_data
@@ -150,6 +150,22 @@ class TestStatistics:
             entropy = torch.special.entr(weights / weights.sum(dim=-1, keepdim=True)).sum(dim=-1).mean().item()
             assert record["entropy"] == pytest.approx(entropy, rel=1e-5)
             assert record["largest_weight"] == pytest.approx(weights.max().item(), rel=1e-5)
+
+    @pytest.mark.parametrize("layout", ["plain", "window", "packed"])
+    def test_encoders(self, make_model, monkeypatch, layout):
+        """A query of an encoder sees keys beyond its own chunk of queries."""
+        sizes = {**make_model().config.to_dict(), "is_causal": False, "sliding_window": 3 if layout == "window" else None}
+        model = NLQForMaskedLM(NLQConfig(**sizes, attn_implementation="eager")).eval()
+        packed = {"position_ids": PACKED} if layout == "packed" else {}
+        with torch.no_grad():
+            attentions = model(TOKENS, output_attentions=True, **packed).attentions
+        monkeypatch.setattr(stability, "QUERY_CHUNK", 4)
+        for weights, record in zip(attentions, attention_statistics(model, TOKENS, *packed.values()), strict=True):
+            chosen = weights[(weights > 0).sum(dim=-1) > 1]  # rows of queries that see several keys
+            assert record["entropy"] == pytest.approx(torch.special.entr(chosen).sum(dim=-1).mean().item(), rel=1e-5)
+            first = (weights > 0).float().argmax(dim=-1, keepdim=True)
+            mass = weights.gather(-1, first)[(weights > 0).sum(dim=-1) > 1].mean().item()
+            assert record["first_token_mass"] == pytest.approx(mass, rel=1e-5)
 
     def test_rows_of_zeros(self, make_model):
         for activation in ("relu", "squared"):
