@@ -142,10 +142,8 @@ class Part(AttentionPart):
 def test_values_that_init_sets_in_modules_inside_are_kept(tmp_path, made):
     load(tmp_path, INITIAL)
     config = NLQConfig(**SIZES, attention_parts=["initial"])
-    if made == "missing":
-        model = NLQForCausalLM.from_pretrained(None, config=config, state_dict={})
-    else:
-        model = NLQForCausalLM(config)
+    missing = {"config": config, "state_dict": {}}
+    model = NLQForCausalLM.from_pretrained(None, **missing) if made == "missing" else NLQForCausalLM(config)
     if made == "by_name":
         initialize_by_name(model, 0)
     part = model.model.layers[1].self_attn.parts["initial"]
