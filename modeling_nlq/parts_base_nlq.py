@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
@@ -125,6 +126,18 @@ class AttentionCall:
         first, *factors = states
         first, _, *factors = self.layer(first, mlp_hook=(hook, self), mlp_factor=factors[0] if factors else None)
         return (first, *factors)
+
+
+# What gives a module its initial values: of this package, or of PyTorch
+_RESETS = ("initialize", "reset_parameters", "_reset_parameters")
+
+
+class _EqualDraws(TorchFunctionMode):
+    """Inside, equal draws of random numbers give equal numbers, wherever they stand."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        torch.default_generator.manual_seed(0)
+        return func(*args, **(kwargs or {}))
 
 
 class AttentionPart(SplitByHeads):
@@ -250,17 +263,59 @@ class AttentionPart(SplitByHeads):
         return {}
 
     def initialize(self) -> None:
-        """Sets the initial values of the part's own parameters; by default those that `__init__` gives them.
+        """Sets parameters and buffers to the values that `__init__` gives them.
 
-        Linear layers inside the part are initialised as everywhere in the model.
+        Parameters of modules inside the part that `__init__` leaves at PyTorch's defaults, as in a plain `nn.Linear`, keep the
+        model's initialisation.
         """
-        own = dict(self.named_parameters(recurse=False))
-        if not own:
+        own = {name for name, _ in self.named_parameters(recurse=False)}
+        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
+        inner = {
+            name
+            for name, value in tensors.items()
+            if not (name in own or value.is_meta or getattr(value, "_is_hf_initialized", False))
+        }
+        if inner:
+            inner -= self._left_to_the_model()
+        if not own | inner:
             return
-        with torch.device("cpu"):
+        # Only parameters of its own take numbers from the model's random stream
+        with torch.random.fork_rng(devices=[], enabled=not own), torch.device("cpu"):
+            if not own:
+                torch.default_generator.manual_seed(int(torch.randint(2**62, ())))
             fresh = type(self)(self.config, self.layer_idx)
-        for name, parameter in own.items():
-            init.copy_(parameter, getattr(fresh, name))
+        values = dict(fresh.named_parameters(remove_duplicate=False)) | dict(fresh.named_buffers())
+        for name in own | inner:
+            init.copy_(tensors[name], values[name])
+
+    @torch.no_grad()
+    def _left_to_the_model(self) -> set[str]:
+        """Returns the names of inner parameters that `__init__` leaves at defaults which the model replaces.
+
+        Each module of a new part is reset while all random draws are equal. A parameter that `__init__` sets has another value
+        afterwards, or had been written more often.
+        """
+        names = set()
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):
+            fresh = type(self)(self.config, self.layer_idx)
+            given = {name: (value.clone(), value._version) for name, value in fresh.named_parameters(remove_duplicate=False)}
+            for path, module in list(fresh.named_modules())[1:]:
+                is_ours = hasattr(module, "initialize")
+                bases = [type(module)] if is_ours else [c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.")]
+                resets = (getattr(base, name, None) for base in bases for name in _RESETS)
+                parameters = {f"{path}.{name}": value for name, value in module.named_parameters(recurse=False)}
+                if not parameters or (reset := next(filter(None, resets), None)) is None:
+                    continue
+                before = {name: value._version for name, value in parameters.items()}
+                reset(module)
+                after = {name: value._version for name, value in parameters.items()}
+                unset = {name for name, value in parameters.items() if torch.equal(value, given[name][0])}
+                if not is_ours:
+                    PreTrainedModel._init_weights(self, module)
+                    unset = {name for name in unset if given[name][1] == after[name] - before[name]}
+                    unset = {name for name in unset if parameters[name]._version > after[name]}  # else Transformers leaves it
+                names |= unset
+        return names
 
     def scale_keys(self, factor: float) -> None:
         """Called when a conversion multiplies the keys by `factor`, and the scores by its inverse: keeps the part's output."""

@@ -1,16 +1,18 @@
 """`nlq check`: the invariants of every configuration, on an attention part of the user's own.
 
-The models are small and random. Each invariant goes from the shortest cases to longer ones, so the first that fails is the
-smallest.
+The models are small and random. Each invariant goes from the shortest cases to longer ones. When a long text fails, shorter
+texts are tried, to name the smallest case.
 """
 
 import copy
 import itertools
 import math
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,18 +29,25 @@ from .text import one_line
 from .trust import run_parts
 
 
-# Short texts, with all of their cuts, and one that is longer than what a part may take in blocks or have in a table
-VOCABULARY, SHORT, LONG = 13, 7, 130
-LENGTHS = (*range(1, SHORT + 1), LONG)
+# Short texts, with all of their cuts; one that is longer than what a part may take in blocks; and the longest, which only one
+# decoder and one encoder get, because it takes the most time
+VOCABULARY, SHORT, LONG, LONGEST, ROWS = 13, 7, 130, 512, 5
+LENGTHS = (1, 2, 3, 5, SHORT, LONG, LONGEST)
 # In float64, where nothing but a wrong number is left to differ; rotary angles are float32 everywhere
 TOLERANCE = 1e-6
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-_SIZES |= {"intermediate_size": 24, "max_position_embeddings": 160}
+_SIZES |= {"intermediate_size": 24, "max_position_embeddings": LONGEST + 2}
 # What may meet a part: kinds of weights, shared keys, other widths, a window. A part may refuse some of them
 _SURROUNDINGS = {
     "softmax": {},
-    "shared keys and rotary positions": {"num_key_value_heads": 2, "query_projection": "linear", "position_embedding": "rope"},
+    "8 heads, shared keys and rotary positions": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "query_projection": "linear",
+        "position_embedding": "rope",
+    },
     "a window of 3 tokens": {"sliding_window": 3},
+    "16 heads": {"num_attention_heads": 16, "head_dim": 2, "query_projection": "linear"},
     "sigmoid, wide heads and a gated MLP": {
         "attention_activation": "sigmoid",
         "query_projection": "linear",
@@ -60,27 +69,36 @@ _SURROUNDINGS = {
 Differences = Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]
 
 
-def describe(file: str | Path) -> tuple[list[str], bool]:
+def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
     """Checks the parts of a file, and ends with the first invariant that fails.
 
     Args:
         file: a Python file, as `load_attention_parts` takes it.
+        seed: decides the random cases; drawn if it is `None`.
 
     Returns:
-        A line for each invariant that was tried, and whether all of them hold.
+        A line for each part with the seed, one for each invariant that was tried, and whether all of them hold.
 
     Raises:
         ValueError: if the file has no parts, or one of them fits no model.
     """
-    lines = []
+    lines, seed = [], random.randrange(10**6) if seed is None else seed
     for part in run_parts(file):
-        lines.append(f"{part.name}:")
-        models = _models(part)
+        lines.append(f"{part.name}, random cases of --seed {seed}:")
+        draws = random.Random(seed)
+        groups, window = draws.randint(1, 4), draws.choice((None, draws.randint(1, LONGEST)))
+        switches = {"num_attention_heads": groups * draws.randint(1, 16 // groups), "num_key_value_heads": groups}
+        switches |= {"head_dim": 2 * draws.randint(1, 3), "sliding_window": window, "query_projection": "linear"}
+        drawn = ", ".join(f"{name}={value}" for name, value in switches.items())
+        models = _models(part, {**_SURROUNDINGS, drawn: switches})
         decoders = {name: model for name, model in models.items() if model.config.is_causal}
+        longest = {*list(decoders)[:1], *[name for name in models if name not in decoders][:1]}
         for invariant, (differences, lengths) in INVARIANTS.items():
-            if invariant in OF_DECODERS and not decoders:
-                continue
-            difference, case = _try(differences, lengths, decoders if invariant in OF_DECODERS else models)
+            names = decoders if invariant in OF_DECODERS else models
+            cases = [(length, name) for length in lengths for name in names if length <= LONG or name in longest]
+            if LONGEST in lengths and drawn in names:  # many heads take as much time as a long text
+                cases.append((draws.randint(SHORT + 1, LONGEST // max(1, switches["num_attention_heads"] // 4)), drawn))
+            difference, case = _try(differences, sorted(cases, key=itemgetter(0)), models)
             if case is not None:
                 lines.append(f"  {invariant:<41} FAILS, difference {difference:.1e}: {case}")
                 return lines, False
@@ -88,9 +106,9 @@ def describe(file: str | Path) -> tuple[list[str], bool]:
     return lines, True
 
 
-def _models(part: type[AttentionPart]) -> dict[str, NLQForCausalLM]:
+def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) -> dict[str, NLQForCausalLM]:
     models, reason = {}, None
-    for name, switches in _SURROUNDINGS.items():
+    for name, switches in surroundings.items():
         try:
             config = NLQConfig(**{**_SIZES, **switches}, attention_parts=[part.name], attn_implementation="eager")
         except StrictDataclassError as error:
@@ -107,20 +125,42 @@ def _models(part: type[AttentionPart]) -> dict[str, NLQForCausalLM]:
     return models
 
 
-def _try(differences: Differences, lengths: Sequence[int], models: dict[str, NLQForCausalLM]) -> tuple[float, str | None]:
-    """Returns the largest difference and `None`, or that of the smallest case that fails, and the case in words."""
+def _try(
+    differences: Differences, cases: Sequence[tuple[int, str]], models: dict[str, NLQForCausalLM]
+) -> tuple[float, str | None]:
+    """Returns the largest difference and `None`; or that of the smallest case that fails, and the case in words.
+
+    A case is a length and the name of a model; shorter ones come first.
+    """
     largest = 0.0
-    for length in lengths:
-        for name, model in models.items():
-            model.set_attn_implementation("eager")
-            try:
-                with torch.no_grad():
-                    for case, difference in differences(model, length):
-                        if not difference <= TOLERANCE:  # also NaN
-                            return difference, f"{case}, with {name}"
-                        largest = max(largest, difference)
-            except Exception as error:
-                return math.nan, f"{_count(length)}, with {name}: {type(error).__name__}: {one_line(error)}"
+    for length, name in cases:
+        difference, case = _try_one(differences, length, name, models[name])
+        if case is not None:
+            passed = max((shorter for shorter, _ in cases if shorter < length), default=length - 1)
+            while length - passed > 1:
+                middle = (passed + length) // 2
+                smaller = _try_one(differences, middle, name, models[name])
+                if smaller[1] is None:
+                    passed = middle
+                else:
+                    length, (difference, case) = middle, smaller
+            return difference, case
+        largest = max(largest, difference)
+    return largest, None
+
+
+def _try_one(differences: Differences, length: int, name: str, model: NLQForCausalLM) -> tuple[float, str | None]:
+    """Returns the largest difference and `None`, or the first that is too large and its case in words."""
+    largest = 0.0
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            for case, difference in differences(model, length):
+                if not difference <= TOLERANCE:  # also NaN
+                    return difference, f"{case}, with {name}"
+                largest = max(largest, difference)
+    except Exception as error:
+        return math.nan, f"{_count(length)}, with {name}: {type(error).__name__}: {one_line(error)}"
     return largest, None
 
 
@@ -130,7 +170,12 @@ def _count(length: int) -> str:
 
 def _cuts(length: int) -> Sequence[int]:
     """Returns where a text is cut in two: everywhere; a long one at a border of blocks, inside of one, and near the end."""
-    return range(1, length) if length <= SHORT else (64, 100, length - 1)
+    return range(1, length) if length <= SHORT else sorted({min(64, length // 3), length // 2 + 1, length - 1})
+
+
+def _rows(length: int) -> int:
+    """Returns the size of a batch that is tried in one size only."""
+    return ROWS if length == SHORT else 2
 
 
 def _tokens(rows: int, length: int) -> torch.Tensor:
@@ -193,20 +238,24 @@ def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
         yield f"{_count(length)} with 2 of padding {word} them", _difference(logits, alone)
 
 
-def _two_texts(length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch of a text of half the length, padded before it, and of a whole one; and its mask."""
-    mask = torch.ones(2, length, dtype=torch.long)
-    mask[0, : length // 2] = 0
-    return _tokens(2, length), mask
+def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a batch in which every other text is shorter, the first by a half, and padded before it; and its mask."""
+    mask = torch.ones(rows, length, dtype=torch.long)
+    for row in range(0, rows, 2):
+        mask[row, : length // (2 + row)] = 0
+    return _tokens(rows, length), mask
 
 
 def _batch(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    tokens, mask = _two_texts(length)
-    logits = model(tokens, attention_mask=mask, use_cache=False).logits
-    for row, is_token in enumerate(mask.bool()):
-        alone = model(tokens[row, is_token][None], use_cache=False).logits[0]
-        case = f"text {row + 1} of a batch of {mask[0].sum()} and {_count(length)}" + ", the first padded" * (length > 1)
-        yield case, _difference(logits[row, is_token], alone)
+    tokens, mask = _texts(ROWS, length)
+    alone = [model(text[is_token][None], use_cache=False).logits[0] for text, is_token in zip(tokens, mask.bool())]
+    for rows in range(2, ROWS + 1) if length <= SHORT else (2, ROWS):
+        logits = model(tokens[:rows], attention_mask=mask[:rows], use_cache=False).logits
+        others = ", ".join(str(len(text)) for text in alone[: rows - 1])
+        for row in range(rows):
+            case = f"text {row + 1} of a batch of {others} and {_count(len(alone[rows - 1]))}"
+            case += ", the shorter padded" * (length > 1)
+            yield case, _difference(logits[row, mask[row].bool()], alone[row])
 
 
 def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
@@ -221,7 +270,7 @@ def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
 
 def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = False) -> Differences:
     def differences(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-        tokens, mask = _two_texts(length)
+        tokens, mask = _texts(_rows(length), length)
         mask = mask if is_padded else torch.ones_like(mask)
         expected = model(tokens, attention_mask=mask, use_cache=False).logits
         options = {"max_cache_len": length + 3} if cache_class is StaticCache else {}
@@ -232,6 +281,7 @@ def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = Fal
                 logits.append(model(chunk, attention_mask=seen, cache=cache, use_cache=True).logits)
             case = f"{length} tokens in chunks of {', '.join(map(str, sizes))}"
             case += f", {length // 2} of them padding before the first text" * is_padded
+            case += f", in a batch of {len(tokens)}" * (len(tokens) > 2)
             yield case, _difference(torch.cat(logits, dim=1)[mask.bool()], expected[mask.bool()])
 
     return differences
@@ -269,7 +319,7 @@ def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float
 def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     if model.model.layers[0].self_attn.activation.kind == "linear":
         return
-    tokens = _tokens(2, length)
+    tokens = _tokens(_rows(length), length)
     expected = _with_gradients(model, tokens)
     for name in ("sdpa", "nlq_tiled", "nlq_rows"):
         if not all(ATTENTION_BACKENDS[name].supports_layer(request_of(layer)) for layer in model.config.per_layer_config):
@@ -300,10 +350,10 @@ def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
         model.eval().load_state_dict(state)  # a part may count what it sees
         return results
 
-    tokens = _tokens(2, length)
+    tokens = _tokens(_rows(length), length)
     results = in_training(tokens, 0)
     if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:  # a part may draw random numbers, as for dropout
-        yield f"2 texts of {_count(length)}, gradients included", _largest(results, _with_gradients(model, tokens))
+        yield f"{len(tokens)} texts of {_count(length)}, gradients included", _largest(results, _with_gradients(model, tokens))
 
 
 def _used(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
@@ -353,6 +403,16 @@ def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"{length} tokens on meta", 0.0
 
 
+def _initial(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    fresh = type(model)(model.config)
+    for layer in fresh.model.layers:
+        for part in layer.self_attn.parts.values():
+            once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
+            for name, value in part.state_dict().items():
+                if torch.equal(once[name], again[name]) and not torch.equal(value, once[name]):
+                    yield f"{name} begins with other values than `__init__` sets", _difference(value, once[name])
+
+
 def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -381,6 +441,7 @@ INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
     "no hook changes its inputs in place": (_unchanged, LENGTHS),
     "float32, bfloat16 and autocast run": (_dtypes, (SHORT, LONG)),
     "a model can be on another device": (_devices, (SHORT,)),
+    "initial values are those of __init__": (_initial, (SHORT,)),
     "saving and loading changes nothing": (_saved, (SHORT,)),
 }
 # An encoder sees later tokens, and has no cache

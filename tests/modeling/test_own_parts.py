@@ -13,6 +13,7 @@ from support.remote_code import WITHOUT_THIS_PACKAGE
 from transformers import AutoModelForCausalLM
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, load_attention_parts, parts_user_nlq, register_attention_part
+from modeling_nlq.training.models import initialize_by_name
 
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
@@ -99,6 +100,67 @@ def test_the_imported_package_runs_no_file_by_itself(tmp_path):
     loaded.save_pretrained(tmp_path / "again")
     for name in ("my_idea.py", "parts_nlq.py"):
         assert (tmp_path / "again" / name).read_text() == (tmp_path / "saved" / name).read_text()
+
+
+INITIAL = """
+import torch
+from torch import nn
+
+from modeling_nlq import AttentionPart
+
+
+class Zero(nn.Linear):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+class Part(AttentionPart):
+    name = "initial"
+
+    def __init__(self, config, layer_idx):
+        super().__init__(config, layer_idx)
+        self.plain = nn.Linear(64, 64)
+        self.zero, self.filled, self.replaced = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.zero.weight)
+        self.filled.weight.data.fill_(5.0)
+        self.replaced.weight = nn.Parameter(torch.eye(4))
+        self.orthogonal, self.own_class = nn.Linear(4, 4), Zero(4, 4)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        self.embedding = nn.Embedding(99, 64)
+        nn.init.normal_(self.embedding.weight)
+        self.norm, self.conv = nn.LayerNorm(4), nn.Conv1d(2, 2, 3)
+        nn.init.constant_(self.norm.weight, 0.5)
+        nn.init.dirac_(self.conv.weight)
+        self.list = nn.ParameterList([nn.Parameter(torch.full((2,), 7.0))])
+        self.inside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        nn.init.ones_(self.inside[1].bias)
+        self.register_buffer("table", torch.full((2,), 4.0), persistent=False)
+"""
+
+
+@pytest.mark.parametrize("made", ["from_config", "by_name", "missing", "loaded"])
+def test_values_that_init_sets_in_modules_inside_are_kept(tmp_path, made):
+    load(tmp_path, INITIAL)
+    config = NLQConfig(**SIZES, attention_parts=["initial"])
+    missing = {"config": config, "state_dict": {}}
+    model = NLQForCausalLM.from_pretrained(None, **missing) if made == "missing" else NLQForCausalLM(config)
+    if made == "by_name":
+        initialize_by_name(model, 0)
+    part = model.model.layers[1].self_attn.parts["initial"]
+    if made == "loaded":
+        torch.nn.init.ones_(part.zero.weight)
+        model.save_pretrained(tmp_path / "saved")
+        model = NLQForCausalLM.from_pretrained(tmp_path / "saved")
+        part = model.model.layers[1].self_attn.parts["initial"]
+    assert (part.zero.weight == (made == "loaded")).all()
+    assert (part.filled.weight == 5).all() and torch.equal(part.replaced.weight, torch.eye(4))
+    torch.testing.assert_close(part.orthogonal.weight @ part.orthogonal.weight.T, torch.eye(4))
+    assert not part.own_class.weight.any() and (part.norm.weight == 0.5).all()
+    assert torch.equal(part.conv.weight, torch.nn.init.dirac_(torch.empty(2, 2, 3)))
+    assert (part.list[0] == 7).all() and (part.table == 4).all() and (part.inside[1].bias == 1).all()
+    assert 0.9 < part.embedding.weight.std() < 1.1
+    for plain in (part.plain, part.inside[0]):
+        assert 0.01 < plain.weight.std() < 0.03 and not plain.bias.any()
 
 
 def test_two_files_of_one_name_live_together(tmp_path):

@@ -168,7 +168,7 @@ FAULTS = {
             table="nn.Parameter(torch.ones(64, 1))",
         ),
         _REPEATED,
-        "130 tokens, with softmax: IndexError",
+        "65 tokens, with softmax: IndexError",
     ),
     "other_width_of_heads": (
         _idea("return heads * self.gain", gain="nn.Parameter(torch.ones(config.hidden_size // config.num_attention_heads))"),
@@ -183,12 +183,12 @@ FAULTS = {
     "block_of_64_sees_itself": (
         _idea("late = heads[:, 64:]\nreturn torch.cat([heads[:, :64], late + late.mean(dim=1, keepdim=True)], dim=1)"),
         _FUTURE,
-        "130 tokens, of which those from number 101 on change",
+        "66 tokens, of which those from number 66 on change",
     ),
     "counts_of_row_0": (
         _idea("return heads / (1 + call.token_context.visible_count[0, 0].to(heads.dtype).log())[:, None, None]"),
         _BATCH,
-        "text 2 of a batch of 1 and 2 tokens, the first padded",
+        "text 2 of a batch of 1 and 2 tokens, the shorter padded",
     ),
     "mean_of_the_batch": (
         _idea("return heads - 0.1 * heads.mean(dim=0)"),
@@ -239,14 +239,66 @@ FAULTS = {
         "a model can be on another device",
         "7 tokens, with softmax: RuntimeError: Tensor on device cpu",
     ),
-    "buffer_that_is_not_saved": (
-        _idea("return heads * self.gain", gain="nn.Buffer(torch.full((), 0.5), persistent=False)"),
-        _SAVED,
-        "7 tokens, after saving and loading",
+}
+
+
+def _leak(condition: str, seen: str = "heads.mean(dim=1, keepdim=True)") -> str:
+    return _idea(f"return heads + {seen} * ({condition})")
+
+
+_LATE = "(torch.arange(heads.shape[1]) >= START)[:, None, None]"
+_ROW_HEARS = "torch.cat([heads[:FROM], heads[FROM:] + 0.1 * heads[HEARD][None].mean()], dim=0) if len(heads) > FROM else heads"
+# By name: the file, the invariant that fails, and the smallest case; these need all models and lengths
+LATE_FAULTS = {
+    f"leak_from_{start}": (
+        _leak(_LATE.replace("START", str(start))),
+        _FUTURE,
+        f"{start + 2} tokens, of which those from number {start + 2} on change, with softmax",
+    )
+    for start in (139, 257, 300, 509)
+} | {
+    "leak_of_510_tokens": (_leak("heads.shape[1] > 510"), _FUTURE, "511 tokens, of which those from number"),
+    "leak_of_8_heads": (
+        _leak("heads.shape[2] >= 8"),
+        _FUTURE,
+        "2 tokens, of which those from number 2 on change, with 8 heads",
+    ),
+    "leak_of_16_heads": (
+        _leak("heads.shape[2] >= 16"),
+        _FUTURE,
+        "2 tokens, of which those from number 2 on change, with 16 heads",
+    ),
+    "leak_of_shared_keys": (
+        _leak("call.layer.num_key_value_groups > 1"),
+        _FUTURE,
+        "2 tokens, of which those from number 2 on change, with 8 heads",
+    ),
+    "third_row_hears_the_first": (
+        _idea(f"return {_ROW_HEARS.replace('FROM', '2').replace('HEARD', '0')}"),
+        _BATCH,
+        "text 3 of a batch of 1, 1 and 1 token, with softmax",
+    ),
+    "fifth_row_hears_the_first": (
+        _idea(f"return {_ROW_HEARS.replace('FROM', '4').replace('HEARD', '0')}"),
+        _BATCH,
+        "text 5 of a batch of 1, 1, 1, 1 and 1 token, with softmax",
+    ),
+    "hears_the_next_row": (_idea("return heads + 0.1 * heads.roll(-1, dims=0)"), _BATCH, "text 1 of a batch of 1 and 1 token"),
+    "size_of_the_batch": (_idea("return heads * len(heads)"), _BATCH, "text 1 of a batch of 1 and 1 token"),
+    "padding_before_only": (
+        _idea("valid = call.token_context.is_valid\nreturn heads if valid is None or valid[0, 0] else 2 * heads"),
+        "a padded text equals the text alone",
+        "1 token with 2 of padding before them",
+    ),
+    "cache_of_400": (
+        _idea("return 2 * heads if call.token_context.query_index[0] > 400 else heads"),
+        "cached decoding equals the full pass",
+        "402 tokens in chunks of 401, 1, with softmax",
     ),
 }
 # Parts that are right, though something of them looks like a fault
 RIGHT = {
+    "buffer_that_is_not_saved": _idea("return heads * self.gain", gain="nn.Buffer(torch.full((), 0.5), persistent=False)"),
     "counts_in_the_cache": _COUNTER,
     "dropout": _idea(
         """

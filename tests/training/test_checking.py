@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from support.own_parts import DISTANCE, FAULTS, IDEAS, RIGHT
+from support.own_parts import DISTANCE, FAULTS, IDEAS, LATE_FAULTS, RIGHT
 from support.paths import REPOSITORY
 
 from modeling_nlq import load_attention_parts
@@ -70,6 +70,21 @@ def test_a_fault_is_named(tmp_path, two_surroundings, fault):
     assert f"  {invariant}" in lines[-1]
     assert "FAILS" in lines[-1]
     assert case in lines[-1]
+
+
+@pytest.mark.parametrize("fault", LATE_FAULTS)
+def test_a_fault_of_long_texts_many_heads_or_rows_is_named(tmp_path, fault):
+    text, invariant, case = LATE_FAULTS[fault]
+    lines, holds = describe(write(tmp_path, text), seed=0)
+    assert not holds
+    assert f"  {invariant}" in lines[-1]
+    assert case in lines[-1]
+
+
+def test_a_seed_repeats_the_random_cases(tmp_path):
+    file = write(tmp_path, LATE_FAULTS["leak_of_8_heads"][0])
+    assert describe(file, seed=7) == describe(file, seed=7)
+    assert "--seed 7" in describe(file, seed=7)[0][0]
 
 
 @pytest.mark.parametrize(

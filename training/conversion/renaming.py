@@ -153,9 +153,15 @@ class Draft:
         def initial(name: str) -> torch.Tensor:
             """The value that the model gives a parameter at first."""
             module_name, _, kind = name.rpartition(".")
-            module = copy.deepcopy(new.get_submodule(module_name)).to_empty(device="cpu")
+            # With the part around it, which may set values of the modules inside
+            path, inside, rest = module_name.partition(".parts.")
+            owner_name = path + inside + rest.partition(".")[0]
+            owner = copy.deepcopy(new.get_submodule(owner_name)).to_empty(device="cpu")
+            module = owner.get_submodule(module_name[len(owner_name) + 1 :])
             with torch.no_grad():
                 new._init_weights(module)
+                if module is not owner:
+                    new._init_weights(owner)
             return getattr(module, kind).detach().to(self.weights.dtype)
 
         first = {name: ParameterSource((), lambda _, name=name: initial(name)) for name in parameter_shapes(new)}

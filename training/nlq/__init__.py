@@ -112,7 +112,10 @@ def new(
 
 
 @_command("Try an idea", "checking")
-def check(file: str = _argument("A file with subclasses of AttentionPart.", metavar="FILE.py")) -> int:
+def check(
+    file: str = _argument("A file with subclasses of AttentionPart.", metavar="FILE.py"),
+    seed: int | None = _option("Repeat the random cases of this seed; drawn by default, and printed.", None),
+) -> int:
     """Check the attention parts of a file on small random models, and name the first invariant that fails."""
     import torch
     from transformers.utils import logging
@@ -121,7 +124,7 @@ def check(file: str = _argument("A file with subclasses of AttentionPart.", meta
 
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # the models are so small that threads would wait for each other
-    lines, holds = describe(file)
+    lines, holds = describe(file, seed)
     print("\n".join(lines))
     return 0 if holds else 1
 
