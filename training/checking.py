@@ -293,11 +293,11 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, f
     one, other, both = (DynamicCache(config=model.config) for _ in range(3))
     for rows, cache in ((tokens[:, :cut], both), (tokens[:1, :cut], one), (tokens[1:], other)):
         model(rows, cache=cache, use_cache=True)
-    logits = model(tokens[:1, cut:], past_key_values=one, use_cache=True).logits
+    logits = model(tokens[:1, cut:], cache=one, use_cache=True).logits
     case = f"{cut} and {length - cut} tokens, between which another text has its own cache"
     yield case, _difference(logits[0], expected[0, cut:])
     both.reorder_cache(torch.tensor([1, 0]))  # as beam search does
-    logits = model(tokens.flip(0)[:, cut:], past_key_values=both, use_cache=True).logits
+    logits = model(tokens.flip(0)[:, cut:], cache=both, use_cache=True).logits
     case = f"2 texts of {length} tokens that change places in the cache after {_count(cut)}"
     yield case, _difference(logits, expected.flip(0)[:, cut:])
 
