@@ -273,7 +273,8 @@ def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path
     """Saves the result of `prepare_data`, not of a stream, beside its tokenizer, for other machines; `BLOCKS_FILE` last."""
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
-    sizes = {split: {"tokens": part.tokens, "bytes_per_token": part.bytes_per_token} for split, part in blocks.items()}
+    names = ("tokens", "bytes_per_token", "references")
+    sizes = {split: {name: getattr(part, name) for name in names} for split, part in blocks.items()}
     write_text(folder / BLOCKS_FILE, json.dumps({"fingerprint": fingerprint, "splits": sizes}) + "\n")
 
 

@@ -39,6 +39,8 @@ _PAIRS = ("source_column", "target_column", "max_source_length", "max_target_len
 # Fields that mean nothing for an objective
 UNREAD = {"causal": (*_PAIRS, "mask_probability"), "masked": _PAIRS}
 UNREAD["seq2seq"] = ("text_column", "text_template", "block_size", "packing", "mask_probability")
+# The measures of an evaluation of which more is better. Of the others less is, where Trainer takes all but a loss for these
+_MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
 # Fields that are mappings
 _MAPPINGS = {
     "lora": "fields of LoraConfig with their values, such as {r: 8}",
@@ -344,6 +346,8 @@ def resolve_recipe(
 
     # Converts values that YAML read as text, such as 1e-3
     values = vars(_RecipeParser({**_training_defaults(training), **content, **training}).parse_args([]))
+    if values["greater_is_better"] is None and values["metric_for_best_model"] is not None:
+        values["greater_is_better"] = values["metric_for_best_model"].removeprefix("eval_") in _MORE_IS_BETTER
     recipe, training_arguments = (kind(**{name: values[name] for name in names}) for kind, names in _FIELDS.items())
     for name in _MAPPINGS:
         if getattr(recipe, name) is not None:
