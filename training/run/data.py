@@ -281,7 +281,7 @@ def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path
 def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
     content = read_json(folder / BLOCKS_FILE)
     blocks = {
-        split: Blocks(Dataset.load_from_disk(str(folder / split)).with_format("numpy"), **sizes)
+        split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes)  # in the format in which they were saved
         for split, sizes in content["splits"].items()
     }
     return blocks, content["fingerprint"]
