@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,7 +24,7 @@ from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_sectio
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
 from ..parameters import KINDS, freeze_all_but, objective_of, shapes_of
 from ..storage import normalized
-from ..text import check_number
+from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from .lora import add_lora
 from .parametrization import check_completep
@@ -210,6 +211,13 @@ class ResolvedRecipe:
 # The fields of both, and their types
 _FIELDS = {kind: {item.name for item in dataclasses.fields(kind) if item.init} for kind in (Recipe, TrainingArguments)}
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
+# Fields of text. Some of `TrainingArguments` that may be `None`, such as `fsdp`, take true and false too
+_TEXTS = {
+    name
+    for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
+    if str in (kinds := {kind, *get_args(kind)}) and not kinds & {bool, dict, dict[str, Any]}
+    if kind != str | None or name in _RECIPE_FIELDS
+}
 
 
 class _RecipeParser(HfArgumentParser):
@@ -246,6 +254,8 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         check_keys("command line", given, fields | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
+    if "text_template" in overrides:
+        overrides["text_template"] = unescape(overrides["text_template"])
     if arguments.set:
         overrides["switches"] = read_switches(arguments.set)
     return overrides
@@ -278,6 +288,8 @@ def override_words(overrides: Mapping[str, Any]) -> list[str]:
     for name, value in overrides.items():
         if name == "switches":
             words += [part for switch, setting in value.items() for part in ("--set", f"{switch}={word(setting)}")]
+        elif name == "text_template" and value is not None:
+            words += [f"--{name}", escape(value)]
         else:
             words += [f"--{name}", *map(word, value if isinstance(value, list) else [value])]
     return words
@@ -344,6 +356,7 @@ def resolve_recipe(
     if "model" not in content:
         raise ValueError(f"{source}: the field 'model' is missing")
 
+    _check_texts(source, {**content, **training})
     # Converts values that YAML read as text, such as 1e-3
     values = vars(_RecipeParser({**_training_defaults(training), **content, **training}).parse_args([]))
     if values["greater_is_better"] is None and values["metric_for_best_model"] is not None:
@@ -354,6 +367,13 @@ def resolve_recipe(
             content[name] = getattr(recipe, name)  # a mapping, also if the command line gave a text
     given = {**content, "switches": switches, "training": without_private(training)}
     return ResolvedRecipe(recipe, switches, training_arguments, given)
+
+
+def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a value of a field of text that YAML did not read as one, such as `save_strategy: no`."""
+    for name, value in fields.items():
+        if name in _TEXTS and isinstance(value, int | float | date):  # of which true and false are the first
+            raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
 
 
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
