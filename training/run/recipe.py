@@ -40,7 +40,7 @@ _PAIRS = ("source_column", "target_column", "max_source_length", "max_target_len
 # Fields that mean nothing for an objective
 UNREAD = {"causal": (*_PAIRS, "mask_probability"), "masked": _PAIRS}
 UNREAD["seq2seq"] = ("text_column", "text_template", "block_size", "packing", "mask_probability")
-# The measures of an evaluation of which more is better. Of the others less is, where Trainer takes all but a loss for these
+# Metrics of an evaluation that are better if greater. Trainer takes every metric for one of them but a loss
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
 # Fields that are mappings
 _MAPPINGS = {
@@ -63,7 +63,7 @@ class Recipe:
     text_column: str = "text"
     """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
     text_template: str | None = None
-    """Joins columns to one text, as `"{instruction} {output}"` does; a missing value is empty."""
+    """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
     source_column: str = "source"
     """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
     target_column: str = "target"
@@ -86,7 +86,7 @@ class Recipe:
     max_source_length: int = 512
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
     max_target_length: int = 128
-    """The same for targets, and the longest text that is generated for chrF."""
+    """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
     packing: Literal["stream", "documents"] = "stream"
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
@@ -211,7 +211,7 @@ class ResolvedRecipe:
 # The fields of both, and their types
 _FIELDS = {kind: {item.name for item in dataclasses.fields(kind) if item.init} for kind in (Recipe, TrainingArguments)}
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
-# Fields of text. Some of `TrainingArguments` that may be `None`, such as `fsdp`, take true and false too
+# Fields of text. Those of `TrainingArguments` that may be `None` are left out, because some take true or false, as `fsdp` does
 _TEXTS = {
     name
     for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
@@ -372,7 +372,7 @@ def resolve_recipe(
 def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a value of a field of text that YAML did not read as one, such as `save_strategy: no`."""
     for name, value in fields.items():
-        if name in _TEXTS and isinstance(value, int | float | date):  # of which true and false are the first
+        if name in _TEXTS and isinstance(value, int | float | date):  # true and false are integers too
             raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
 
 

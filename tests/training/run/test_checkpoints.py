@@ -145,13 +145,6 @@ def best_run(recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
 
 
 class TestBestModel:
-    def test_lowest_perplexity(self, recipe_file, tmp_path):
-        options = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "perplexity"}
-        metrics = train(recipe_file, output_dir=tmp_path / "run", **options)
-        history = json.loads((tmp_path / "run/trainer_state.json").read_text())["log_history"]
-        losses = {entry["eval_loss"] for entry in history if "eval_loss" in entry}
-        assert metrics["eval_loss"] == pytest.approx(min(losses)) and len(losses) > 1
-
     @pytest.mark.slow
     @pytest.mark.parametrize("is_cut_earlier", [False, True], ids=["after its last step", "earlier"])
     def test_run_that_was_killed_and_moved_ends_with_the_best_weights(
