@@ -28,7 +28,7 @@ def check_name(source: str, name: Any) -> None:
 
 
 def unescape(text: str) -> str:
-    r"""Reads `\n`, `\t` and `\\` of a text of a command line, where a shell leaves them, as YAML does in double quotes."""
+    r"""Reads `\n`, `\t` and `\\`, which a shell leaves as they are, as YAML does in double quotes."""
     return re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], text)
 
 

@@ -26,7 +26,7 @@ class Blocks:
         dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept. Pairs: `labels`.
         tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
-        references: the whole targets of the first `GENERATED_ROWS` pairs, which `max_target_length` does not cut.
+        references: the whole targets of the first `GENERATED_ROWS` pairs.
     """
 
     dataset: Dataset | IterableDataset

@@ -42,7 +42,7 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-# The fields of a recipe that do not shape its tokens. All others do, also one that is added later
+# The fields of a recipe that do not shape its tokens. All others do
 _NO_DATA_FIELDS = {"model", "parts", "packing", "mask_probability", "num_proc", "trainable", "lora", "parametrization"}
 _NO_DATA_FIELDS |= {"base_sizes", "attn_implementation", "record_stability", "stability_steps", "explore"}
 _TOKENIZER, _MODELS = "tokenizer.json", "models"

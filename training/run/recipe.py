@@ -211,7 +211,7 @@ class ResolvedRecipe:
 # The fields of both, and their types
 _FIELDS = {kind: {item.name for item in dataclasses.fields(kind) if item.init} for kind in (Recipe, TrainingArguments)}
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
-# Fields of text. Those of `TrainingArguments` that may be `None` are left out, because some take true or false, as `fsdp` does
+# Fields of text, without those of `TrainingArguments` that may be `None`: `fsdp`, for one, takes true
 _TEXTS = {
     name
     for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
