@@ -78,7 +78,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     trained = json.loads(tokenizer.to_str())["model"]
-    # Offsets without blanks. A first word may have got its blank by `add_prefix_space=True`: its offsets are not trimmed
+    # The blank of a first word may come from `add_prefix_space=True`: it is not trimmed
     offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
     ids = [(END_OF_TEXT, trained["vocab"][END_OF_TEXT])]
     pair = processors.TemplateProcessing(single="$A", pair=f"$A {END_OF_TEXT} $B:1", special_tokens=ids)
@@ -90,7 +90,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
-        mask_token=AddedToken(MASK, lstrip=True, special=True),  # it stands for a word with the blank before it
+        mask_token=AddedToken(MASK, lstrip=True, special=True),  # of a word with its blank
         post_processor=processors.Sequence([offsets, pair]),
         clean_up_tokenization_spaces=False,
     )

@@ -370,7 +370,7 @@ def resolve_recipe(
 
 
 def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a value of a field of text that YAML did not read as one, such as `save_strategy: no`."""
+    """Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`."""
     for name, value in fields.items():
         if name in _TEXTS and isinstance(value, int | float | date):  # true and false are integers too
             raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
