@@ -17,6 +17,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from modeling_nlq.configuration_nlq import classes_in
 
 from ..configuration import suggestion
+from .text import QUOTE_IT
 
 
 # The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
@@ -151,7 +152,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path}: must hold fields and values, not {type(content).__name__}")
-    return content
+    return read_section(content, str(path))
 
 
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,10 +167,12 @@ def read_section(section: Any, source: str) -> dict[str, Any]:
     """Copies a mapping inside a YAML file; a missing one is empty.
 
     Raises:
-        ValueError: if it is anything else.
+        ValueError: if it is anything else, or has a name that is not text.
     """
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"{source} must hold fields and values, not {section!r}")
+    if wrong := [name for name in section or {} if not isinstance(name, str)]:
+        raise ValueError(f"{source}: the name {wrong[0]!r} must be text; {QUOTE_IT}")
     return dict(section or {})
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 
+QUOTE_IT = "quote it, because YAML reads off, no, null, numbers and dates as other values"
+_ESCAPES = {r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
 LONGEST_NAME = 200  # of a folder; its lock, its log and what is being written beside it have longer ones
 
 
@@ -18,11 +20,21 @@ def check_name(source: str, name: Any) -> None:
         name: the name of a comparison, a scale, a model, a factor or a recipe.
     """
     if not isinstance(name, str):
-        raise ValueError(f"{source} {name!r}: a name must be a text; put it in quotes, as YAML reads off as False")
+        raise ValueError(f"{source} {name!r}: a name must be text; {QUOTE_IT}")
     if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII) or len(name) > LONGEST_NAME:
         raise ValueError(
             f"{source} {name!r}: a name must be made of at most {LONGEST_NAME} letters, digits, spaces and _ + = . , -"
         )
+
+
+def unescape(text: str) -> str:
+    r"""Reads `\n`, `\t` and `\\`, which a shell leaves as they are, as YAML does in double quotes."""
+    return re.sub(r"\\[nt\\]", lambda found: _ESCAPES[found[0]], text)
+
+
+def escape(text: str) -> str:
+    """Writes a text for a command line: the inverse of `unescape`."""
+    return re.sub(r"[\n\t\\]", lambda found: {char: written for written, char in _ESCAPES.items()}[found[0]], text)
 
 
 def without_html(markdown: str) -> str:

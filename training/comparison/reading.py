@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..run.recipe import check_recipe, check_trusted, override_words, resolve_re
 from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
 from ..scrub import without_folders
-from ..text import check_name, one_line
+from ..text import QUOTE_IT, check_name, one_line
 from .fields import ComparisonFields, ModelFields, ScaleFields
 from .inference import FIRST_INTERIM
 from .plan import Comparison, Scale, Variant, default_folder
@@ -87,7 +88,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
         recipe_source = f"{path} with {recipe_source}"
     name = _own_name(path, given)
     if (tasks := given.get("tasks")) is not None:
-        if not isinstance(tasks, list):
+        if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
             raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
         check_tasks(tasks)
         if recipe.get("objective", "causal") != "causal":
@@ -220,7 +221,9 @@ def _has_own_start(entry: Mapping[str, Any], model: str) -> bool:
 
 
 def _own_name(path: Path, given: Mapping[str, Any]) -> str:
-    name = " ".join(str(given.get("name") or path.stem).split())  # a heading has one line
+    if isinstance(name := given.get("name"), bool):
+        check_name(f"{path}: name", name)
+    name = " ".join(str(name or path.stem).split())  # a heading has one line
     check_name(f"{path}: name", name)
     return name
 
@@ -267,6 +270,8 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
 
 
 def _check_models(path: str, models: Mapping[str, Any], baseline: Any) -> None:
+    if isinstance(baseline, int | float | date):
+        raise ValueError(f"{path}: baseline={baseline!r} must be text; {QUOTE_IT}")
     if not isinstance(baseline, str) or baseline not in models:
         raise ValueError(
             f"{path}: baseline={baseline!r} must be one of the models {', '.join(map(str, models)) or '(none given)'}"

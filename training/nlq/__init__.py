@@ -305,10 +305,12 @@ def evaluate(
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
     """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks."""
+    from modeling_nlq.training.text import unescape
+
     common = {"batch_size": batch_size, "trust_remote_code": trust_remote_code}
     of_text = {"dataset": dataset, "dataset_config": dataset_config, "text_column": text_column, "packing": packing}
     of_text |= {"validation_fraction": validation_fraction, "max_validation_documents": max_validation_documents}
-    of_text |= {"block_size": block_size, "text_template": text_template}
+    of_text |= {"block_size": block_size, "text_template": text_template and unescape(text_template)}
     of_text |= {"source_column": source_column, "target_column": target_column}
     if tasks is None:
         from modeling_nlq.training.run.evaluation import evaluate

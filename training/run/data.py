@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 from datasets.fingerprint import Hasher
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForSeq2Seq,
+    GPT2Tokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 
 from ..files import atomic_dir, read_json, write_text
@@ -62,15 +62,14 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
     return tokenizer
 
 
-def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Tokenizer:
     """Byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masked tokens.
 
+    End-of-text stands between two texts that are encoded together, `tokenizer(a, b)`, and nothing is added to one text.
     `vocab_size` is the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, PAD, MASK],
@@ -78,12 +77,21 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> PreTraine
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    trained = json.loads(tokenizer.to_str())["model"]
+    # The blank of a first word may come from `add_prefix_space=True`: it is not trimmed
+    offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
+    ids = [(END_OF_TEXT, trained["vocab"][END_OF_TEXT])]
+    pair = processors.TemplateProcessing(single="$A", pair=f"$A {END_OF_TEXT} $B:1", special_tokens=ids)
+    # A class for which `from_pretrained(..., add_prefix_space=True)` has an effect
+    return GPT2Tokenizer(
+        trained["vocab"],
+        [tuple(merge) for merge in trained["merges"]],
+        unk_token=None,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=PAD,
-        mask_token=MASK,
+        mask_token=AddedToken(MASK, lstrip=True, special=True),  # of a word with its blank
+        post_processor=processors.Sequence([offsets, pair]),
         clean_up_tokenization_spaces=False,
     )
 
@@ -265,14 +273,15 @@ def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path
     """Saves the result of `prepare_data`, not of a stream, beside its tokenizer, for other machines; `BLOCKS_FILE` last."""
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
-    sizes = {split: {"tokens": part.tokens, "bytes_per_token": part.bytes_per_token} for split, part in blocks.items()}
+    names = ("tokens", "bytes_per_token", "references")
+    sizes = {split: {name: getattr(part, name) for name in names} for split, part in blocks.items()}
     write_text(folder / BLOCKS_FILE, json.dumps({"fingerprint": fingerprint, "splits": sizes}) + "\n")
 
 
 def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
     content = read_json(folder / BLOCKS_FILE)
     blocks = {
-        split: Blocks(Dataset.load_from_disk(str(folder / split)).with_format("numpy"), **sizes)
+        split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes)  # in the format in which they were saved
         for split, sizes in content["splits"].items()
     }
     return blocks, content["fingerprint"]

@@ -27,11 +27,14 @@ from datasets import (
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
+from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA, DATA_FORMATS, data_format
 from ..text import first_line, root_cause
 from .recipe import Recipe
 
+
+logger = logging.get_logger(__name__)
 
 PAIRS = "python-docstrings"  # the built-in corpus of pairs
 # Of a document: a tokenizer takes some hundred bytes of memory for each
@@ -158,6 +161,8 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
 def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | IterableDataset:
     """Rows whose only column is the text that the recipe's template makes of the others."""
     template, known = recipe.text_template, rows.column_names
+    if r"\n" in template:
+        logger.warning_once(f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes")
     try:
         names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:

@@ -210,4 +210,4 @@ def evaluate_model(
         )
         trainer.masking = Masking(tokenizer, recipe.mask_probability, 0) if recipe.objective == "masked" else None
         found = trainer.evaluate(validation.dataset)
-    return found | (chrf_of(model, tokenizer, validation.dataset, recipe) if recipe.objective == "seq2seq" else {})
+    return found | (chrf_of(model, tokenizer, validation, recipe) if recipe.objective == "seq2seq" else {})

@@ -1,6 +1,5 @@
 """Pairs of a source and a target text, for an encoder with a decoder: their tokens, and chrF of generated text."""
 
-import functools
 import importlib.util
 from dataclasses import dataclass
 
@@ -27,11 +26,13 @@ class Blocks:
         dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept. Pairs: `labels`.
         tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
+        references: the whole targets of the first `GENERATED_ROWS` pairs.
     """
 
     dataset: Dataset | IterableDataset
     tokens: int | None = None
     bytes_per_token: float | None = None
+    references: list[str] | None = None
 
 
 def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
@@ -43,15 +44,18 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
         recipe: names the columns and lengths.
 
     Returns:
-        Rows of `input_ids` and `labels`, and the tokens of the targets.
+        Rows of `input_ids` and `labels`, the tokens of the targets, and references for chrF.
     """
     columns, lengths = list(recipe.text_columns.values()), (recipe.max_source_length, recipe.max_target_length)
+
+    def ids_of(texts: list[str]) -> list[list[int]]:
+        return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
     def encode(batch: dict) -> dict:
         rows = {"is_cut": [False] * len(batch[columns[0]])}
         for name, column, length in zip(("input_ids", "labels"), columns, lengths):
             texts = [check_text(text, recipe) for text in batch[column]]
-            ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+            ids = ids_of(texts)
             rows[name] = [[*text[: length - 1], tokenizer.eos_token_id] for text in ids]
             rows["is_cut"] = [before or len(text) >= length for before, text in zip(rows["is_cut"], ids)]
             # Of the last column, the target: of its whole text, so that cutting does not change the bytes of a token
@@ -67,23 +71,31 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
             "tokens, and are cut"
         )
     bytes_per_token = sum(rows["bytes"]) / sum(rows["length"]) or None
-    return Blocks(rows.select_columns(["input_ids", "labels"]), sum(map(len, rows["labels"])), bytes_per_token)
+    # As a model that writes the whole target is decoded
+    targets = ids_of(documents.select(range(min(len(documents), GENERATED_ROWS)))[columns[1]][:])
+    references = _decode(tokenizer, [[*target, tokenizer.eos_token_id] for target in targets])
+    return Blocks(rows.select_columns(["input_ids", "labels"]), sum(map(len, rows["labels"])), bytes_per_token, references)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]] | torch.Tensor) -> list[str]:
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 @torch.no_grad()
-def chrf_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset, recipe: Recipe) -> dict[str, float]:
-    """Computes chrF (Popovic 2015) of the likeliest text for each of the first rows, from 0 to 100, if `sacrebleu` is there."""
+def chrf_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: Recipe) -> dict[str, float]:
+    """Computes chrF (Popovic 2015) of the likeliest text for each of the first pairs, from 0 to 100, if `sacrebleu` is there.
+
+    It compares with whole targets, though at most `max_target_length` tokens are generated.
+    """
     if importlib.util.find_spec("sacrebleu") is None:
         logger.warning("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]")
         return {}
     import sacrebleu
 
     model.eval()
-    decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
-    rows, texts, references = rows.select(range(min(len(rows), GENERATED_ROWS))), [], []
+    texts = []
     options = {"max_new_tokens": recipe.max_target_length, "do_sample": False, "num_beams": 1}
-    for batch in rows.iter(batch_size=32):
+    for batch in pairs.dataset.select(range(len(pairs.references))).iter(batch_size=32):
         inputs = tokenizer.pad({"input_ids": batch["input_ids"]}, return_tensors="pt").to(model.device)
-        texts += decode(model.generate(**inputs, **options))
-        references += decode(batch["labels"])
-    return {"eval_chrf": sacrebleu.corpus_chrf(texts, [references]).score}
+        texts += _decode(tokenizer, model.generate(**inputs, **options))
+    return {"eval_chrf": sacrebleu.corpus_chrf(texts, [pairs.references]).score}

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 import modeling_nlq
 
-from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, read_json, read_section
+from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER, read_json, read_section
 from ..models import weights_fingerprint
 from ..storage import WorkingCopy, is_address
 from ..text import first_line, one_line
@@ -42,9 +42,9 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-# The fields of a recipe that shape its tokens
-_DATA_FIELDS = ("dataset", "dataset_config", "text_column", "streaming", "validation_fraction", "test_fraction")
-_DATA_FIELDS += ("max_validation_documents", "tokenizer", "block_size")
+# The fields of a recipe that do not shape its tokens. All others do
+_NO_DATA_FIELDS = {"model", "parts", "packing", "mask_probability", "num_proc", "trainable", "lora", "parametrization"}
+_NO_DATA_FIELDS |= {"base_sizes", "attn_implementation", "record_stability", "stability_steps", "explore"}
 _TOKENIZER, _MODELS = "tokenizer.json", "models"
 
 
@@ -148,7 +148,9 @@ def share_data(recipe: Recipe, models: set[str], location: str, below: str) -> t
     """
     fingerprint = load_documents(recipe).fingerprint
     sources = [Path(model) for model in sorted(models) if is_address(location) and Path(model).exists()]
-    parts = [fingerprint, *(getattr(recipe, name) for name in _DATA_FIELDS)]
+    parts = [fingerprint, {name: value for name, value in vars(recipe).items() if name not in _NO_DATA_FIELDS}]
+    # The files of a saved tokenizer, which may change under the same name
+    parts += [path.read_bytes() for pattern in TOKENIZER for path in sorted(Path(recipe.tokenizer).glob(pattern))]
     parts += [source.read_bytes() if source.is_file() else weights_fingerprint(str(source)) for source in sources]
     name = f"{below}/{Hasher.hash(parts)}"
     with tempfile.TemporaryDirectory() as scratch:

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -23,7 +24,7 @@ from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_sectio
 from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
 from ..parameters import KINDS, freeze_all_but, objective_of, shapes_of
 from ..storage import normalized
-from ..text import check_number
+from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from .lora import add_lora
 from .parametrization import check_completep
@@ -39,6 +40,8 @@ _PAIRS = ("source_column", "target_column", "max_source_length", "max_target_len
 # Fields that mean nothing for an objective
 UNREAD = {"causal": (*_PAIRS, "mask_probability"), "masked": _PAIRS}
 UNREAD["seq2seq"] = ("text_column", "text_template", "block_size", "packing", "mask_probability")
+# Metrics of an evaluation that are better if greater. Trainer takes every metric for one of them but a loss
+_MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
 # Fields that are mappings
 _MAPPINGS = {
     "lora": "fields of LoraConfig with their values, such as {r: 8}",
@@ -60,7 +63,7 @@ class Recipe:
     text_column: str = "text"
     """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
     text_template: str | None = None
-    """Joins columns to one text, as `"{instruction} {output}"` does; a missing value is empty."""
+    """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
     source_column: str = "source"
     """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
     target_column: str = "target"
@@ -83,7 +86,7 @@ class Recipe:
     max_source_length: int = 512
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
     max_target_length: int = 128
-    """The same for targets, and the longest text that is generated for chrF."""
+    """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
     packing: Literal["stream", "documents"] = "stream"
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
@@ -208,6 +211,13 @@ class ResolvedRecipe:
 # The fields of both, and their types
 _FIELDS = {kind: {item.name for item in dataclasses.fields(kind) if item.init} for kind in (Recipe, TrainingArguments)}
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
+# Fields of text, without those of `TrainingArguments` that may be `None`: `fsdp`, for one, takes true
+_TEXTS = {
+    name
+    for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
+    if str in (kinds := {kind, *get_args(kind)}) and not kinds & {bool, dict, dict[str, Any]}
+    if kind != str | None or name in _RECIPE_FIELDS
+}
 
 
 class _RecipeParser(HfArgumentParser):
@@ -244,6 +254,8 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         check_keys("command line", given, fields | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
+    if "text_template" in overrides:
+        overrides["text_template"] = unescape(overrides["text_template"])
     if arguments.set:
         overrides["switches"] = read_switches(arguments.set)
     return overrides
@@ -276,6 +288,8 @@ def override_words(overrides: Mapping[str, Any]) -> list[str]:
     for name, value in overrides.items():
         if name == "switches":
             words += [part for switch, setting in value.items() for part in ("--set", f"{switch}={word(setting)}")]
+        elif name == "text_template" and value is not None:
+            words += [f"--{name}", escape(value)]
         else:
             words += [f"--{name}", *map(word, value if isinstance(value, list) else [value])]
     return words
@@ -342,14 +356,24 @@ def resolve_recipe(
     if "model" not in content:
         raise ValueError(f"{source}: the field 'model' is missing")
 
+    _check_texts(source, {**content, **training})
     # Converts values that YAML read as text, such as 1e-3
     values = vars(_RecipeParser({**_training_defaults(training), **content, **training}).parse_args([]))
+    if values["greater_is_better"] is None and values["metric_for_best_model"] is not None:
+        values["greater_is_better"] = values["metric_for_best_model"].removeprefix("eval_") in _MORE_IS_BETTER
     recipe, training_arguments = (kind(**{name: values[name] for name in names}) for kind, names in _FIELDS.items())
     for name in _MAPPINGS:
         if getattr(recipe, name) is not None:
             content[name] = getattr(recipe, name)  # a mapping, also if the command line gave a text
     given = {**content, "switches": switches, "training": without_private(training)}
     return ResolvedRecipe(recipe, switches, training_arguments, given)
+
+
+def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`."""
+    for name, value in fields.items():
+        if name in _TEXTS and isinstance(value, int | float | date):  # true and false are integers too
+            raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
 
 
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:

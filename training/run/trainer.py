@@ -313,7 +313,7 @@ def _evaluate_and_save(run: _Run) -> dict[str, Any]:
     if run.resolved.recipe.lora is not None:
         merge_lora(trainer)
     if run.resolved.recipe.objective == "seq2seq":
-        evaluated |= chrf_of(trainer.model, trainer.processing_class, run.blocks["validation"].dataset, run.resolved.recipe)
+        evaluated |= chrf_of(trainer.model, trainer.processing_class, run.blocks["validation"], run.resolved.recipe)
     trainer.save_model()
     return evaluated
 

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+from datasets import Dataset
 from support.fake_ray import FakeError, FakeRay
 from support.runs import logged_losses, without_times
 
@@ -13,8 +14,9 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json
-from modeling_nlq.training.run import ray_jobs, unattended
-from modeling_nlq.training.run.ray_jobs import share_batch
+from modeling_nlq.training.run import ray_jobs, trainer, unattended
+from modeling_nlq.training.run.ray_jobs import share_batch, share_data
+from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder
 
 
@@ -113,6 +115,77 @@ class TestComparison:
             ({"per_device_train_batch_size": 3}, 1, {"per_device_train_batch_size": 3}),
         ):
             assert share_batch({"training": training, "model": "m"}, workers) == {"training": expected, "model": "m"}
+
+
+# Another value of each field of a recipe; a new field needs one
+CHANGED = {
+    "model": "tiny",
+    "dataset": "OTHER",
+    "dataset_config": "other",
+    "text_column": "b",
+    "text_template": "{text} {b}",
+    "source_column": "b",
+    "target_column": "text",
+    "streaming": True,
+    "validation_fraction": 0.4,
+    "test_fraction": 0.2,
+    "max_validation_documents": 3,
+    "tokenizer": "bpe:280",
+    "parts": {"a.py": ""},
+    "block_size": 7,
+    "max_source_length": 5,
+    "max_target_length": 5,
+    "packing": "documents",
+    "objective": "seq2seq",
+    "mask_probability": 0.5,
+    "num_proc": 2,
+    "trainable": "new",
+    "lora": {"r": 8},
+    "parametrization": "completep",
+    "base_sizes": {"hidden_size": 8},
+    "explore": False,
+    "attn_implementation": "sdpa",
+    "record_stability": True,
+    "stability_steps": 7,
+}
+
+
+class TestSharedData:
+    @pytest.mark.parametrize("objective", ["causal", "seq2seq"])
+    def test_data_that_differ_have_other_names(self, tmp_path, objective):
+        for name in ("ONE", "OTHER"):
+            rows = [json.dumps({"text": f"{name} {row} " * 5, "b": f"{row} words"}) for row in range(40)]
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+
+        def share(**changes):
+            recipe = Recipe("tiny-linear", str(tmp_path / "ONE.jsonl"), block_size=8, validation_fraction=0.3)
+            fields = {"tokenizer": "bpe:270", "objective": objective, "source_column": "text", "target_column": "b", **changes}
+            vars(recipe).update(fields | ({"dataset": str(tmp_path / "OTHER.jsonl")} if "dataset" in changes else {}))
+            folder = tmp_path / "results" / share_data(recipe, set(), str(tmp_path / "results"), "data")[0]
+            return folder, [str(Dataset.from_file(str(split))[:]) for split in sorted(folder.glob("*/*.arrow"))]
+
+        assert CHANGED.keys() == Recipe.__dataclass_fields__.keys()
+        before, tokens = share()
+        for name in CHANGED if objective == "causal" else ("max_source_length", "max_target_length", "source_column"):
+            folder, changed = share(**{name: CHANGED[name]})
+            assert (folder != before) == (name not in ray_jobs._NO_DATA_FIELDS), name
+            assert folder != before or changed == tokens, name
+
+    def test_pairs_of_another_length_after_a_failure(self, cluster, pairs_recipe, tmp_path, monkeypatch):
+        """A run that failed before its first weights, and is repeated: on pairs of the new length, to its end."""
+        begin, lengths = trainer._train, []
+
+        def train_once(run):
+            lengths.append(max(map(len, run.blocks["train"].dataset["input_ids"])))
+            if len(lengths) == 1:
+                raise TypeError("no disk")
+            begin(run)
+
+        monkeypatch.setattr(trainer, "_train", train_once)
+        options = {"max_steps": 1, "save_strategy": "no", "output_dir": tmp_path / "run", "engine": "ray", "cpus_per_worker": 1}
+        with pytest.raises(ChildProcessError, match="no disk"):
+            train(pairs_recipe, **options)
+        assert train(pairs_recipe, **options, max_source_length=9)["eval_chrf"] >= 0 and lengths == [24, 9]
 
 
 class TestTraining:

@@ -2,13 +2,15 @@
 
 import dataclasses
 import json
+import random
 
 import numpy as np
 import pytest
 from support.corpora import RIGHT, byte_tokenizer, write_documents
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
-from modeling_nlq.training.run.data import BlockCollator, make_blocks, make_tokenizer
+from modeling_nlq.training.run.data import BlockCollator, make_blocks, make_tokenizer, train_byte_pair_encoding
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
 from nlq import main
@@ -60,6 +62,49 @@ class TestBlocks:
         count = sum(1 for _ in documents["train"])
         assert stream.count(tokenizer.eos_token_id) in (count - 1, count)  # the last may fill no block
         assert whole.count("before <|endoftext|> after") >= count - 1
+
+
+@pytest.fixture(params=[False, True], ids=["made here", "saved"])
+def trained(request, tmp_path):
+    made = train_byte_pair_encoding(iter(["import os, sys\ndef import_all(words): return words\n" * 9]), 300)
+    made.save_pretrained(tmp_path)
+    return AutoTokenizer.from_pretrained(tmp_path) if request.param else made
+
+
+class TestTrainedTokenizer:
+    def test_one_text_is_plain_byte_level_encoding(self, trained):
+        model = json.loads(trained.backend_tokenizer.to_str())["model"]
+        plain = Tokenizer(models.BPE(model["vocab"], [tuple(merge) for merge in model["merges"]]))
+        plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        rng, pieces = random.Random(0), ["import", " ", "  ", "\n", "é", "漢", "\u00a0", "words", "_", "<|mask", "x"]
+        for text in ("".join(rng.choices(pieces, k=rng.randrange(12))) for _ in range(300)):
+            for special in (True, False):
+                assert trained(text, add_special_tokens=special)["input_ids"] == plain.encode(text).ids, text
+        written = " <|endoftext|> <|mask|>"
+        assert trained(written, split_special_tokens=True)["input_ids"] == plain.encode(written).ids
+        assert trained(written)["input_ids"] == [*plain.encode(" ").ids, 0, 2]  # the mask takes the blank before it
+        assert (len(trained), trained.all_special_ids, trained.unk_token_id) == (285, [0, 1, 2], None)
+
+    def test_pairs(self, trained):
+        """End-of-text stands between them, so that every split of a text is another input."""
+        pair = trained("import", " words", return_token_type_ids=True)
+        assert pair.tokens() == ["import", "<|endoftext|>", "Ġwords"] and pair["token_type_ids"] == [0, 0, 1]
+        assert list(trained("import", " words")) == ["input_ids", "attention_mask"]
+        assert trained("import", " words", add_special_tokens=False).tokens() == ["import", "Ġwords"]
+
+    def test_offsets_hold_no_blanks(self, trained):
+        text = "import  words_of os"
+        found = trained(text, return_offsets_mapping=True, return_special_tokens_mask=True)
+        assert [text[first:last] for first, last in found["offset_mapping"]] == [token.strip("Ġ") for token in found.tokens()]
+        collate = DataCollatorForLanguageModeling(trained, whole_word_mask=True, mlm_probability=0.5, seed=0)
+        masked = (collate([found] * 20)["labels"] != -100).tolist()
+        assert any(any(row) and not all(row) for row in masked), "all words or none"
+
+    def test_prefix_space_when_asked_for(self, trained, tmp_path):
+        asked, options = AutoTokenizer.from_pretrained(tmp_path, add_prefix_space=True), {"is_split_into_words": True}
+        found = asked(["import", "words"], return_offsets_mapping=True, **options)
+        assert found.tokens() == ["Ġimport", "Ġwords"] and found["offset_mapping"] == [(0, 6), (0, 5)]
+        assert trained(["import", "words"], **options).tokens() == ["import", "words"]
 
 
 class TestIdsWithGaps:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import sacrebleu
 import torch
 from support.inline_engine import InlineEngine
 from support.runs import HALF, PAIR_SWITCHES, interrupt, write_comparison
@@ -18,8 +19,11 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.models import initialize_by_name, load_config
 from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.run.data import prepare_data, save_blocks
 from modeling_nlq.training.run.documents import docstring_pairs
 from modeling_nlq.training.run.generation import generate_text
+from modeling_nlq.training.run.pairs import chrf_of
+from modeling_nlq.training.run.recipe import load_recipe
 from nlq import main
 
 
@@ -100,6 +104,21 @@ def test_bytes_of_cut_and_empty_targets(pairs_recipe, tmp_path):
         (tmp_path / f"{name}.yaml").write_text(json.dumps(content))
         found.append(train(tmp_path / f"{name}.yaml", output_dir=tmp_path / name, max_steps=1, eval_steps=1))
     assert found[0]["eval_bits_per_byte"] > 1 and "eval_bits_per_byte" not in found[1]
+
+
+def test_chrf_is_taken_against_whole_targets(pairs_recipe, tmp_path, monkeypatch):
+    """A text that ends where targets are cut is not the whole target."""
+    text = "one two three four five six seven"
+    (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"given": f"{i}", "wanted": text}) for i in range(60)))
+    recipe = load_recipe(pairs_recipe, {"dataset": str(tmp_path / "long.jsonl"), "max_target_length": 4}).recipe
+    tokenizer, blocks, fingerprint = prepare_data(recipe, tmp_path / "data")
+    save_blocks(blocks, fingerprint, tmp_path / "data")
+    pairs = prepare_data(recipe, tmp_path / "data")[1]["validation"]
+    cut, count = tokenizer.decode(pairs.dataset[0]["labels"], skip_special_tokens=True), len(pairs.dataset)
+    monkeypatch.setattr(NLQForConditionalGeneration, "generate", lambda *_, **__: pairs.dataset["labels"][:32])
+    model = NLQForConditionalGeneration(load_config("tiny-seq2seq", PAIR_SWITCHES))
+    found = chrf_of(model, tokenizer, pairs, recipe)["eval_chrf"]
+    assert found == sacrebleu.corpus_chrf([cut] * count, [[text] * count]).score < 60 and text.startswith(cut)
 
 
 def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):

@@ -30,6 +30,36 @@ class TestOverrides:
         overrides = {"learning_rate": np.float32(0.5), "max_steps": np.int64(3)}
         assert load_recipe("demo", overrides).training_arguments.max_steps == 3
 
+    @pytest.mark.parametrize(
+        ("typed", "read"), [(r"{a}\n{b}", "{a}\n{b}"), (r"{a}\t\\n ü", "{a}\t\\n ü"), ("{a}\n{b}", "{a}\n{b}"), (r"\d", r"\d")]
+    )
+    def test_template_typed_in_a_shell(self, typed, read):
+        overrides = read_overrides(["--text_template", typed])
+        assert overrides == {"text_template": read} == read_overrides(override_words(overrides))
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            *("text_column: no", "target_column: no", "tokenizer: 1e3", "dataset: 2026-01-01", "model: on", "on: 1"),
+            *("training: {save_strategy: no}", "training: {report_to: off}", "training: {no: 1}", "switches: {off: 1}"),
+        ],
+    )
+    def test_text_that_yaml_reads_as_something_else(self, line, tmp_path):
+        (tmp_path / "recipe.yaml").write_text("model: tiny-linear\n" * ("model" not in line) + line)
+        with pytest.raises(ValueError, match=r"recipe.yaml: .* must be text; quote it, because YAML reads off, no"):
+            load_recipe(tmp_path / "recipe.yaml")
+
+    def test_best_checkpoint_follows_its_metric(self):
+        """Every measure of an evaluation, unless the user says which way is better."""
+        less = ["loss", "perplexity", "pseudo_perplexity", "bits_per_byte", "runtime", "model_preparation_time"]
+        for name in (*less, "token_accuracy", "chrf", "samples_per_second", "steps_per_second"):
+            for metric in (name, f"eval_{name}"):
+                found = [
+                    load_recipe("demo", {"metric_for_best_model": metric, **given}).training_arguments.greater_is_better
+                    for given in ({}, {"greater_is_better": True}, {"greater_is_better": False})
+                ]
+                assert found == [name not in less, True, False], metric
+
     def test_unknown_fields(self):
         with pytest.raises(ValueError, match="arguments: unknown field 'learning_rat'; did you mean 'learning_rate'"):
             load_recipe("demo", {"learning_rat": 1.0})
