@@ -15,7 +15,7 @@ from modeling_nlq.cache_nlq import LAYER_TYPE
 from modeling_nlq.parts_base_nlq import AttentionPart
 from modeling_nlq.parts_builtin_nlq import parts_of
 
-from .text import check_number
+from .text import check_number, one_line
 
 
 @dataclass
@@ -57,6 +57,53 @@ def objective_of(config: PreTrainedConfig) -> str:
     return "masked" if is_encoder else "causal"
 
 
+def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTrainedConfig:
+    """The configuration of the part that reads text: that of a half, or of the text model beside one for images."""
+    part = getattr(config, half) if half in config.sub_configs else config
+    return part.get_text_config(decoder=True) if part.sub_configs else part
+
+
+def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
+    """The number of tokens that a model, or a half of it, is meant for; `None` if its configuration has none (T5, Mamba)."""
+    names = ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions")
+    part = text_config_of(config, half)
+    found = next((getattr(part, name) for name in names if getattr(part, name, None) is not None), 0)
+    return found if found > 0 else None  # of XLNet -1: any length
+
+
+def vocabulary_of(config: PreTrainedConfig) -> int:
+    """The number of tokens that a model knows, in both halves."""
+    return min(text_config_of(config, half).vocab_size or 0 for half in ("encoder", "decoder"))
+
+
+def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
+    """The most tokens that a model, or a half of it, can read; `None` where positions do not limit them, as rotary ones."""
+    part, positions = text_config_of(config, half), context_of(config, half)
+    if isinstance(part, NLQConfig):
+        return positions if part.has_learned_positions else None
+    if positions is None or getattr(part, "rope_parameters", None):
+        return None
+    is_encoder = type(part) in AutoModelForMaskedLM._model_mapping and not part.is_encoder_decoder
+    if not is_encoder or getattr(part, "pad_token_id", None) is None:
+        return positions
+    tables = (module for name, module in empty_model(part).named_modules() if name.endswith("position_embeddings"))
+    padding = (getattr(table, "padding_idx", None) for table in tables)
+    # The first position of RoBERTa and its like is the one behind the id of the pad token
+    return positions - max((index + 1 for index in padding if index is not None), default=0)
+
+
+def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eager") -> PreTrainedModel:
+    """Makes a language model on the meta device; raises `ValueError` if a configuration of another family has none."""
+    try:
+        with torch.device("meta"):
+            # `from_config` writes the backend into the configuration, which may belong to a model in use
+            return auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+    except (AssertionError, AttributeError, NotImplementedError) as error:
+        if isinstance(config, NLQConfig | NLQSeq2SeqConfig):
+            raise
+        raise ValueError(f"Transformers makes no language model of this {type(config).__name__}: {one_line(error)}") from error
+
+
 def measure(
     config: PreTrainedConfig,
     context: int | None = None,
@@ -72,28 +119,26 @@ def measure(
 
     Args:
         config: configuration of the model.
-        context: the context length in tokens; by default `max_position_embeddings`.
+        context: the context length in tokens; by default that of the model (`context_of`).
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
         prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend.
+        ValueError, ImportError: if the model cannot be made with this backend, or has no context length.
     """
     check_number("context", context, 1)
-    with torch.device("meta"):
-        # `from_config` writes the backend into the configuration, which may belong to a model in use
-        auto_class = auto_class_of(config)
-        model = auto_class.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
-        if prepare is not None:
+    if (context or context_of(config)) is None and hasattr(text_config_of(config), "num_attention_heads"):
+        raise ValueError(f"context=None: a {type(config).__name__} does not say how long a text is; give --context, in tokens")
+    model = empty_model(config, attn_implementation)
+    if prepare is not None:
+        with torch.device("meta"):
             model = prepare(model)
     return size_of(model, context)
 
 
 def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a language model, by name."""
-    with torch.device("meta"):
-        model = auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation="eager")
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
 
 
 def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
@@ -113,7 +158,7 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
-    """Measures a model with any head; it may be on the meta device."""
+    """Measures a model with any head; it may be on the meta device. Without a context length, attention is not counted."""
     config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
@@ -121,7 +166,8 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
     parameters = list(model.parameters())
     body = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in embeddings}
 
-    halves = [getattr(config, name) for name in config.sub_configs] if isinstance(config, NLQSeq2SeqConfig) else [config]
+    names = config.sub_configs if isinstance(config, NLQSeq2SeqConfig) else ["decoder"]
+    halves = [text_config_of(config, name) for name in names]
     calls = {
         f".{index}.self_attn.{name}.": count
         for half in halves
@@ -144,17 +190,23 @@ def size_of(model: PreTrainedModel, context: int | None = None) -> Size:
 
 def _products(config: PreTrainedConfig, context: int | None) -> int:
     """The products with keys and values per token of a decoder, with its cross-attention, or of an encoder."""
-    layers = config.per_layer_config if isinstance(config, NLQConfig) else []
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    context = context or config.max_position_embeddings
-    heads, key_value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    context = context or context_of(config)
+    layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
+    if context is None or not any(getattr(layer, "num_attention_heads", None) for layer in layers):
+        return 0  # as of Mamba, which has no attention
+    shapes = [(layer.num_attention_heads, getattr(layer, "head_dim", None)) for layer in layers]
+    shapes = [(heads, head_dim or config.hidden_size // heads) for heads, head_dim in shapes]
+    heads, head_dim = shapes[0]  # of NLQ models, in all layers
+    is_nlq = isinstance(config, NLQConfig)
+    key_value_heads = config.num_key_value_heads if is_nlq else None
     products = [
         # The heads of queries read the state of linear attention, and those of keys write it
         head_dim * head_dim * (heads + key_value_heads)
         if kind == LAYER_TYPE
         else min(context, sizes.get("sliding_window", context)) * 2 * heads * head_dim
-        for kind, sizes in zip(*get_layer_types_and_kwargs(config))
+        for (heads, head_dim), kind, sizes in zip(shapes, *get_layer_types_and_kwargs(config))
     ]
+    layers = layers if is_nlq else []
     # A layer's parts may compute more heads, or wider values
     costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(products)
     for cross in filter(None, (layer.cross_attention_config for layer in layers)):
@@ -182,8 +234,10 @@ def matching_intermediate_size(
     Raises:
         ValueError: if even a width of 1 exceeds it.
     """
-    if config.sub_configs:
+    if {"encoder", "decoder"} <= config.sub_configs.keys():
         raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
+    if not getattr(config, "intermediate_size", None):
+        raise ValueError(f"match={match!r} widens intermediate_size, and {type(config).__name__} has none; leave match out")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
     name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]
