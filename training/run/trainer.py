@@ -192,7 +192,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # where Trainer sets them too
         setattr(config.get_text_config(decoder=True), name, getattr(config, name))
     if conflicts := [*conflicts_of_lengths(recipe, config)]:  # RoBERTa counts positions from the pad token on
-        raise ValueError(f"tokenizer {recipe.tokenizer!r}: {'; '.join(conflicts)}")
+        raise ValueError("; ".join(conflicts))
     if not recipe.has_weights:
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, resolved.training_arguments.seed)
