@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
 
 from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
-from .parameters import Size, parts_in
+from .parameters import Size, context_of, parts_in, positions_of
 from .scrub import without_folders
 from .text import without_html
 
@@ -133,7 +133,7 @@ def render(
         size=size,
         trained_parameters=metrics.get("trained_parameters", size.total),
         has_lora=given.get("lora") is not None,
-        context=config.get_text_config(decoder=True).max_position_embeddings,
+        context=positions_of(config) or context_of(config),
         has_tokenizer=has_tokenizer,
         conversion=conversion,
         origin=_origin(conversion) if conversion else None,

@@ -22,8 +22,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
-from modeling_nlq import NLQConfig
-
 from ..configuration import find, suggestion
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml
 from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
@@ -111,12 +109,6 @@ def weights_fingerprint(name: str) -> dict[str, str]:
         with path.open("rb") as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
-
-
-def limits_length(config: PreTrainedConfig) -> bool:
-    """Tells whether a text can be no longer than `max_position_embeddings`, because positions are learned."""
-    config = config.get_text_config(decoder=True) if config.sub_configs else config
-    return config.has_learned_positions if isinstance(config, NLQConfig) else not getattr(config, "rope_parameters", None)
 
 
 def read_record(name: str, file: str) -> dict[str, Any] | None:

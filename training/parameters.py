@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from modeling_nlq import NLQConfig
+from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.cache_nlq import LAYER_TYPE
 from modeling_nlq.parts_base_nlq import AttentionPart
 from modeling_nlq.parts_builtin_nlq import parts_of
 
-from .text import check_number
+from .text import check_number, one_line
 
 
 @dataclass
@@ -59,6 +59,53 @@ def objective_of(config: PreTrainedConfig) -> str:
     return "masked" if is_encoder else "causal"
 
 
+def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTrainedConfig:
+    """The configuration of the part that reads text: that of a half, or of the text model beside one for images."""
+    part = getattr(config, half) if half in config.sub_configs else config
+    return part.get_text_config(decoder=True) if part.sub_configs else part
+
+
+def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
+    """The number of tokens that a model, or a half of it, is meant for; `None` if its configuration has none (T5, Mamba)."""
+    names = ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions")
+    part = text_config_of(config, half)
+    found = next((getattr(part, name) for name in names if getattr(part, name, None) is not None), 0)
+    return found if found > 0 else None  # of XLNet -1: any length
+
+
+def vocabulary_of(config: PreTrainedConfig) -> int:
+    """The number of tokens that a model knows, in both halves."""
+    return min(text_config_of(config, half).vocab_size or 0 for half in ("encoder", "decoder"))
+
+
+def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
+    """The most tokens that a model, or a half of it, can read; `None` where positions do not limit them, as rotary ones."""
+    part, positions = text_config_of(config, half), context_of(config, half)
+    if isinstance(part, NLQConfig):
+        return positions if part.has_learned_positions else None
+    if positions is None or getattr(part, "rope_parameters", None):
+        return None
+    is_encoder = type(part) in AutoModelForMaskedLM._model_mapping and not part.is_encoder_decoder
+    if not is_encoder or getattr(part, "pad_token_id", None) is None:
+        return positions
+    tables = (module for name, module in empty_model(part).named_modules() if name.endswith("position_embeddings"))
+    padding = (getattr(table, "padding_idx", None) for table in tables)
+    # The first position of RoBERTa and its like is the one behind the id of the pad token
+    return positions - max((index + 1 for index in padding if index is not None), default=0)
+
+
+def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eager") -> PreTrainedModel:
+    """Makes a language model on the meta device; raises `ValueError` if a configuration of another family has none."""
+    try:
+        with torch.device("meta"):
+            # `from_config` writes the backend into the configuration, which may belong to a model in use
+            return auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+    except (AssertionError, AttributeError, NotImplementedError) as error:
+        if isinstance(config, NLQConfig | NLQSeq2SeqConfig):
+            raise
+        raise ValueError(f"Transformers makes no language model of this {type(config).__name__}: {one_line(error)}") from error
+
+
 def measure(
     config: PreTrainedConfig,
     context: int | Sequence[int] | None = None,
@@ -74,30 +121,28 @@ def measure(
 
     Args:
         config: configuration of the model.
-        context: the context length in tokens; by default `max_position_embeddings`. Of an encoder and decoder the lengths of
-            source and target, or one length of both.
+        context: the context length in tokens; by default that of the model (`context_of`). Of an encoder and decoder the
+            lengths of source and target, or one length of both.
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
         prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend.
+        ValueError, ImportError: if the model cannot be made with this backend, or has no context length.
     """
     for length in context if isinstance(context, Sequence) else [context]:
         check_number("context", length, 1)
-    with torch.device("meta"):
-        # `from_config` writes the backend into the configuration, which may belong to a model in use
-        auto_class = auto_class_of(config)
-        model = auto_class.from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
-        if prepare is not None:
+    if (context or context_of(config)) is None and hasattr(text_config_of(config), "num_attention_heads"):
+        raise ValueError(f"context=None: a {type(config).__name__} does not say how long a text is; give --context, in tokens")
+    model = empty_model(config, attn_implementation)
+    if prepare is not None:
+        with torch.device("meta"):
             model = prepare(model)
     return size_of(model, context)
 
 
 def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the parameters of a language model, by name."""
-    with torch.device("meta"):
-        model = auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation="eager")
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
 
 
 def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
@@ -117,7 +162,10 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) -> Size:
-    """Measures a model with any head; it may be on the meta device. `context` is that of `measure`."""
+    """Measures a model with any head, which may be on the meta device.
+
+    `context` is that of `measure`. Where neither it nor the model says how long a text is, attention is not counted.
+    """
     config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
@@ -127,8 +175,8 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
 
     halves = _halves(config)
     lengths = context if isinstance(context, Sequence) else [context] * len(halves)
-    lengths = [length or half.max_position_embeddings for length, half in zip(lengths, halves.values(), strict=True)]
-    source, target = lengths[0], lengths[-1]
+    lengths = [length or context_of(config, half or "decoder") for length, half in zip(lengths, halves, strict=True)]
+    source, target = lengths[0] or 1, lengths[-1] or 1
     calls = {
         f"{half and '.' + half}.layers.{index}.self_attn.{name}.": count
         for half, own in halves.items()
@@ -141,11 +189,12 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
         if parameter.ndim >= 2:
             share = next((count for layer, count in calls.items() if layer in f".{name}"), 1)
             operations += (source if _OF_SOURCE.search(f".{name}") else target) * round(share * _operations(parameter))
-    operations += 6 * sum(_products(half, own, length, source) for (half, own), length in zip(halves.items(), lengths))
+    if None not in lengths:
+        operations += 6 * sum(_products(half, own, length, source) for (half, own), length in zip(halves.items(), lengths))
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
         non_embedding=sum(parameter.numel() for parameter in body.values()),
-        flops_per_token=round(operations / sum(lengths)),
+        flops_per_token=round(operations / (target if len(halves) == 1 else source + target)),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
     )
 
@@ -160,8 +209,11 @@ _OF_SOURCE = re.compile(
 def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     """The configurations of encoder and decoder, in this order, or that of a single stack by the name \"\"."""
     if not config.is_encoder_decoder:
-        return {"": config}
-    halves = {name: getattr(config, name, None) or config.get_text_config(**{name: True}) for name in ("encoder", "decoder")}
+        return {"": text_config_of(config)}
+    halves = {
+        name: text_config_of(config, name) if name in config.sub_configs else config.get_text_config(**{name: True})
+        for name in ("encoder", "decoder")
+    }
     if hasattr(config, "num_decoder_layers"):  # T5
         halves["decoder"].num_hidden_layers = config.num_decoder_layers
     return halves
@@ -169,9 +221,14 @@ def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 def _products(half: str, config: PreTrainedConfig, length: int, source: int) -> int:
     """The products of a text with its keys and values, and in cross-attention with those of a source."""
-    layers = config.per_layer_config if isinstance(config, NLQConfig) else []
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, key_value_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
+    if not any(getattr(layer, "num_attention_heads", None) for layer in layers):
+        return 0  # as of Mamba, which has no attention
+    shapes = [(layer.num_attention_heads, getattr(layer, "head_dim", None)) for layer in layers]
+    shapes = [(heads, head_dim or config.hidden_size // heads) for heads, head_dim in shapes]
+    heads, head_dim = shapes[0]  # of NLQ models, in all layers
+    is_nlq = isinstance(config, NLQConfig)
+    key_value_heads = config.num_key_value_heads if is_nlq else None
     # A window of an encoder has so many tokens on each side
     sides = 2 if half == "encoder" or objective_of(config) == "masked" else 1
     products = [
@@ -179,17 +236,17 @@ def _products(half: str, config: PreTrainedConfig, length: int, source: int) -> 
         length * head_dim * head_dim * (heads + key_value_heads)
         if kind == LAYER_TYPE
         else length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * heads * head_dim
-        for kind, sizes in zip(*get_layer_types_and_kwargs(config))
+        for (heads, head_dim), kind, sizes in zip(shapes, *get_layer_types_and_kwargs(config))
     ]
+    if half == "decoder" and not is_nlq:
+        products += [length * source * 2 * heads * head_dim for heads, head_dim in shapes]
+    layers = layers if is_nlq else []
     # A layer's parts may compute more heads, or wider values
     costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(products)
     for cross in filter(None, (layer.cross_attention_config for layer in layers)):
         state = head_dim * head_dim * (heads * length + key_value_heads * source)
         products.append(state if cross.activation.kind == "linear" else length * source * 2 * heads * head_dim)
         costs.append(math.prod(part.product_cost(cross) for part in parts_of(cross)))
-    if half == "decoder" and not layers:
-        products += [length * source * 2 * heads * head_dim for _ in products]
-        costs = [1.0] * len(products)
     return round(sum(cost * product for cost, product in zip(costs, products, strict=True)))
 
 
@@ -211,8 +268,10 @@ def matching_intermediate_size(
     Raises:
         ValueError: if even a width of 1 exceeds it.
     """
-    if config.sub_configs:
+    if {"encoder", "decoder"} <= config.sub_configs.keys():
         raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
+    if not getattr(config, "intermediate_size", None):
+        raise ValueError(f"match={match!r} widens intermediate_size, and {type(config).__name__} has none; leave match out")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
     name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]

@@ -104,6 +104,7 @@ FAMILY_CASES = {
     "olmo-grouped": {"tie_word_embeddings": True},
     "olmo-biases": {"attention_bias": True, "hidden_act": "gelu"},
     "nanochat-bias_and_cap": {"attention_bias": True, "final_logit_softcapping": 1.0},
+    "nanochat-yarn": {"rope_parameters": {**_YARN, "attention_factor": 1.0}},
     "nanochat-without_cap": {
         "num_key_value_heads": 1,
         "final_logit_softcapping": None,

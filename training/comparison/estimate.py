@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
-from ..parameters import auto_class_of
+from ..parameters import auto_class_of, vocabulary_of
 from ..run.documents import files_by_split
 from ..run.recipe import emulated_bf16, resolve_recipe
 from ..text import check_number, duration, first_line
@@ -147,7 +147,7 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
             arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
         config = copy.deepcopy(resolved.config)
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
-        rows, size = arguments.train_batch_size * (_STEPS + 2), model.config.vocab_size
+        rows, size = arguments.train_batch_size * (_STEPS + 2), vocabulary_of(config)
         lengths = dict.fromkeys(("input_ids", "labels"), recipe.block_size)
         if recipe.objective == "seq2seq":  # as if every pair were as long as the longest
             lengths = {"input_ids": recipe.max_source_length, "labels": recipe.max_target_length}

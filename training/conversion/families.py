@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_nlq import NLQConfig
@@ -41,13 +42,21 @@ def _equal(**names: str) -> Part:
     )
 
 
-def _read_rope(config: PreTrainedConfig, is_partial: bool = False, by_layer: bool = False) -> dict[str, Any]:
+def _read_rope(
+    config: PreTrainedConfig, is_partial: bool = False, by_layer: bool = False, is_before_norm: bool = False
+) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
     rope_type, factor = parameters.get("rope_type"), parameters.get("partial_rotary_factor", 1.0)
     # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
     if factor != 1.0 and not is_partial and rope_type != "proportional":
         raise ValueError(
             f"rope_parameters: partial_rotary_factor={factor!r}: Transformers' {config.model_type} rotates whole heads"
+        )
+    # `yarn` scales rotated queries and keys; a norm behind that would take the factor back
+    if is_before_norm and rope_type == "yarn" and (scaling := ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]) != 1.0:
+        raise ValueError(
+            f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0: {config.model_type} normalizes "
+            "queries and keys after their rotation, and NLQ before it"
         )
     positions: str | list[str] = "rope"
     if by_layer:
@@ -251,6 +260,7 @@ _LIBRARY_FIELDS = ("id2label", "label2id", "problem_type", "classifier_dropout",
 # Fields of published checkpoints that change nothing. From some of them a configuration makes fields that do
 _WITHOUT_EFFECT = (
     "auto_map",
+    *(f"{kind}_token" for kind in ("bos", "cls", "eos", "mask", "pad", "sep", "unk")),  # as text; the ids count
     "gradient_checkpointing",
     "is_causal",  # `read` refuses False
     "is_decoder",
@@ -292,6 +302,7 @@ _COMMON = _equal(**{name: name for name in _SAME_NAMES})
 _KEY_HEADS = _equal(num_key_value_heads="num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
 _ROPE_BY_LAYER = Part(("rope_parameters", "no_rope_layers"), partial(_read_rope, by_layer=True), _write_rope)
+_ROPE_BEFORE_NORM = Part(("rope_parameters",), partial(_read_rope, is_before_norm=True), _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
 _HEAD_DIM = Part(("head_dim",), _head_dim, lambda layers: {"head_dim": layers[0].head_dim})
 _UNDECLARED_HEAD_DIM = Part(("head_dim",), _head_dim, _write_head_dim_unless_usual)
@@ -328,7 +339,7 @@ _ROWS = (
         "eurobert",
         *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal(mask_token_id="mask_token_id")),
         switches={"is_causal": False},
-        without_effect=("classifier_pooling",),  # of a head with a further layer, which is not converted
+        without_effect=("classifier_pooling", "clf_pooling"),  # of a head with a further layer, which is not converted
         classifier="classifier",
     ),
     _like_llama("cwm", _ROPE, _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
@@ -348,7 +359,7 @@ _ROWS = (
     ),
     _like_llama(
         "nanochat",
-        *(_equal(final_logit_softcapping="final_logit_softcapping"), _ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        *(_equal(final_logit_softcapping="final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),

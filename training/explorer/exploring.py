@@ -11,8 +11,8 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
 
 from ..conversion.renaming import to_nlq
 from ..files import PAGE_FILE, write_text
-from ..models import limits_length, load_model
-from ..parameters import parts_in
+from ..models import load_model
+from ..parameters import parts_in, positions_of
 from ..text import check_number
 from .attention import measure_attention, tokens_to_ablate
 from .measures import losses_of_tokens, repeated_tokens
@@ -149,7 +149,7 @@ def explore_tokens(
         ValueError: for more tokens than a model has positions for, and losses that are not finite.
     """
     configs = [subject.model.config for subject in models.values()]
-    positions = min((config.max_position_embeddings for config in configs if limits_length(config)), default=None)
+    positions = min(filter(None, map(positions_of, configs)), default=None)
     period = INDUCTION_PERIOD
     if positions is not None:
         check_number("max_tokens", max_tokens, 2, positions)

@@ -23,6 +23,7 @@ from transformers import (
 
 from ..files import atomic_dir, read_json, write_text
 from ..models import load_tokenizer
+from ..parameters import vocabulary_of
 from ..text import first_line, root_cause
 from .documents import check_text, is_conversation, load_documents
 from .masked import check_mask_token
@@ -103,10 +104,8 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:
     """Raises `ValueError` if a tokenizer has ids for which a model has no embeddings; `name` names it in the message."""
-    if (size := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise ValueError(
-            f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={config.vocab_size}"
-        )
+    if (size := vocabulary_size(tokenizer)) > (known := vocabulary_of(config)):
+        raise ValueError(f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={known}")
 
 
 def make_blocks(

@@ -12,8 +12,8 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA, check_keys
-from ..models import limits_length, load_model
-from ..parameters import objective_of
+from ..models import load_model
+from ..parameters import context_of, objective_of, positions_of
 from ..text import check_number
 from .data import make_blocks, make_collator
 from .documents import load_documents
@@ -132,9 +132,9 @@ def evaluate(
     check_number("block_size", block_size, 2)
     name = str(model)
     loaded, tokenizer = load_model(name, trust_remote_code)
-    context = loaded.config.get_text_config(decoder=True).max_position_embeddings
-    if limits_length(loaded.config) and (block_size or 0) > context:
-        raise ValueError(f"block_size={block_size} exceeds max_position_embeddings={context} of model {name!r}")
+    positions = positions_of(loaded.config)
+    if positions is not None and (block_size or 0) > positions:
+        raise ValueError(f"block_size={block_size} exceeds the {positions} positions of model {name!r}")
     trained_on = read_trained_on(name)
     given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
     objective = objective_of(loaded.config)
@@ -149,7 +149,7 @@ def evaluate(
             f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a share of "
             f"{held_out:g}"
         )
-    defaults = {"validation_fraction": 0.02, "block_size": context}
+    defaults = {"validation_fraction": 0.02, "block_size": positions or context_of(loaded.config) or Recipe.block_size}
     if trained_on:  # longer blocks would have positions that were never trained
         last = trained_on[-1]
         defaults |= {field: last[field] for field in SHAPES if field in last}

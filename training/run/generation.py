@@ -6,7 +6,8 @@ from transformers import set_seed
 
 from modeling_nlq import kernelize
 
-from ..models import limits_length, load_model
+from ..models import load_model
+from ..parameters import positions_of
 from ..text import check_number
 
 
@@ -48,15 +49,16 @@ def generate_text(
     if is_pair:  # sources end so
         inputs = {name: nn.functional.pad(row, (0, 1), value=1) for name, row in inputs.items()}
         inputs["input_ids"][:, -1] = tokenizer.eos_token_id
-        encoder, length = getattr(loaded.config, "encoder", loaded.config), 1
-        if limits_length(encoder) and inputs["input_ids"].shape[1] > (context := encoder.max_position_embeddings):
-            raise ValueError(f"a source of {inputs['input_ids'].shape[1]} tokens does not fit {context} positions")
-    if limits_length(loaded.config):
-        context = loaded.config.get_text_config(decoder=True).max_position_embeddings
-        room = context + 1 - length  # the last new token is not read
+        if (positions := positions_of(loaded.config, "encoder")) is not None and length >= positions:
+            raise ValueError(f"a source of {length + 1} tokens does not fit {positions} positions")
+        length = 1
+    if (positions := positions_of(loaded.config)) is not None:
+        room = positions + 1 - length  # the last new token is not read
         max_new_tokens = min(100, room) if max_new_tokens is None else max_new_tokens
         if not 0 < max_new_tokens <= room:
-            raise ValueError(f"a prompt of {length} tokens and max_new_tokens={max_new_tokens} do not fit {context} positions")
+            raise ValueError(
+                f"a prompt of {length} tokens and max_new_tokens={max_new_tokens} do not fit {positions} positions"
+            )
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
     output = loaded.generate(**inputs, max_new_tokens=100 if max_new_tokens is None else max_new_tokens, **sampling)
     return tokenizer.decode(output[0], skip_special_tokens=True)

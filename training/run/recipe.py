@@ -21,8 +21,8 @@ from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ...configuration import find
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
-from ..models import added_parameters, is_saved_model, limits_length, load_config, read_record
-from ..parameters import KINDS, freeze_all_but, objective_of, shapes_of
+from ..models import added_parameters, is_saved_model, load_config, read_record
+from ..parameters import KINDS, context_of, freeze_all_but, objective_of, positions_of, shapes_of, vocabulary_of
 from ..storage import normalized
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
@@ -438,22 +438,29 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
         raise ValueError("; ".join(conflicts))
 
 
+def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
+    """Lists the lengths of a recipe for which a model has too few positions."""
+    lengths = {"block_size": "decoder"}
+    if objective_of(config) == "seq2seq":
+        lengths = {f"max_{text}_length": half for text, half in _READERS.items()}
+    for name, half in lengths.items():
+        positions, context = positions_of(config, half), context_of(config, half)
+        if positions is not None and getattr(recipe, name) > positions:
+            less = "" if positions == context else f" less the {context - positions} up to the id of the pad token"
+            yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={context}{less}"
+
+
 def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
     recipe, config = resolved.recipe, resolved.config
     objective = objective_of(config)
-    contexts = {"block_size": config}
-    if objective == "seq2seq":  # of other families, both halves have the same positions
-        contexts = {f"max_{text}_length": getattr(config, half, config) for text, half in _READERS.items()}
-    for name, half in contexts.items():
-        if limits_length(half) and getattr(recipe, name) > half.max_position_embeddings:
-            yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={half.max_position_embeddings}"
+    yield from conflicts_of_lengths(recipe, config)
     if recipe.new_vocabulary_size and recipe.has_weights:
         yield (
             f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another; set "
             f"--tokenizer {recipe.model}"
         )
-    elif (recipe.new_vocabulary_size or 0) > config.vocab_size:
-        yield f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={config.vocab_size}"
+    elif (recipe.new_vocabulary_size or 0) > (size := vocabulary_of(config)):
+        yield f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={size}"
     if resolved.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
         yield (
             f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq convert "

@@ -42,7 +42,7 @@ from ..files import (
     write_text,
 )
 from ..models import initialize_by_name, source_named
-from ..parameters import Size, auto_class_of, listed, measure, size_of
+from ..parameters import Size, auto_class_of, listed, measure, size_of, vocabulary_of
 from ..scrub import without_folders
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import Blocks, check_vocabulary, make_collator, prepare_data
@@ -51,7 +51,7 @@ from .lora import merge_lora
 from .masked import Masking
 from .pairs import chrf_of
 from .parametrization import completep_factors, scale_initial_values
-from .recipe import ResolvedRecipe, check_recipe, emulated_bf16
+from .recipe import ResolvedRecipe, check_recipe, conflicts_of_lengths, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -187,11 +187,12 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.mask_token_id = tokenizer.mask_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if recipe.objective == "seq2seq":
-        if config.decoder_start_token_id is None:
-            config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # where Trainer sets them too
-            setattr(config.get_text_config(decoder=True), name, getattr(config, name))
+    if recipe.objective == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # where Trainer sets them too
+        setattr(config.get_text_config(decoder=True), name, getattr(config, name))
+    if conflicts := [*conflicts_of_lengths(recipe, config)]:  # RoBERTa counts positions from the pad token on
+        raise ValueError("; ".join(conflicts))
     if not recipe.has_weights:
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, resolved.training_arguments.seed)
@@ -268,7 +269,7 @@ def _collect(run: _Run) -> dict[str, Any]:
         # JSON has no NaN
         **{name: value if math.isfinite(value) else None for name, value in scores.items()},
         "test_loss_parts": evaluated.get("loss_parts"),
-        "diverged": record.diverged_at is not None or has_diverged(evaluated["eval_loss"], config.vocab_size),
+        "diverged": record.diverged_at is not None or has_diverged(evaluated["eval_loss"], vocabulary_of(config)),
         "diverged_at": record.diverged_at,
         "train_loss": losses[-1] if losses else None,
         "steps": trainer.state.global_step,

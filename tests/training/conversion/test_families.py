@@ -189,6 +189,7 @@ def test_heads(name, head):
 
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
 _LONGROPE |= {"rope_theta": 10.0, "factor": 2.0, "original_max_position_embeddings": 16}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0}
 # (case, other fields, what the error names)
 REFUSED = [
     ("llama-grouped", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10.0, "factor": 2.0}}, "dynamic"),
@@ -201,6 +202,18 @@ REFUSED = [
     ("qwen2-grouped", {"use_qkv_bias": True}, "use_qkv_bias=True"),
     ("llama-grouped", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
     ("gpt2-untied", {"add_cross_attention": True}, "add_cross_attention=True"),
+    *(
+        (
+            "nanochat-without_cap",
+            {"rope_parameters": {**_YARN, **factors}},
+            f"yarn with attention_factor={named}, which must be 1.0",
+        )
+        for named, factors in (
+            ("1.139", {}),
+            ("0.5", {"attention_factor": 0.5}),
+            ("1.053", {"mscale": 0.7, "mscale_all_dim": 0.3}),
+        )
+    ),
 ]
 
 
@@ -231,6 +244,7 @@ NO_COUNTERPART = [
     ("llama-biases_and_wide_heads", "mistral", ["query_key_value_bias=True cannot become False", "mlp_bias"]),
     ("diffllama-grouped", "llama", ["differential_attention='v1' cannot become None: what the part does"]),
     ("llama-grouped", "diffllama", ["differential_attention=None cannot become 'v1': the norm of the"]),
+    ("arcee-yarn_and_epsilon", "nanochat", ["nanochat has no model of this shape", "attention_factor=1.139"]),
     ("llama-grouped", "gpt2", ["norm_type='rmsnorm'", "position_embedding='rope'"]),
     ("llama-grouped", "eurobert", ["eurobert has no model with the head of NLQForCausalLM"]),
     ("eurobert-grouped", "llama", ["llama has no model with the head of NLQForMaskedLM"]),

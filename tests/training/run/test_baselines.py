@@ -1,0 +1,148 @@
+"""Models of other families as baselines: what their configurations say in other names, or not at all."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from modeling_nlq.training import evaluate, train
+from modeling_nlq.training.models import load_config
+from modeling_nlq.training.parameters import (
+    auto_class_of,
+    context_of,
+    matching_intermediate_size,
+    measure,
+    objective_of,
+    positions_of,
+    vocabulary_of,
+)
+from modeling_nlq.training.run.generation import generate_text
+from nlq import main
+
+
+_BERT = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_BERT |= {"max_position_embeddings": 66}
+_GEMMA = {**_BERT, "head_dim": 8, "num_key_value_heads": 1, "sliding_window": 16, "pad_token_id": 1}
+_GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+_GPT2 = {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 66}
+_BART = {"vocab_size": 300, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+_BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+FAMILIES = {
+    "t5": {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    "bloom": {"vocab_size": 300, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "roberta": _BERT,
+    "t5gemma": {"encoder": _GEMMA, "decoder": {**_GEMMA, "cross_attention_hidden_size": 16}, "vocab_size": 300},
+    "mpt": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 66},
+    "bert": _BERT,
+    "mamba": {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+    "opt": {**_BERT, "ffn_dim": 24, "word_embed_proj_dim": 16},
+    "fnet": {name: value for name, value in _BERT.items() if name != "num_attention_heads"},
+    "bart": {**_BART, "max_position_embeddings": 66},
+    "gpt2": _GPT2,
+    "longformer": {**_BERT, "attention_window": [8, 8]},
+    "led": {**_BART, "max_encoder_position_embeddings": 72, "max_decoder_position_embeddings": 66, "attention_window": 8},
+    "codegen": {**_GPT2, "n_head": 4, "rotary_dim": 4},
+    "esm": {**_BERT, "pad_token_id": 1, "mask_token_id": 2},
+    "encoder-decoder": {
+        "encoder": {"model_type": "roberta", **_BERT},
+        "decoder": {"model_type": "bert", **_BERT, "is_decoder": True, "add_cross_attention": True},
+    },
+    "rwkv": {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "attention_hidden_size": 16},
+    "xlnet": {"vocab_size": 300, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
+}
+# By the number of tokens; `None`: any
+POSITIONS = {"mpnet": 64, "camembert": 64, "ibert": 64, "roberta": 64, "longformer": 64, "esm": 64, "bert": 66, "opt": 66}
+POSITIONS |= {"gpt2": 66, "codegen": 66, "mpt": 66, "bart": 66, "t5": None, "bloom": None, "mamba": None, "xlnet": None}
+
+
+@pytest.fixture(scope="module")
+def make_run(tmp_path_factory):
+    """A function from a family to the file of a recipe, and that of its text."""
+    folder = tmp_path_factory.mktemp("baselines")
+    rows = [{"text": f"the number {i} is before {i + 1} and {i + 2}. " * 3, "to": f"{i + 1}"} for i in range(40)]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def make(family: str, **fields) -> tuple[str, str]:
+        model, recipe = folder / f"{family}.json", folder / f"{family}.yaml"
+        model.write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
+        content = {"model": str(model), "dataset": str(folder / "text.jsonl"), "tokenizer": "bpe:300", "block_size": 32}
+        content |= {"validation_fraction": 0.2, "objective": objective_of(load_config(str(model)))}
+        if content["objective"] == "seq2seq":
+            del content["block_size"]
+            content |= {"source_column": "text", "target_column": "to", "max_source_length": 66, "max_target_length": 16}
+        content["training"] = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
+        recipe.write_text(json.dumps(content | fields))
+        return str(recipe), str(folder / "text.jsonl")
+
+    return make
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_evaluates_and_generates(family, make_run, tmp_path):
+    fields = {"max_source_length": 64} if family == "encoder-decoder" else {}  # a RoBERTa reads
+    recipe, text = make_run(family, **fields)
+    metrics = train(recipe, output_dir=tmp_path / "run")
+    assert (metrics["steps"] == 2 and not metrics["diverged"]) or family == "t5"  # whose first logits are large
+    assert evaluate(tmp_path / "run", text)["eval_loss"] > 0
+    if objective_of(load_config(str(tmp_path / "run"))) != "masked":
+        generate_text(str(tmp_path / "run"), "the number 3", 5, temperature=0.0)
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert ("context of" in card) == (family not in ("t5", "bloom", "mamba", "xlnet"))
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("family, positions", POSITIONS.items(), ids=POSITIONS)
+def test_positions_are_as_many_as_a_model_can_read(family, positions):
+    config = CONFIG_MAPPING[family](**FAMILIES.get(family, _BERT))
+    assert positions_of(config) == positions
+    model = auto_class_of(config).from_config(config).eval()
+    for length in (positions or 99, (positions or 98) + 1):
+        tokens = torch.full((1, length), 5)
+        inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})}
+        if positions in (None, length):
+            assert model(**inputs).logits.shape[1] == length
+        else:
+            with pytest.raises((IndexError, RuntimeError, ValueError)):
+                model(**inputs)
+
+
+def test_too_long_for_roberta(make_run, tmp_path, capsys):
+    recipe, text = make_run("roberta")
+    train(recipe, output_dir=tmp_path / "run")
+    assert main(["train", recipe, "--block_size", "65", "--output_dir", str(tmp_path / "long")]) == 1
+    message = "block_size=65 exceeds max_position_embeddings=66 less the 2 up to the id of the pad token"
+    assert message in capsys.readouterr().err
+    with pytest.raises(ValueError, match="block_size=65 exceeds the 64 positions"):
+        evaluate(tmp_path / "run", text, block_size=65)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    tokenizer.pad_token = "!"  # with the id 3
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="block_size=63 exceeds max_position_embeddings=66 less the 4 up to the id"):
+        train(make_run("roberta", tokenizer=str(tmp_path / "other"), block_size=63)[0], output_dir=tmp_path / "shifted")
+
+
+def test_every_configuration_is_understood():
+    """No configuration of a language model fails, or has no tokens."""
+    configs = {
+        each for auto in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM) for each in auto._model_mapping
+    }
+    for config_class in configs - {CONFIG_MAPPING["gemma4_assistant"]}:  # whose defaults contradict each other
+        config, name = config_class(), config_class.__name__
+        assert vocabulary_of(config) > 0 or name == "EsmConfig"
+        for half in ("encoder", "decoder"):
+            context, positions = context_of(config, half), positions_of(config, half)
+            assert positions is None or 0 < positions <= context, name
+
+
+def test_what_cannot_be_answered_is_one_line():
+    with pytest.raises(ValueError, match="context=None: a T5Config does not say how long a text is; give --context"):
+        measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]))
+    size = measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]), 64)
+    assert size.flops_per_token > 6 * size.non_embedding
+    with pytest.raises(ValueError, match="match='parameters' widens intermediate_size, and BloomConfig has none"):
+        matching_intermediate_size(CONFIG_MAPPING["bloom"](**FAMILIES["bloom"]), size)
+    with pytest.raises(ValueError, match="Transformers makes no language model of this MarianConfig: Padding_idx must be"):
+        measure(CONFIG_MAPPING["marian"](**_BART))
