@@ -10,11 +10,11 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 import contextlib
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import transformers
 from huggingface_hub.dataclasses import strict
@@ -51,18 +51,28 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_nlq.NLQForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_nlq.NLQForQuestionAnswering",
 }
+SEQ2SEQ_AUTO_MAP = {
+    "AutoConfig": "configuration_seq2seq_nlq.NLQSeq2SeqConfig",
+    "AutoModel": "modeling_seq2seq_nlq.NLQSeq2SeqModel",
+    "AutoModelForSeq2SeqLM": "modeling_seq2seq_nlq.NLQForConditionalGeneration",
+}
+
+
+def own_classes(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the classes of this code that a configuration, given by its fields, can be of, as an `auto_map`."""
+    return SEQ2SEQ_AUTO_MAP if settings.get("is_encoder_decoder") else AUTO_MAP
 
 
 def is_derived(path: str | list[str | None]) -> bool:
     """Tells whether an entry of `auto_map` names a class of a model that is not of this code. Those of tokenizers are lists."""
-    return isinstance(path, str) and path.rpartition("--")[2] not in AUTO_MAP.values()
+    return isinstance(path, str) and path.rpartition("--")[2] not in (*AUTO_MAP.values(), *SEQ2SEQ_AUTO_MAP.values())
 
 
-def classes_in(folder: str | os.PathLike, auto_map: dict[str, str]) -> dict[str, str]:
-    """Returns the `auto_map` of a folder: the classes of this code, but derived ones whose file lies there."""
-    return AUTO_MAP | {
+def classes_in(folder: str | os.PathLike, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the `auto_map` of a folder by the fields of its configuration: our classes, but derived ones that lie there."""
+    return own_classes(settings) | {
         name: path
-        for name, path in auto_map.items()
+        for name, path in (settings.get("auto_map") or {}).items()
         if is_derived(path) and Path(folder, f"{path.partition('.')[0]}.py").is_file()
     }
 
@@ -124,8 +134,56 @@ LIBRARY_KEYS = {
 }
 
 
+class NLQConfigMixin:
+    """Before `PreTrainedConfig` among the bases: checks the names that a caller gives, and saves the files of own parts."""
+
+    @classmethod
+    def field_names(cls) -> set[str]:
+        """The fields that `PreTrainedConfig` has not, and `per_layer_config`."""
+        return {"per_layer_config", *(field.name for field in fields(cls))} - {field.name for field in fields(PreTrainedConfig)}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        # diff with PreTrainedConfig: what a caller gives is read with what was saved, and checked, instead of being set later;
+        # a misspelt field is no option of a loader
+        given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
+        cls.check_names(kwargs, warns=False)
+        return super().from_dict(cls.merge(config_dict, given), **kwargs)
+
+    @classmethod
+    def merge(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a saved configuration with those that a caller gives."""
+        return saved | given
+
+    @classmethod
+    def check_names(cls, keys: Iterable[str], is_saved: bool = False, warns: bool = True) -> None:
+        """Raises `ValueError` for a key that looks like a misspelt field, and warns of other unknown keys.
+
+        For a saved configuration it only warns, because newer code may have fields that this code lacks.
+        """
+        known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params(), (field.name for field in fields(cls)))
+        for key in keys:
+            if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
+                continue
+            suggestion = did_you_mean(key, cls.field_names(), cutoff=0.8).strip()
+            if suggestion and not is_saved:
+                raise ValueError(f"{cls.__name__} has no field {key!r}; {suggestion}")
+            if warns:
+                logger.warning(f"{cls.__name__} has no field {key!r}: it is kept, but nothing reads it.")
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        # diff with PreTrainedConfig: the files of parts that belong to no file of this code
+        halves = [getattr(self, name) for name in self.sub_configs] or [self]
+        own = dict.fromkeys(part for half in halves for part in half._own_parts().values() if part not in PARTS)
+        self.auto_map = classes_in(save_directory, vars(self))
+        result = super().save_pretrained(save_directory, *args, **kwargs)
+        if own:
+            save_parts(save_directory, own)
+        return result
+
+
 @strict
-class NLQConfig(PreTrainedConfig):
+class NLQConfig(NLQConfigMixin, PreTrainedConfig):
     r"""
     The architecture of an NLQ model. The defaults are the shape of GPT-3 small with nonlinear queries, as in
     [Beyond Linearity in Attention Projections](https://huggingface.co/papers/2603.13381).
@@ -304,7 +362,7 @@ class NLQConfig(PreTrainedConfig):
     mask_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        self._check_unknown_keys(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
+        self.check_names(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
         if (overrides := kwargs.get("per_layer_config")) is not None:
             if not isinstance(overrides, dict) or not all(isinstance(switches, dict) for switches in overrides.values()):
                 raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there")
@@ -332,30 +390,6 @@ class NLQConfig(PreTrainedConfig):
         """The user's own parts in any layer, by name."""
         names = dict.fromkeys(name for layer in self.attention_configs for name in layer.attention_parts or ())
         return {name: find_part(name, (self.attention_parts_code or {}).get(name)) for name in names}
-
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        # diff with PreTrainedConfig: the files of parts that belong to no file of this code
-        own = [part for part in self._own_parts().values() if part not in PARTS]
-        self.auto_map = classes_in(save_directory, self.auto_map)
-        result = super().save_pretrained(save_directory, *args, **kwargs)
-        if own:
-            save_parts(save_directory, own)
-        return result
-
-    def _check_unknown_keys(self, keys, is_saved: bool) -> None:
-        """Raises `ValueError` for a key that looks like a misspelt field, and warns of other unknown keys.
-
-        For a saved configuration it only warns, because newer code may have fields that this code lacks.
-        """
-        names = [field.name for field in fields(self)]
-        known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params())
-        for key in keys:
-            if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
-                continue
-            suggestion = did_you_mean(key, names, cutoff=0.8).strip()
-            if suggestion and not is_saved:
-                raise ValueError(f"NLQConfig has no field {key!r}; {suggestion}")
-            logger.warning(f"NLQConfig has no field {key!r}: it is kept, but nothing reads it.")
 
     @property
     def activation(self) -> AttentionActivation:

@@ -1,11 +1,12 @@
 """Configuration of an NLQ encoder and decoder with cross-attention between them."""
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .configuration_nlq import NLQConfig, __version__
+from .configuration_nlq import SEQ2SEQ_AUTO_MAP, NLQConfig, NLQConfigMixin, __version__, is_derived
 
 
 if TYPE_CHECKING:
@@ -13,20 +14,21 @@ if TYPE_CHECKING:
     from .modeling_seq2seq_nlq import NLQSeq2SeqModel  # noqa: F401
 
 
-SEQ2SEQ_AUTO_MAP = {
-    "AutoConfig": "configuration_seq2seq_nlq.NLQSeq2SeqConfig",
-    "AutoModel": "modeling_seq2seq_nlq.NLQSeq2SeqModel",
-    "AutoModelForSeq2SeqLM": "modeling_seq2seq_nlq.NLQForConditionalGeneration",
-}
 # What the place of a half decides
 DIRECTIONS = {
     "encoder": {"is_causal": False, "add_cross_attention": False},
     "decoder": {"is_causal": True, "add_cross_attention": True},
 }
+# Fields of the halves that only a constructor takes, for rotary positions
+ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+
+
+def _of_decoder(name: str) -> property:
+    return property(lambda self: getattr(self.decoder, name), doc=f"`{name}` of the decoder.")
 
 
 @strict
-class NLQSeq2SeqConfig(PreTrainedConfig):
+class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
     r"""
     The architecture of an encoder and a decoder, each with every switch of `NLQConfig`.
 
@@ -38,6 +40,7 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
             `pad_token_id`.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default those of the decoder.
         tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token embedding.
+        kwargs: fields of `NLQConfig` that both halves get, but one whose `dict` names another value.
 
     Raises:
         ValueError: for a direction of a half other than its own, for embeddings of different shapes that are tied, and for a
@@ -57,10 +60,32 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
     is_encoder_decoder: bool = True
     tie_word_embeddings: bool = True
 
+    @classmethod
+    def field_names(cls) -> set[str]:
+        return super().field_names() | NLQConfig.field_names()
+
+    @classmethod
+    def merge(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        shared = _take_shared(given)
+        saved = {**saved, **{name: _switches(saved.get(name)) for name in DIRECTIONS}}
+        if saved["decoder"].get("cross_attention_hidden_size") == saved["encoder"].get("hidden_size"):
+            saved["decoder"].pop("cross_attention_hidden_size", None)  # follows a width that the caller gives
+        for name in DIRECTIONS:
+            half = given.get(name)
+            if isinstance(half, PreTrainedConfig):
+                given[name] = _switches(half) | shared
+            else:
+                NLQConfig.check_names(half or ())
+                given[name] = saved[name] | shared | (half or {})
+        return saved | given
+
     def __post_init__(self, **kwargs):
+        is_saved = kwargs.pop("nlq_version", None) is not None
+        shared = {} if is_saved else _take_shared(kwargs)
+        self.check_names(kwargs, is_saved)
         for name, directions in DIRECTIONS.items():
-            half = getattr(self, name) or {}
-            switches = half.to_diff_dict() if isinstance(half, PreTrainedConfig) else half
+            half = getattr(self, name)
+            switches = _switches(half) | shared if isinstance(half, PreTrainedConfig) else shared | _switches(half)
             for switch, value in directions.items():
                 if switches.get(switch, value) != value:
                     raise ValueError(f"{name}: {switch}={switches[switch]!r} must be {value}, or left out")
@@ -74,7 +99,9 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.pad_token_id if self.bos_token_id is None else self.bos_token_id
         super().__post_init__(**kwargs)
-        self.auto_map = SEQ2SEQ_AUTO_MAP
+        self.auto_map = SEQ2SEQ_AUTO_MAP | {
+            name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)
+        }
         self.nlq_version = __version__
 
     @property
@@ -87,9 +114,21 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
         self.encoder.vocab_size = self.decoder.vocab_size = size
 
     @property
-    def hidden_size(self) -> int:
-        """That of the decoder."""
-        return self.decoder.hidden_size
+    def num_hidden_layers(self) -> int:
+        """That of the decoder; Transformers' early exit sets it."""
+        return self.decoder.num_hidden_layers
+
+    @num_hidden_layers.setter
+    def num_hidden_layers(self, number: int) -> None:
+        self.decoder.num_hidden_layers = number
+
+    hidden_size, num_attention_heads = map(_of_decoder, ("hidden_size", "num_attention_heads"))
+    num_layers = _of_decoder("num_hidden_layers")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The smaller of both halves."""
+        return min(half.max_position_embeddings for half in (self.encoder, self.decoder))
 
     def validate_architecture(self):
         """Checks that what is shared has one shape, and that the first token has an embedding."""
@@ -102,6 +141,20 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
                 )
         if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
             raise ValueError(f"decoder_start_token_id={start} must be at least 0 and below vocab_size={self.vocab_size}")
+
+
+def _switches(half: NLQConfig | dict[str, Any] | None) -> dict[str, Any]:
+    return half.to_diff_dict() if isinstance(half, PreTrainedConfig) else dict(half or {})
+
+
+def _take_shared(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes the fields of both halves out of what a caller gives; raises `ValueError` for one that their places decide."""
+    own = {field.name for field in fields(NLQSeq2SeqConfig)}
+    shared = {name: given.pop(name) for name in (NLQConfig.field_names() | ROPE_KEYS) - own & given.keys()}
+    for name in ("is_causal", "add_cross_attention", "cross_attention_hidden_size"):
+        if name in shared:
+            raise ValueError(f"{name}={shared[name]!r}: the places of encoder and decoder decide it; leave it out")
+    return shared
 
 
 NLQSeq2SeqConfig.register_for_auto_class()
