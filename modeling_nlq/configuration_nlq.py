@@ -125,6 +125,7 @@ LIBRARY_KEYS = {
     "experts_implementation",
     "gradient_checkpointing",
     "is_decoder",
+    "mask_token_id",
     "partial_rotary_factor",
     "quantization_config",
     "rope_theta",
