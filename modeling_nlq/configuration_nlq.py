@@ -59,7 +59,7 @@ SEQ2SEQ_AUTO_MAP = {
 
 
 def own_classes(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the classes of this code that a configuration, given by its fields, can be of, as an `auto_map`."""
+    """Returns the `auto_map` of this code for a model by the fields of its configuration."""
     return SEQ2SEQ_AUTO_MAP if settings.get("is_encoder_decoder") else AUTO_MAP
 
 
@@ -69,7 +69,7 @@ def is_derived(path: str | list[str | None]) -> bool:
 
 
 def classes_in(folder: str | os.PathLike, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the `auto_map` of a folder by the fields of its configuration: our classes, but derived ones that lie there."""
+    """Returns the `auto_map` of a folder: the classes of this code, but derived ones whose file lies there."""
     return own_classes(settings) | {
         name: path
         for name, path in (settings.get("auto_map") or {}).items()
@@ -136,7 +136,7 @@ LIBRARY_KEYS = {
 
 
 class NLQConfigMixin:
-    """Before `PreTrainedConfig` among the bases: checks the names that a caller gives, and saves the files of own parts."""
+    """Before `PreTrainedConfig` among the bases: checks names of fields, and saves files of own parts."""
 
     @classmethod
     def field_names(cls) -> set[str]:
@@ -145,16 +145,10 @@ class NLQConfigMixin:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        # diff with PreTrainedConfig: what a caller gives is read with what was saved, and checked, instead of being set later;
-        # a misspelt field is no option of a loader
+        # diff with PreTrainedConfig, which sets what a caller gives later, without a check, and drops misspelt fields
         given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
         cls.check_names(kwargs, warns=False)
-        return super().from_dict(cls.merge(config_dict, given), **kwargs)
-
-    @classmethod
-    def merge(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a saved configuration with those that a caller gives."""
-        return saved | given
+        return super().from_dict(config_dict | given, **kwargs)
 
     @classmethod
     def check_names(cls, keys: Iterable[str], is_saved: bool = False, warns: bool = True) -> None:
@@ -171,6 +165,11 @@ class NLQConfigMixin:
                 raise ValueError(f"{cls.__name__} has no field {key!r}; {suggestion}")
             if warns:
                 logger.warning(f"{cls.__name__} has no field {key!r}: it is kept, but nothing reads it.")
+
+    def name_code(self, auto_map: dict[str, str] | None) -> None:
+        """Names this code, whatever an old file says, but for derived classes."""
+        derived = {name: path for name, path in (auto_map or {}).items() if is_derived(path)}
+        self.auto_map, self.nlq_version = own_classes(vars(self)) | derived, __version__
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
@@ -383,9 +382,7 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
         with contextlib.suppress(ValueError):  # an unknown part; the validation reports it
             if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:
                 self.attention_parts_code = codes  # as it is now
-        # This code, whatever an old file says, but for derived classes
-        self.auto_map = AUTO_MAP | {name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)}
-        self.nlq_version = __version__
+        self.name_code(kwargs.get("auto_map"))
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
         """The user's own parts in any layer, by name."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .configuration_nlq import SEQ2SEQ_AUTO_MAP, NLQConfig, NLQConfigMixin, __version__, is_derived
+from .configuration_nlq import NLQConfig, NLQConfigMixin
 
 
 if TYPE_CHECKING:
@@ -19,12 +19,13 @@ DIRECTIONS = {
     "encoder": {"is_causal": False, "add_cross_attention": False},
     "decoder": {"is_causal": True, "add_cross_attention": True},
 }
-# Fields of the halves that only a constructor takes, for rotary positions
-ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+# Sizes of the decoder that PEFT's prompt methods read in `to_dict`
+SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
-def _of_decoder(name: str) -> property:
-    return property(lambda self: getattr(self.decoder, name), doc=f"`{name}` of the decoder.")
+def _of_decoder(name: str, is_set: bool = False) -> property:
+    setter = (lambda self, value: setattr(self.decoder, name, value)) if is_set else None
+    return property(lambda self: getattr(self.decoder, name), setter)
 
 
 @strict
@@ -65,44 +66,39 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
         return super().field_names() | NLQConfig.field_names()
 
     @classmethod
-    def merge(cls, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        shared = _take_shared(given)
-        saved = {**saved, **{name: _switches(saved.get(name)) for name in DIRECTIONS}}
-        if saved["decoder"].get("cross_attention_hidden_size") == saved["encoder"].get("hidden_size"):
-            saved["decoder"].pop("cross_attention_hidden_size", None)  # follows a width that the caller gives
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        # diff with PreTrainedConfig: fields of the halves change what was saved of them
+        shared = _take_shared(kwargs)
         for name in DIRECTIONS:
-            half = given.get(name)
-            if isinstance(half, PreTrainedConfig):
-                given[name] = _switches(half) | shared
+            if isinstance(half := kwargs.get(name) or {}, PreTrainedConfig):
+                kwargs[name] = half.to_diff_dict() | shared
             else:
-                NLQConfig.check_names(half or ())
-                given[name] = saved[name] | shared | (half or {})
-        return saved | given
+                NLQConfig.check_names(half)
+                saved = {**(config_dict.get(name) or {}), "cross_attention_hidden_size": None}  # follows the encoder
+                kwargs[name] = saved | shared | half
+        return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs):
         is_saved = kwargs.pop("nlq_version", None) is not None
         shared = {} if is_saved else _take_shared(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in SIZES}
         self.check_names(kwargs, is_saved)
         for name, directions in DIRECTIONS.items():
-            half = getattr(self, name)
-            switches = _switches(half) | shared if isinstance(half, PreTrainedConfig) else shared | _switches(half)
-            for switch, value in directions.items():
-                if switches.get(switch, value) != value:
+            half = getattr(self, name) or {}
+            switches = half.to_diff_dict() | shared if isinstance(half, PreTrainedConfig) else shared | half
+            width = None if name == "encoder" else self.encoder.hidden_size
+            fixed = {**directions, "cross_attention_hidden_size": width}
+            for switch, value in fixed.items():
+                if switches.get(switch) not in (None, value):
                     raise ValueError(f"{name}: {switch}={switches[switch]!r} must be {value}, or left out")
-            width = {} if name == "encoder" else {"cross_attention_hidden_size": self.encoder.hidden_size}
-            if (given := switches.get("cross_attention_hidden_size")) not in (None, *width.values()):
-                raise ValueError(f"{name}: cross_attention_hidden_size={given} follows from the encoder; leave it out")
-            setattr(self, name, NLQConfig(**{**switches, **directions, **width}))
+            setattr(self, name, NLQConfig(**{**switches, **fixed}))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self.decoder, name))
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.pad_token_id if self.bos_token_id is None else self.bos_token_id
         super().__post_init__(**kwargs)
-        self.auto_map = SEQ2SEQ_AUTO_MAP | {
-            name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)
-        }
-        self.nlq_version = __version__
+        self.name_code(kwargs.get("auto_map"))
 
     @property
     def vocab_size(self) -> int:
@@ -113,22 +109,20 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
     def vocab_size(self, size: int) -> None:
         self.encoder.vocab_size = self.decoder.vocab_size = size
 
-    @property
-    def num_hidden_layers(self) -> int:
-        """That of the decoder; Transformers' early exit sets it."""
-        return self.decoder.num_hidden_layers
-
-    @num_hidden_layers.setter
-    def num_hidden_layers(self, number: int) -> None:
-        self.decoder.num_hidden_layers = number
-
-    hidden_size, num_attention_heads = map(_of_decoder, ("hidden_size", "num_attention_heads"))
+    hidden_size, head_dim, num_attention_heads, num_key_value_heads = map(_of_decoder, SIZES)
     num_layers = _of_decoder("num_hidden_layers")
+    num_hidden_layers = _of_decoder("num_hidden_layers", is_set=True)  # by early exit
 
     @property
     def max_position_embeddings(self) -> int:
         """The smaller of both halves."""
         return min(half.max_position_embeddings for half in (self.encoder, self.decoder))
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {name: getattr(self, name) for name in SIZES}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_diff_dict().items() if name not in SIZES}
 
     def validate_architecture(self):
         """Checks that what is shared has one shape, and that the first token has an embedding."""
@@ -143,17 +137,14 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
             raise ValueError(f"decoder_start_token_id={start} must be at least 0 and below vocab_size={self.vocab_size}")
 
 
-def _switches(half: NLQConfig | dict[str, Any] | None) -> dict[str, Any]:
-    return half.to_diff_dict() if isinstance(half, PreTrainedConfig) else dict(half or {})
-
-
 def _take_shared(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes the fields of both halves out of what a caller gives; raises `ValueError` for one that their places decide."""
-    own = {field.name for field in fields(NLQSeq2SeqConfig)}
-    shared = {name: given.pop(name) for name in (NLQConfig.field_names() | ROPE_KEYS) - own & given.keys()}
+    """Takes the fields of both halves out of what a caller gives."""
+    names = NLQConfig.field_names() | {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+    names -= {field.name for field in fields(NLQSeq2SeqConfig)}
+    shared = {name: given.pop(name) for name in names & given.keys()}
     for name in ("is_causal", "add_cross_attention", "cross_attention_hidden_size"):
         if name in shared:
-            raise ValueError(f"{name}={shared[name]!r}: the places of encoder and decoder decide it; leave it out")
+            raise ValueError(f"{name}={shared[name]!r} follows from the place of a half; leave it out")
     return shared
 
 

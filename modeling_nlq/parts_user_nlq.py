@@ -172,9 +172,9 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
     Raises:
         ValueError: if there is none, or only one with other code.
     """
-    own = {part.name: part for part in PARTS}
-    if name in own and code in (None, code_of(own[name])):
-        return own[name]
+    for part in PARTS:
+        if part.name == name and code in (None, code_of(part)):
+            return part
     if part := _registered.get((name, _latest.get(name) if code is None else code)):
         return part
     raise ValueError(

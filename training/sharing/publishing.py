@@ -27,7 +27,6 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
 
 import modeling_nlq
-from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import classes_in, is_derived, own_classes
 
 from ..card import converted_base, render
@@ -211,8 +210,7 @@ def _collect(
     settings = read_json(folder / "config.json")
     auto_map = classes_in(folder, settings)
     # A derived configuration may have a type of its own
-    ours = (NLQConfig.model_type, NLQSeq2SeqConfig.model_type)
-    if settings.get("model_type") not in ours and not is_derived(auto_map["AutoConfig"]):
+    if settings.get("model_type") not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(
             f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models; use `hf upload`"
         )
@@ -313,7 +311,7 @@ def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, s
     if name not in classes:
         raise ValueError(f"{folder}: architectures names {name!r}, which is none of {', '.join(sorted(classes))}")
     with torch.device("meta"):
-        config_class = NLQSeq2SeqConfig if settings.get("is_encoder_decoder") else NLQConfig
+        config_class = getattr(modeling_nlq, classes[auto_map["AutoConfig"].partition(".")[2]])
         model = getattr(modeling_nlq, classes[name])(config_class.from_pretrained(folder))
     model.config.architectures = [classes[name]]
     found = get_local_safetensors_metadata(folder)
