@@ -103,8 +103,8 @@ class NLQIntegrationMixin:
         if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             name, saved, configured = min(loading_info.mismatched_keys)
             raise RuntimeError(
-                f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; leave sizes as "
-                "they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
+                f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; leave sizes "
+                "as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
             )
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
