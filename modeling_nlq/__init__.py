@@ -3,8 +3,8 @@
 import transformers
 
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
-from .configuration_nlq import AUTO_MAP, NLQConfig, __version__
-from .configuration_seq2seq_nlq import SEQ2SEQ_AUTO_MAP, NLQSeq2SeqConfig
+from .configuration_nlq import AUTO_MAP, SEQ2SEQ_AUTO_MAP, NLQConfig, __version__
+from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .kernels import kernelize
 from .modeling_nlq import (
     NLQForCausalLM,

@@ -10,11 +10,11 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 import contextlib
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import transformers
 from huggingface_hub.dataclasses import strict
@@ -51,22 +51,32 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_nlq.NLQForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_nlq.NLQForQuestionAnswering",
 }
+SEQ2SEQ_AUTO_MAP = {
+    "AutoConfig": "configuration_seq2seq_nlq.NLQSeq2SeqConfig",
+    "AutoModel": "modeling_seq2seq_nlq.NLQSeq2SeqModel",
+    "AutoModelForSeq2SeqLM": "modeling_seq2seq_nlq.NLQForConditionalGeneration",
+}
+
+
+def own_classes(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the `auto_map` of this code for a model by the fields of its configuration."""
+    return SEQ2SEQ_AUTO_MAP if settings.get("is_encoder_decoder") else AUTO_MAP
 
 
 def is_derived(path: str | list[str | None]) -> bool:
     """Tells whether an entry of `auto_map` names a class of a model that is not of this code. Those of tokenizers are lists."""
-    return isinstance(path, str) and path.rpartition("--")[2] not in AUTO_MAP.values()
+    return isinstance(path, str) and path.rpartition("--")[2] not in (*AUTO_MAP.values(), *SEQ2SEQ_AUTO_MAP.values())
 
 
-def classes_in(folder: str | os.PathLike, auto_map: dict[str, str], is_causal: bool) -> dict[str, str]:
+def classes_in(folder: str | os.PathLike, settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the `auto_map` of a saved model: the classes that load it, of this code or derived with a file in its folder.
 
     Programs such as `accelerate estimate-memory` take the first one, so an encoder must not name a class of decoders.
     """
-    refused = "AutoModelForMaskedLM" if is_causal else "AutoModelForCausalLM"
-    return {name: path for name, path in AUTO_MAP.items() if name != refused} | {
+    refused = "AutoModelForMaskedLM" if settings.get("is_causal", True) else "AutoModelForCausalLM"
+    return {name: path for name, path in own_classes(settings).items() if name != refused} | {
         name: path
-        for name, path in auto_map.items()
+        for name, path in (settings.get("auto_map") or {}).items()
         if is_derived(path) and Path(folder, f"{path.partition('.')[0]}.py").is_file()
     }
 
@@ -119,6 +129,7 @@ LIBRARY_KEYS = {
     "experts_implementation",
     "gradient_checkpointing",
     "is_decoder",
+    "mask_token_id",
     "partial_rotary_factor",
     "quantization_config",
     "rope_theta",
@@ -128,8 +139,59 @@ LIBRARY_KEYS = {
 }
 
 
+class NLQConfigMixin:
+    """Before `PreTrainedConfig` among the bases: checks names of fields, and saves files of own parts."""
+
+    @classmethod
+    def field_names(cls) -> set[str]:
+        """The fields that `PreTrainedConfig` has not, and `per_layer_config`."""
+        return {"per_layer_config", *(field.name for field in fields(cls))} - {field.name for field in fields(PreTrainedConfig)}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        # diff with PreTrainedConfig, which sets what a caller gives later, without a check, and drops misspelt fields
+        given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
+        cls.check_names(kwargs, warns=False)
+        return super().from_dict(config_dict | given, **kwargs)
+
+    @classmethod
+    def check_names(cls, keys: Iterable[str], is_saved: bool = False, warns: bool = True) -> None:
+        """Raises `ValueError` for a key that looks like a misspelt field, and warns of other unknown keys.
+
+        For a saved configuration it only warns, because newer code may have fields that this code lacks.
+        """
+        known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params(), (field.name for field in fields(cls)))
+        for key in keys:
+            if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
+                continue
+            suggestion = did_you_mean(key, cls.field_names(), cutoff=0.8).strip()
+            if suggestion and not is_saved:
+                raise ValueError(f"{cls.__name__} has no field {key!r}; {suggestion}")
+            if warns:
+                logger.warning(f"{cls.__name__} has no field {key!r}: it is kept, but nothing reads it.")
+
+    def name_code(self, auto_map: dict[str, str] | None) -> None:
+        """Names this code, whatever an old file says, but for derived classes."""
+        derived = {name: path for name, path in (auto_map or {}).items() if is_derived(path)}
+        self.auto_map, self.nlq_version = own_classes(vars(self)) | derived, __version__
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        # diff with PreTrainedConfig: the files of parts that belong to no file of this code
+        halves = [getattr(self, name) for name in self.sub_configs] or [self]
+        own = dict.fromkeys(part for half in halves for part in half._own_parts().values() if part not in PARTS)
+        # In memory all classes stay, so that a saved configuration can be loaded with another `is_causal`
+        in_memory, self.auto_map = self.auto_map, classes_in(save_directory, vars(self))
+        try:
+            result = super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            self.auto_map = in_memory
+        if own:
+            save_parts(save_directory, own)
+        return result
+
+
 @strict
-class NLQConfig(PreTrainedConfig):
+class NLQConfig(NLQConfigMixin, PreTrainedConfig):
     r"""
     The architecture of an NLQ model. The defaults are the shape of GPT-3 small with nonlinear queries, as in
     [Beyond Linearity in Attention Projections](https://huggingface.co/papers/2603.13381).
@@ -311,7 +373,7 @@ class NLQConfig(PreTrainedConfig):
     mask_token_id: int | None = None
 
     def __post_init__(self, **kwargs):
-        self._check_unknown_keys(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
+        self.check_names(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
         if (overrides := kwargs.get("per_layer_config")) is not None:
             if not isinstance(overrides, dict) or not all(isinstance(switches, dict) for switches in overrides.values()):
                 raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there")
@@ -331,42 +393,12 @@ class NLQConfig(PreTrainedConfig):
         with contextlib.suppress(ValueError):  # an unknown part; the validation reports it
             if codes := {name: code for name, part in self._own_parts().items() if (code := code_of(part))}:
                 self.attention_parts_code = codes  # as it is now
-        # This code, whatever an old file says, but for derived classes
-        self.auto_map = AUTO_MAP | {name: path for name, path in (kwargs.get("auto_map") or {}).items() if is_derived(path)}
-        self.nlq_version = __version__
+        self.name_code(kwargs.get("auto_map"))
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
         """The user's own parts in any layer, by name."""
         names = dict.fromkeys(name for layer in self.attention_configs for name in layer.attention_parts or ())
         return {name: find_part(name, (self.attention_parts_code or {}).get(name)) for name in names}
-
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        # diff with PreTrainedConfig: the files of parts that belong to no file of this code
-        own = [part for part in self._own_parts().values() if part not in PARTS]
-        # In memory all classes stay, so that a saved configuration can be loaded with another `is_causal`
-        in_memory, self.auto_map = self.auto_map, classes_in(save_directory, self.auto_map, self.is_causal)
-        try:
-            result = super().save_pretrained(save_directory, *args, **kwargs)
-        finally:
-            self.auto_map = in_memory
-        if own:
-            save_parts(save_directory, own)
-        return result
-
-    def _check_unknown_keys(self, keys, is_saved: bool) -> None:
-        """Raises `ValueError` for a key that looks like a misspelt field, and warns of other unknown keys.
-
-        For a saved configuration it only warns, because newer code may have fields that this code lacks.
-        """
-        names = [field.name for field in fields(self)]
-        known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params())
-        for key in keys:
-            if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
-                continue
-            suggestion = did_you_mean(key, names, cutoff=0.8).strip()
-            if suggestion and not is_saved:
-                raise ValueError(f"NLQConfig has no field {key!r}; {suggestion}")
-            logger.warning(f"NLQConfig has no field {key!r}: it is kept, but nothing reads it.")
 
     @property
     def activation(self) -> AttentionActivation:

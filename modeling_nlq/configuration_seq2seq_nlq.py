@@ -1,11 +1,12 @@
 """Configuration of an NLQ encoder and decoder with cross-attention between them."""
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .configuration_nlq import NLQConfig, __version__
+from .configuration_nlq import NLQConfig, NLQConfigMixin
 
 
 if TYPE_CHECKING:
@@ -13,11 +14,6 @@ if TYPE_CHECKING:
     from .modeling_seq2seq_nlq import NLQSeq2SeqModel  # noqa: F401
 
 
-SEQ2SEQ_AUTO_MAP = {
-    "AutoConfig": "configuration_seq2seq_nlq.NLQSeq2SeqConfig",
-    "AutoModel": "modeling_seq2seq_nlq.NLQSeq2SeqModel",
-    "AutoModelForSeq2SeqLM": "modeling_seq2seq_nlq.NLQForConditionalGeneration",
-}
 # What the place of a half decides
 DIRECTIONS = {
     "encoder": {"is_causal": False, "add_cross_attention": False},
@@ -25,10 +21,17 @@ DIRECTIONS = {
 }
 # The fields of the decoder that follow from fields of the encoder
 FROM_ENCODER = {"cross_attention_hidden_size": "hidden_size", "cross_attention_max_positions": "max_position_embeddings"}
+# Sizes of the decoder that PEFT's prompt methods read in `to_dict`
+SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
+
+
+def _of_decoder(name: str, is_set: bool = False) -> property:
+    setter = (lambda self, value: setattr(self.decoder, name, value)) if is_set else None
+    return property(lambda self: getattr(self.decoder, name), setter)
 
 
 @strict
-class NLQSeq2SeqConfig(PreTrainedConfig):
+class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
     r"""
     The architecture of an encoder and a decoder, each with every switch of `NLQConfig`.
 
@@ -40,6 +43,7 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
             `pad_token_id`.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default those of the decoder.
         tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token embedding.
+        kwargs: fields of `NLQConfig` that both halves get, but one whose `dict` names another value.
 
     Raises:
         ValueError: for a direction of a half other than its own, for embeddings of different shapes that are tied, and for a
@@ -59,30 +63,44 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
     is_encoder_decoder: bool = True
     tie_word_embeddings: bool = True
 
+    @classmethod
+    def field_names(cls) -> set[str]:
+        return super().field_names() | NLQConfig.field_names()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        # diff with PreTrainedConfig: fields of the halves change what was saved of them
+        shared = _take_shared(kwargs)
+        for name in DIRECTIONS:
+            if isinstance(half := kwargs.get(name) or {}, PreTrainedConfig):
+                kwargs[name] = half.to_diff_dict() | shared
+            else:
+                NLQConfig.check_names(half)
+                saved = {**(config_dict.get(name) or {}), **dict.fromkeys(FROM_ENCODER)}
+                kwargs[name] = saved | shared | half
+        return super().from_dict(config_dict, **kwargs)
+
     def __post_init__(self, **kwargs):
+        is_saved = kwargs.pop("nlq_version", None) is not None
+        shared = {} if is_saved else _take_shared(kwargs)
+        kwargs = {name: value for name, value in kwargs.items() if name not in SIZES}
+        self.check_names(kwargs, is_saved)
         for name, directions in DIRECTIONS.items():
             half = getattr(self, name) or {}
-            switches = half.to_diff_dict() if isinstance(half, PreTrainedConfig) else half
-            for switch, value in directions.items():
-                if switches.get(switch, value) != value:
+            switches = half.to_diff_dict() | shared if isinstance(half, PreTrainedConfig) else shared | half
+            sizes = {field: getattr(self.encoder, origin) for field, origin in FROM_ENCODER.items() if name == "decoder"}
+            fixed = {**directions, **(sizes or dict.fromkeys(FROM_ENCODER))}
+            for switch, value in fixed.items():
+                if switches.get(switch) not in (None, value):
                     raise ValueError(f"{name}: {switch}={switches[switch]!r} must be {value}, or left out")
-            sizes = (
-                dict.fromkeys(FROM_ENCODER)
-                if name == "encoder"
-                else {switch: getattr(self.encoder, origin) for switch, origin in FROM_ENCODER.items()}
-            )
-            for switch, size in sizes.items():
-                if (given := switches.get(switch)) not in (None, size):
-                    raise ValueError(f"{name}: {switch}={given} follows from the encoder; leave it out")
-            setattr(self, name, NLQConfig(**{**switches, **directions, **sizes}))
+            setattr(self, name, NLQConfig(**{**switches, **fixed}))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self.decoder, name))
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.pad_token_id if self.bos_token_id is None else self.bos_token_id
         super().__post_init__(**kwargs)
-        self.auto_map = SEQ2SEQ_AUTO_MAP
-        self.nlq_version = __version__
+        self.name_code(kwargs.get("auto_map"))
 
     @property
     def vocab_size(self) -> int:
@@ -93,10 +111,20 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
     def vocab_size(self, size: int) -> None:
         self.encoder.vocab_size = self.decoder.vocab_size = size
 
+    hidden_size, head_dim, num_attention_heads, num_key_value_heads = map(_of_decoder, SIZES)
+    num_layers = _of_decoder("num_hidden_layers")
+    num_hidden_layers = _of_decoder("num_hidden_layers", is_set=True)  # by early exit
+
     @property
-    def hidden_size(self) -> int:
-        """That of the decoder."""
-        return self.decoder.hidden_size
+    def max_position_embeddings(self) -> int:
+        """The smaller of both halves."""
+        return min(half.max_position_embeddings for half in (self.encoder, self.decoder))
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {name: getattr(self, name) for name in SIZES}
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in super().to_diff_dict().items() if name not in SIZES}
 
     def validate_architecture(self):
         """Checks that what is shared has one shape, and that the first token has an embedding."""
@@ -109,6 +137,17 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
                 )
         if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
             raise ValueError(f"decoder_start_token_id={start} must be at least 0 and below vocab_size={self.vocab_size}")
+
+
+def _take_shared(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes the fields of both halves out of what a caller gives."""
+    names = NLQConfig.field_names() | {"rope_theta", "rope_scaling", "partial_rotary_factor"}
+    names -= {field.name for field in fields(NLQSeq2SeqConfig)}
+    shared = {name: given.pop(name) for name in names & given.keys()}
+    for name in ("is_causal", "add_cross_attention", *FROM_ENCODER):
+        if name in shared:
+            raise ValueError(f"{name}={shared[name]!r} follows from the place of a half; leave it out")
+    return shared
 
 
 NLQSeq2SeqConfig.register_for_auto_class()

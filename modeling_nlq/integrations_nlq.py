@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -105,6 +105,17 @@ class NLQIntegrationMixin:
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
     _can_compile_fullgraph = True
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # diff with PreTrainedModel, whose error names no weight
+        if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+            name, saved, configured = min(loading_info.mismatched_keys)
+            raise RuntimeError(
+                f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; leave sizes "
+                "as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
+            )
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):

@@ -41,6 +41,14 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
             self.base_model.decoder.resize_token_embeddings(*args, **kwargs)
         return super().resize_token_embeddings(*args, **kwargs)
 
+    def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file still holds the halves' embedding once
+        super().tie_weights(missing_keys, recompute_mapping)
+        for name in [name for name in missing_keys or () if name.endswith("decoder.embed_tokens.weight")]:
+            if name.replace("decoder", "encoder") not in missing_keys:
+                self.base_model.decoder.embed_tokens.weight = self.base_model.encoder.embed_tokens.weight
+                missing_keys.discard(name)
+
 
 class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
     """An encoder, and a decoder with cross-attention to its last hidden states."""
@@ -104,6 +112,9 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
             )
         elif not isinstance(encoder_outputs, dict):  # a tuple; outputs of Transformers are dictionaries
             encoder_outputs = BaseModelOutput(*encoder_outputs)
+        if decoder_inputs_embeds is None and self.decoder.embed_tokens.weight is self.encoder.embed_tokens.weight:
+            # One module for one matrix: PEFT puts others in the place of a tied one
+            decoder_input_ids, decoder_inputs_embeds = None, self.encoder.embed_tokens(decoder_input_ids)
         target = (decoder_input_ids, decoder_attention_mask, decoder_position_ids, cache, decoder_inputs_embeds, use_cache)
         source = (encoder_outputs.last_hidden_state, attention_mask)
         outputs = self.decoder(*target, past_key_values, *source, **kwargs)

@@ -172,9 +172,9 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
     Raises:
         ValueError: if there is none, or only one with other code.
     """
-    own = {part.name: part for part in PARTS}
-    if name in own and code in (None, code_of(own[name])):
-        return own[name]
+    for part in PARTS:
+        if part.name == name and code in (None, code_of(part)):
+            return part
     if part := _registered.get((name, _latest.get(name) if code is None else code)):
         return part
     raise ValueError(
@@ -189,7 +189,7 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
     Raises:
         ValueError: for a part that is defined in no file.
     """
-    imports: dict[str, list[str]] = {}
+    imports: dict[str, list[tuple[str, str]]] = {}
     texts: dict[str, str] = {}
     for part in parts:
         if part.__module__ not in _files:
@@ -200,11 +200,12 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
         file, text = _files[part.__module__]
         if texts.setdefault(file, text) != text:
             raise ValueError(f"attention_parts: two files are named {file}; rename one of them")
-        imports.setdefault(file.removesuffix(".py"), []).append(part.__name__)
+        module = file.removesuffix(".py")
+        imports.setdefault(module, []).append((part.__name__, f"{module}_{part.__name__}"))  # two files may have one class name
     for file, text in texts.items():
         Path(folder, file).write_text(text, encoding="utf-8")
     lines = ['"""The attention parts that the author of this model wrote."""', ""]
-    lines += [f"from .{module} import {', '.join(names)}" for module, names in imports.items()]
-    classes = ", ".join(name for names in imports.values() for name in names)
+    lines += [f"from .{module} import {', '.join(map(' as '.join, names))}" for module, names in imports.items()]
+    classes = ", ".join(alias for names in imports.values() for _, alias in names)
     lines += ["", "", f"PARTS = ({classes},)", ""]
     Path(folder, "parts_nlq.py").write_text("\n".join(lines), encoding="utf-8")

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from transformers.dynamic_module_utils import get_relative_imports
 
-from modeling_nlq.configuration_nlq import classes_in
+from modeling_nlq.configuration_nlq import classes_in, own_classes
 
 from ..configuration import suggestion
 from .text import QUOTE_IT
@@ -252,10 +252,10 @@ def model_files(folder: Path) -> list[Path]:
 
 def code_files(folder: Path) -> set[Path]:
     """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing."""
-    path = folder / "config.json"
-    settings = read_json(path) if path.is_file() else {}
-    auto_map = classes_in(folder, settings.get("auto_map") or {}, settings.get("is_causal", True))
-    waiting, found = {module.partition(".")[0] for module in auto_map.values()}, set()
+    settings = folder / "config.json"
+    fields = read_json(settings) if settings.is_file() else {}
+    classes = (*own_classes(fields).values(), *classes_in(folder, fields).values())
+    waiting, found = {name.partition(".")[0] for name in classes}, set()
     while waiting:
         found.add(path := folder / f"{waiting.pop()}.py")
         if path.is_file():

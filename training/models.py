@@ -22,6 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from modeling_nlq import NLQSeq2SeqConfig
+
 from ..configuration import find, suggestion
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml
 from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
@@ -52,6 +54,8 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     if not switches:
         return config
     _check_switches(name, config, switches)
+    if isinstance(config, NLQSeq2SeqConfig):
+        return config.from_dict(values, **switches)  # which knows the fields of both halves
     return AutoConfig.for_model(**merged(values, switches))
 
 
@@ -61,6 +65,8 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
             known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
             halves = {part: getattr(config, part) for part in config.sub_configs}
             parts = [part for part, half in halves.items() if half and half._hasattr_without_heterogeneous_validation(key)]
+            if parts and isinstance(config, NLQSeq2SeqConfig):
+                continue  # of both
             hint = f"set it in {' or '.join(parts)}" if parts else suggestion(key, known)
             raise ValueError(f"model {name!r} of type {config.model_type!r} has no field {key!r}; {hint}")
         if key in config.sub_configs:

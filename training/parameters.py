@@ -285,11 +285,11 @@ def matching_intermediate_size(
 def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises `ValueError` that names the parameters that are missing, unknown, or of another shape than the model's.
 
-    The model may be on the meta device, and `shapes` may leave out a tied LM head.
+    The model may be on the meta device, and `shapes` may leave out what is tied to another parameter.
     """
     expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    if getattr(model.config, "tie_word_embeddings", False) and "lm_head.weight" not in shapes:
-        expected.pop("lm_head.weight", None)
+    for name in model.all_tied_weights_keys.keys() - shapes.keys():
+        expected.pop(name, None)
     check_shapes(expected, shapes)
 
 

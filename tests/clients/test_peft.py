@@ -1,5 +1,6 @@
 """PEFT: adapters by the names of docs/adapters.md are trained, saved, loaded and merged, and hold what they should."""
 
+import copy
 import re
 
 import pytest
@@ -10,6 +11,10 @@ from peft import (
     IA3Config,
     LoraConfig,
     PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    TrainableTokensConfig,
     get_peft_model,
 )
 from peft.utils.constants import DUMMY_TARGET_MODULES
@@ -251,3 +256,48 @@ def test_encoder_and_decoder(tmp_path):
     torch.testing.assert_close(output(loaded.eval()), after, atol=0, rtol=0)
     assert loaded.generate(input_ids=IDS, max_new_tokens=3, do_sample=False).shape[0] == len(IDS)
     torch.testing.assert_close(output(model.merge_and_unload()), after, **MERGED)
+
+
+def pair_output(model):
+    with torch.no_grad():
+        return model(input_ids=IDS, labels=IDS).logits
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"),
+        PrefixTuningConfig(num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"),
+        PromptEncoderConfig(num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"),
+        LoraConfig(modules_to_save=["lm_head"]),
+        LoraConfig(modules_to_save=["lm_head"], ensure_weight_tying=True),
+        LoraConfig(modules_to_save=["embed_tokens"]),
+        LoraConfig(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+        LoraConfig(trainable_token_indices={"embed_tokens": [3, 4]}),
+        TrainableTokensConfig(token_indices=[3, 4]),
+        TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
+    ],
+    ids=lambda config: f"{type(config).__name__} {getattr(config, 'modules_to_save', None)}",
+)
+def test_tied_embeddings_and_prompts_of_a_pair(config, tmp_path):
+    """Trained, loaded, merged, and the merged model saved, they compute the same; key and value heads are fewer."""
+    half = {key: value for key, value in SIZES.items() if key not in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    pair = NLQSeq2SeqConfig(encoder=half, decoder={**half, "num_key_value_heads": 1}, decoder_start_token_id=0, pad_token_id=0)
+    torch.manual_seed(0)
+    NLQForConditionalGeneration(pair).save_pretrained(tmp_path / "base")
+    base = NLQForConditionalGeneration.from_pretrained(tmp_path / "base").eval()
+    model, before = get_peft_model(base, copy.deepcopy(config)).eval(), pair_output(base)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0)
+    for _ in range(3):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = pair_output(model)
+    assert after.shape != before.shape or (after - before).abs().max() > 1e-4
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(NLQForConditionalGeneration.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    torch.testing.assert_close(pair_output(loaded.eval()), after, atol=0, rtol=0)
+    if not config.is_prompt_learning:
+        model.merge_and_unload().save_pretrained(tmp_path / "merged")
+        merged = NLQForConditionalGeneration.from_pretrained(tmp_path / "merged").eval()
+        torch.testing.assert_close(pair_output(merged), after, **MERGED)

@@ -530,7 +530,7 @@ class TestRefusals:
         [
             ({"is_causal": True}, {}, "encoder: is_causal=True must be False, or left out"),
             ({}, {"add_cross_attention": False}, "decoder: add_cross_attention=False must be True"),
-            ({}, {"cross_attention_hidden_size": 20}, "decoder: cross_attention_hidden_size=20 follows from the encoder"),
+            ({}, {"cross_attention_hidden_size": 20}, "decoder: cross_attention_hidden_size=20 must be 16, or left out"),
             ({"vocab_size": 20}, {}, "tie_word_embeddings=True shares one embedding, but vocab_size is 20 in the encoder"),
         ],
     )

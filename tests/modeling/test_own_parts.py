@@ -10,9 +10,18 @@ from huggingface_hub.errors import StrictDataclassError
 from support.model_cases import random_tokens
 from support.own_parts import DISTANCE
 from support.remote_code import WITHOUT_THIS_PACKAGE
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, load_attention_parts, parts_user_nlq, register_attention_part
+from modeling_nlq import (
+    AttentionPart,
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForConditionalGeneration,
+    NLQSeq2SeqConfig,
+    load_attention_parts,
+    parts_user_nlq,
+    register_attention_part,
+)
 from modeling_nlq.training.models import initialize_by_name
 
 
@@ -81,6 +90,43 @@ def test_loaded_from_the_folder(tmp_path, is_installed):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("refused\n")
+
+
+PAIR = """
+import sys
+import torch
+from transformers import AutoModelForSeq2SeqLM
+
+folder, again = sys.argv[1:]
+inputs, expected = torch.arange(12)[None], torch.load(f"{folder}.pt")
+for place in (folder, again):
+    model = AutoModelForSeq2SeqLM.from_pretrained(place, trust_remote_code=True).eval()
+    torch.testing.assert_close(model(inputs, decoder_input_ids=inputs).logits, expected)
+    model.save_pretrained(again)
+"""
+
+
+def test_a_pair_brings_the_parts_of_both_halves(tmp_path):
+    """Files of two parts, whose classes have one name, travel with it; without them, and the package, they load."""
+    load(tmp_path, DISTANCE), load(tmp_path, STEEPER.replace('"distance"', '"steeper"'), name="steep.py")
+    torch.manual_seed(0)
+    halves = {"encoder": {"attention_parts": ["distance"]}, "decoder": {"attention_parts": ["steeper"]}}
+    config = NLQSeq2SeqConfig(**{name: {**SIZES, **part} for name, part in halves.items()})
+    model, tokens = NLQForConditionalGeneration(config).eval(), torch.arange(12)[None]
+    torch.save(expected := model(tokens, decoder_input_ids=tokens).logits, tmp_path / "saved.pt")
+    model.save_pretrained(tmp_path / "saved")
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", WITHOUT_THIS_PACKAGE + PAIR, str(tmp_path / "saved"), str(tmp_path / "again")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts_user_nlq._registered.clear()
+    parts_user_nlq._latest.clear()
+    with pytest.raises(StrictDataclassError, match="load it by"):
+        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
+    for name in ("my_idea.py", "steep.py"):
+        load_attention_parts(tmp_path / "again" / name)
+    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(loaded(tokens, decoder_input_ids=tokens).logits, expected)
 
 
 def test_the_imported_package_runs_no_file_by_itself(tmp_path):

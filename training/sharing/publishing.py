@@ -27,8 +27,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
 
 import modeling_nlq
-from modeling_nlq import NLQConfig
-from modeling_nlq.configuration_nlq import AUTO_MAP, classes_in, is_derived
+from modeling_nlq.configuration_nlq import classes_in, is_derived, own_classes
 
 from ..card import converted_base, render
 from ..comparison.outcome import read_outcome
@@ -209,9 +208,9 @@ def _collect(
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish")
     settings = read_json(folder / "config.json")
-    auto_map = classes_in(folder, settings.get("auto_map") or {}, settings.get("is_causal", True))
+    auto_map = classes_in(folder, settings)
     # A derived configuration may have a type of its own
-    if settings.get("model_type") != NLQConfig.model_type and not is_derived(auto_map["AutoConfig"]):
+    if settings.get("model_type") not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(
             f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models; use `hf upload`"
         )
@@ -303,15 +302,18 @@ def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, s
         ValueError: unless the files are complete and hold exactly the parameters of the model, if its class is ours.
     """
     name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
+    ours = own_classes(settings)
     classes = {
-        path.partition(".")[2]: AUTO_MAP[auto_class].partition(".")[2]
-        for classes in (auto_map, AUTO_MAP)
+        path.partition(".")[2]: ours[auto_class].partition(".")[2]
+        for classes in (auto_map, ours)
         for auto_class, path in classes.items()
+        if auto_class in ours
     }
     if name not in classes:
         raise ValueError(f"{folder}: architectures names {name!r}, which is none of {', '.join(sorted(classes))}")
     with torch.device("meta"):
-        model = getattr(modeling_nlq, classes[name])(NLQConfig.from_pretrained(folder))
+        config_class = getattr(modeling_nlq, classes[auto_map["AutoConfig"].partition(".")[2]])
+        model = getattr(modeling_nlq, classes[name])(config_class.from_pretrained(folder))
     model.config.architectures = [classes[name]]
     found = get_local_safetensors_metadata(folder)
     shapes = {key: tensor.shape for file in found.files_metadata.values() for key, tensor in file.tensors.items()}

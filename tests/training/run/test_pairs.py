@@ -10,6 +10,7 @@ import pytest
 import sacrebleu
 import torch
 from support.inline_engine import InlineEngine
+from support.own_parts import DISTANCE
 from support.runs import HALF, PAIR_SWITCHES, interrupt, write_comparison
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -65,6 +66,24 @@ def test_pages(pair_run, run):
     assert weights == {"0": (2, len(done.tokens), len(done.tokens)), "0 cross": (2, len(done.tokens), source)}
     with pytest.raises(ValueError, match="--target: only an encoder with a decoder has a target"):
         explore(run[0], text="one", target="two", output=None)
+
+
+def test_published(pair_run, pairs_recipe, tmp_path, capsys):
+    """Exactly its files, with the code of both halves and of a part of the user's own, which checkpoints have too."""
+    recipe = json.loads(pairs_recipe.read_text())
+    (tmp_path / "pair_idea.py").write_text(DISTANCE.replace('"distance"', '"pair_idea"'))
+    recipe |= {"parts": ["pair_idea.py"], "training": {**recipe["training"], "max_steps": 2, "save_steps": 1}}
+    recipe["switches"] = {**recipe["switches"], "attention_parts": ["pair_idea"]}
+    (tmp_path / "own.yaml").write_text(json.dumps(recipe))
+    train(tmp_path / "own.yaml", output_dir=tmp_path / "own")
+    assert (tmp_path / "own/checkpoint-2/pair_idea.py").is_file()
+    files = []
+    for folder in (pair_run[0], tmp_path / "own"):
+        capsys.readouterr()
+        assert main(["publish", str(folder), "anna/pair", "--dry-run"]) == 0
+        files.append({line.split()[-1] for line in capsys.readouterr().out.splitlines()[:-1]})
+    assert {"modeling_seq2seq_nlq.py", "model.safetensors", "recipe.yaml"} < files[0] and "optimizer.pt" not in files[0]
+    assert files[1] - files[0] == {"pair_idea.py"}
 
 
 def test_resumed_to_the_bit(pair_run, pairs_recipe, tmp_path):

@@ -1,0 +1,139 @@
+"""The configuration of an encoder with a decoder: where a caller's fields go, what is refused, and what is saved."""
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
+from modeling_nlq.training.models import load_config
+
+
+HALF = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 32}
+HALVES = {"encoder": HALF, "decoder": {**HALF, "num_hidden_layers": 2, "max_position_embeddings": 24}}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    NLQForConditionalGeneration(NLQSeq2SeqConfig(**HALVES, **TOKENS)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved_decoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("decoder")
+    NLQForCausalLM(NLQConfig(**HALF)).save_pretrained(folder)
+    return folder
+
+
+WAYS = {
+    "constructor": lambda folder, **given: NLQSeq2SeqConfig(**{**HALVES, **given}),
+    "for_model": lambda folder, **given: AutoConfig.for_model("nlq_seq2seq", **{**HALVES, **given}),
+    "from_pretrained": AutoConfig.from_pretrained,
+    "model": lambda folder, **given: AutoModelForSeq2SeqLM.from_pretrained(folder, **given).config,
+    "load_config": lambda folder, **given: load_config(str(folder), given),
+}
+LOADING = {name: WAYS[name] for name in ("from_pretrained", "model", "load_config")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_field_of_the_halves_reaches_both(way, saved):
+    given = {"attention_activation": "sigmoid", "use_cache": False, "per_layer_config": {0: {"attention_activation": "relu"}}}
+    config = WAYS[way](saved, **given)
+    for half in (config.encoder, config.decoder):
+        assert [layer.attention_activation for layer in half.per_layer_config][:2] == ["relu", "sigmoid"]
+        assert half.use_cache is False
+    assert not {*given} & {*vars(config)}
+
+
+@pytest.mark.parametrize("way", LOADING)
+def test_a_field_of_one_half_leaves_the_others_as_saved(way, saved):
+    config = LOADING[way](saved, encoder={"residual_dropout": 0.5}, residual_dropout=0.25)
+    assert (config.encoder.residual_dropout, config.decoder.residual_dropout) == (0.5, 0.25)
+    assert (config.encoder.num_hidden_layers, config.decoder.num_hidden_layers) == (3, 2)
+
+
+def test_a_whole_half_and_a_width():
+    half = NLQConfig(**HALF, is_causal=False, qk_norm="rms")
+    config = NLQSeq2SeqConfig(encoder=half, decoder=HALF, layer_norm_eps=1e-3)
+    assert config.encoder.qk_norm == "rms" and config.encoder.layer_norm_eps == config.decoder.layer_norm_eps == 1e-3
+    wider = load_config("tiny-seq2seq", {"hidden_size": 64})
+    assert wider.encoder.hidden_size == wider.decoder.cross_attention_hidden_size == wider.hidden_size == 64
+    wider = NLQSeq2SeqConfig.from_dict(wider.to_dict(), hidden_size=32, head_dim=8)
+    assert wider.decoder.cross_attention_hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"atention_activation": "relu"}, "did you mean 'attention_activation'"),
+        ({"decoder": {"query_projections": "linear"}}, "NLQConfig has no field 'query_projections'; did you mean"),
+        ({"is_causal": True}, "is_causal=True follows from the place of a half"),
+        ({"add_cross_attention": False}, "add_cross_attention=False follows"),
+        ({"cross_attention_hidden_size": 16}, "cross_attention_hidden_size=16 follows"),
+        ({"encoder": {"is_causal": True}}, "encoder: is_causal=True must be False, or left out"),
+        ({"decoder": {"cross_attention_hidden_size": 8}}, "cross_attention_hidden_size=8 must be 16, or left out"),
+    ],
+)
+@pytest.mark.parametrize("way", ["constructor", "from_pretrained", "model"])
+def test_refusals(way, given, message, saved):
+    with pytest.raises((ValueError, StrictDataclassError), match=message):
+        WAYS[way](saved, **given)
+
+
+def test_a_decoder_refuses_misspelt_fields_while_loading(saved_decoder):
+    for auto_class in (AutoConfig, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match="NLQConfig has no field 'atention_activation'; did you mean"):
+            auto_class.from_pretrained(saved_decoder, atention_activation="sigmoid")
+    config, left = AutoConfig.from_pretrained(saved_decoder, use_bias=True, device_map="cpu", return_unused_kwargs=True)
+    assert config.use_bias and left == {"device_map": "cpu"}
+
+
+def test_files_saved_before(saved, tmp_path, caplog, monkeypatch):
+    """Fields beside the halves were kept, and nothing read them: that stays, and is said."""
+    settings = json.loads((saved / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "residual_dropout": 0.5, "colour": "blue"}))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.encoder.residual_dropout == config.decoder.residual_dropout == 0.0
+    assert "'residual_dropout'" in caplog.text and "'colour'" in caplog.text
+
+
+def test_saved_and_loaded_again(saved, tmp_path):
+    config, left = AutoConfig.from_pretrained(
+        saved, attn_implementation="eager", dtype=torch.bfloat16, trust_remote_code=False, return_unused_kwargs=True
+    )
+    assert config.dtype == torch.bfloat16 and config.decoder._attn_implementation == "eager" and not {"dtype"} & {*left}
+    config = AutoConfig.from_pretrained(saved)
+    config.save_pretrained(tmp_path)
+    assert (tmp_path / "config.json").read_text() == (saved / "config.json").read_text()
+    names = {"hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_layers", "num_hidden_layers"}
+    assert not names & {*config.to_diff_dict()}
+    for again in (copy.deepcopy(config), NLQSeq2SeqConfig(**config.to_dict()), NLQSeq2SeqConfig.from_dict(config.to_dict())):
+        assert again.to_diff_dict() == config.to_diff_dict()
+
+
+def test_weights_of_other_shapes_in_one_line(saved, saved_decoder):
+    for model_class, folder in ((NLQForConditionalGeneration, saved), (NLQForCausalLM, saved_decoder)):
+        with pytest.raises(RuntimeError, match=r"^[^\n]*embed_tokens.weight has the shape \(64, 16\) in the file[^\n]*$"):
+            model_class.from_pretrained(folder, vocab_size=32)
+        model = model_class.from_pretrained(folder, vocab_size=32, ignore_mismatched_sizes=True)
+        assert model.lm_head.weight.shape == (32, 16)
+
+
+def test_sizes_and_early_exit(saved):
+    """The decoder's, as those of Bart; early exit leaves a deeper encoder as it is."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(saved).eval()
+    config, ids = model.config, torch.randint(3, 64, (1, 6))
+    assert (config.num_hidden_layers, config.num_layers, config.num_attention_heads) == (2, 2, 4)
+    assert config.max_position_embeddings == 24
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert model.generate(ids, assistant_early_exit=1, **options).equal(expected)
+    assert (config.encoder.num_hidden_layers, config.decoder.num_hidden_layers) == (3, 2)
