@@ -6,6 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .configuration_nlq import NLQConfig, __version__
+from .parts_user_nlq import add_to_package
 
 
 if TYPE_CHECKING:
@@ -105,3 +106,4 @@ class NLQSeq2SeqConfig(PreTrainedConfig):
 
 
 NLQSeq2SeqConfig.register_for_auto_class()
+add_to_package(__name__)

@@ -15,6 +15,7 @@ from .configuration_nlq import AUTOMATIC
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .integrations_nlq import CACHE_NAME, NLQGenerationMixin, NLQIntegrationMixin, register_default_targets
 from .modeling_nlq import NLQModel, cap_logits, without_last
+from .parts_user_nlq import add_to_package
 
 
 class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
@@ -186,3 +187,4 @@ modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(
     NLQSeq2SeqConfig.model_type, NLQForConditionalGeneration.__name__
 )
 register_default_targets(NLQSeq2SeqConfig.model_type)
+add_to_package(__name__)
