@@ -36,7 +36,7 @@ from .attention_nlq import chunked_attention_forward, eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
 from .integrations_nlq import CACHE_NAME
-from .masking_nlq import LayerMasks, Sequences, boolean_mask, read_sequences, read_source, read_visible
+from .masking_nlq import LayerMasks, Sequences, TokenContext, boolean_mask, read_sequences, read_source, read_visible
 from .ops_nlq import autocast_dtype, record_use
 from .parts_base_nlq import materialized_by
 from .parts_builtin_nlq import parts_of
@@ -355,7 +355,7 @@ def make_layer_masks(
     """Chooses backends and makes one mask for each kind of layer, before a layer advances the cache.
 
     Args:
-        layers: attention layers.
+        layers: attention layers; others, which hide one, are left out. These come to `layer_mask` when they are called.
         hidden_states: `(batch, query, hidden)`, the input of the first.
         sequences: padding, packed documents and positions of this call.
         cache: the cache, before the tokens of this call.
@@ -364,22 +364,36 @@ def make_layer_masks(
     Raises:
         ValueError: as `find_backend` and `make_mask` do.
     """
-    config = layers[0].config
-    weights = kwargs.get("output_attentions")
-    weights = config.output_attentions if weights is None else weights
-    tensors = (hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], config.head_dim)
-    kinds, made = {}, {}
+    masks = LayerMasks(sequences)
     for layer in layers:
+        if hasattr(layer, "attention_request"):
+            layer_mask(layer, masks, hidden_states, cache, **kwargs)
+    return masks
+
+
+def layer_mask(
+    layer: nn.Module, masks: LayerMasks, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs
+) -> tuple[str, Any, TokenContext | None]:
+    """Returns backend, mask and token context of an attention layer, from `masks` or made here before it advances the cache.
+
+    The other arguments are those of `make_layer_masks`.
+    """
+    sequences, made, index = masks.sequences, masks.made, layer.layer_idx
+    if (kind := masks.kinds.get(index)) is None:
+        cache = cache if sequences.source_length is None else None
+        weights = kwargs.get("output_attentions")
+        weights = layer.config.output_attentions if weights is None else weights
+        tensors = (hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], layer.head_dim)
         request = layer.attention_request(weights, *tensors)
-        backend = find_backend(config._attn_implementation, [layer.layer_idx], request)
-        kind = kinds[layer.layer_idx] = (backend, *layer.visible_keys)
+        backend = find_backend(layer.config._attn_implementation, [index], request)
+        kind = masks.kinds[index] = (backend, *layer.visible_keys)
         if kind not in made:
             record_use("attention", backend)
             made[kind] = (make_mask(backend, layer, sequences, hidden_states, cache), None)
         mask, context = made[kind]
         if context is None and layer.needs_token_context:
-            made[kind] = (mask, sequences.token_context(cache, layer.layer_idx, *layer.visible_keys, mask))
-    return LayerMasks(kinds, made)
+            made[kind] = (mask, sequences.token_context(cache, index, *layer.visible_keys, mask))
+    return kind[0], *made[kind]
 
 
 def own_masks(
@@ -390,14 +404,13 @@ def own_masks(
     source: torch.Tensor | None = None,
     **kwargs,
 ) -> LayerMasks:
-    """Returns the masks that the model made, or makes those of a layer that is called alone, with any mask of a caller."""
+    """Returns the masks that the model made, or new ones for a layer that is called alone, with any mask of a caller."""
     if isinstance(attention_mask, LayerMasks):
         return attention_mask
     if source is not None:
-        return make_layer_masks([layer], hidden_states, read_source(hidden_states, source, attention_mask), **kwargs)
+        return LayerMasks(read_source(hidden_states, source, attention_mask))
     options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal}
-    sequences = read_sequences(hidden_states, attention_mask, cache=cache, **options, **kwargs)
-    return make_layer_masks([layer], hidden_states, sequences, cache, **kwargs)
+    return LayerMasks(read_sequences(hidden_states, attention_mask, cache=cache, **options, **kwargs))
 
 
 def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None) -> Any:

@@ -10,6 +10,7 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 import contextlib
 import copy
 import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +27,7 @@ from .cache_nlq import LAYER_TYPE, LinearState
 from .parts_base_nlq import MLP_HOOKS, WEIGHT_HOOKS, AttentionPart
 from .parts_builtin_nlq import ATTENTION_PARTS, parts_of
 from .parts_nlq import PARTS
-from .parts_user_nlq import code_of, find_part, save_parts
+from .parts_user_nlq import add_to_package, code_of, find_part, save_parts
 from .projections_nlq import PROJECTIONS
 
 
@@ -693,11 +694,20 @@ def _check_cross_attention(layer: NLQConfig) -> None:
 
 
 NLQConfig.register_for_auto_class()
+add_to_package(__name__)
+
 
 # `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`. It does not read `auto_map` there, and
 # has no other way in that would not hide errors. The name stands for the Auto class, not for a class of this revision: the Auto
 # class finds the code that belongs to each folder, so several revisions in one process set the same thing. It is set here
 # because the server imports no other file of the model before. It is an attribute of the module's class because Transformers
-# makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
+# makes a second module object of itself (`direct_transformers_import`), and the server keeps the first. Elsewhere there is no
+# such name: MLflow takes what has one for a class of Transformers, whose code needs no trust.
+def _served_class(module: ModuleType) -> type:
+    if "transformers.cli.serve" in sys.modules:
+        return AutoModelForCausalLM
+    raise AttributeError(f"module {module.__name__!r} has no attribute 'NLQForCausalLM'")
+
+
 if type(transformers) is not ModuleType:
-    type(transformers).NLQForCausalLM = AutoModelForCausalLM
+    type(transformers).NLQForCausalLM = property(_served_class)

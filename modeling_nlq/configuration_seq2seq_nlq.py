@@ -7,6 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 from .configuration_nlq import NLQConfig, NLQConfigMixin
+from .parts_user_nlq import add_to_package
 
 
 if TYPE_CHECKING:
@@ -151,3 +152,4 @@ def _take_shared(given: dict[str, Any]) -> dict[str, Any]:
 
 
 NLQSeq2SeqConfig.register_for_auto_class()
+add_to_package(__name__)

@@ -1,6 +1,6 @@
 """The backend `flex_attention`: PyTorch's FlexAttention for softmax and every activation that is never negative."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from transformers.masking_utils import BlockMask
 
 from .activations_nlq import AttentionActivation, counts_as_zero
 from .attention_nlq import keep_from_overflow
+from .masking_nlq import Movable
 
 
 def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
@@ -22,7 +23,8 @@ def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch
     return torch.where(is_zero, -torch.inf, torch.where(is_zero, 1.0, weights).log())
 
 
-class FlexMask(NamedTuple):
+@dataclass
+class FlexMask(Movable):
     """The mask of `flex_attention`.
 
     Attributes:
@@ -57,7 +59,8 @@ def flex_attention_with_log_forward(
     """
     if attention_mask is None:
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
-    block_mask, visible_count = attention_mask if isinstance(attention_mask, FlexMask) else FlexMask(attention_mask)
+    mask = attention_mask if isinstance(attention_mask, FlexMask) else FlexMask(attention_mask)
+    block_mask, visible_count = mask.block_mask, mask.visible_count
     activation, normalization = module.activation, module.normalization
     _check_flex_attention_on_cpu(module, query, key, value)
     if activation.name == "softmax" and module.sink is None and score_bias is None:

@@ -6,8 +6,8 @@ The number `n` of keys that a query sees depends on that query alone, never on t
 cached decoding, padding and packing exact for every activation.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -18,7 +18,20 @@ from transformers.masking_utils import BlockMask, find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
 
 
-class Visibility(NamedTuple):
+class Movable:
+    """A dataclass among the arguments of a layer. A named tuple would become a plain one in programs that walk through them."""
+
+    def to(self, *args, **kwargs) -> Self:
+        """Moves all tensors, for programs that move the arguments of a layer to its device."""
+
+        def move(leaf: Any) -> Any:
+            return leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf
+
+        return replace(self, **{own.name: tree_map(move, getattr(self, own.name)) for own in fields(self)})
+
+
+@dataclass
+class Visibility(Movable):
     """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
     Attributes:
@@ -45,7 +58,7 @@ class Visibility(NamedTuple):
     def excluding_self(self) -> "Visibility":
         """Returns the visibility, in causal order, without the last key of each query, its own token."""
         own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
-        return self._replace(last_key=self.last_key - 1, visible_count=self.visible_count - own)
+        return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - own)
 
     def rows(self, start: int, end: int, key_length: int) -> "Visibility":
         """Returns the visibility of some queries, of which none sees a key after the first `key_length`."""
@@ -67,7 +80,8 @@ class Visibility(NamedTuple):
         return visible
 
 
-class TokenContext(NamedTuple):
+@dataclass
+class TokenContext(Movable):
     """What an attention part may ask about the tokens of one forward call, as one layer sees them.
 
     Queries are the tokens of this call. Keys are these and the cached ones, in a static cache also places that are still empty.
@@ -93,32 +107,6 @@ class TokenContext(NamedTuple):
     key_is_valid: torch.Tensor | None = None
     document: torch.Tensor | None = None
     has_own_mask: bool = False
-
-
-@dataclass
-class LayerMasks:
-    """The backend, the mask and the token context of every layer in one call of the model.
-
-    All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls the layers
-    one by one with the arguments of the first, as layer-wise quantizers do, computes what the model computes.
-
-    Attributes:
-        kinds: the backend of each layer and its `visible_keys`, by its number.
-        made: the mask that the backend takes, and the context if a layer needs it, by such a kind.
-    """
-
-    kinds: dict[int, tuple]
-    made: dict[tuple, tuple[Any, TokenContext | None]]
-
-    def of(self, layer_idx: int) -> tuple[str, Any, TokenContext | None]:
-        """Returns backend, mask and token context of a layer."""
-        kind = self.kinds[layer_idx]
-        return kind[0], *self.made[kind]
-
-    def to(self, *args, **kwargs) -> "LayerMasks":
-        """Moves all tensors, for programs that move the arguments of a layer to its device."""
-        made = tree_map(lambda leaf: leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf, self.made)
-        return LayerMasks(self.kinds, made)
 
 
 def make_visibility(
@@ -158,9 +146,9 @@ def make_visibility(
             document_end = key_length - 1 - _document_starts(segments.flip(-1), query_index).flip(-1)
             last_key = document_end if last_key is None else torch.minimum(document_end, last_key)
     if attention_mask is not None:
-        key_is_valid = nn.functional.pad(attention_mask.bool(), (0, max(key_offset + key_length - attention_mask.shape[-1], 0)))
-        key_is_valid = key_is_valid[:, key_offset : key_offset + key_length]
-        seen = key_is_valid.cumsum(dim=-1)
+        end = key_offset + key_length
+        key_is_valid = nn.functional.pad(attention_mask.bool(), (0, end))[:, key_offset:end]
+        seen = key_is_valid.long().cumsum(dim=-1)  # OpenVINO would keep booleans
         count = seen[:, -1:].expand(-1, query_length) if last_key is None else seen[:, last_key[0]]
         if first_key is not None:
             count = count - (seen - key_is_valid.long())[:, first_key[0]]
@@ -250,7 +238,8 @@ def read_visible(
     return visible.dense() if isinstance(visible, Visibility) else visible, visible_count
 
 
-class Sequences(NamedTuple):
+@dataclass
+class Sequences(Movable):
     """The sequences of one call of the model, from which each layer gets its `Visibility` and `TokenContext`.
 
     Attributes:
@@ -333,7 +322,7 @@ class Sequences(NamedTuple):
             key_position = torch.arange(key_offset, key_offset + key_length, device=device)[None]
         else:
             end = key_offset + key_length
-            mask = nn.functional.pad(self.padding_mask.bool(), (0, max(end - self.padding_mask.shape[-1], 0)))
+            mask = nn.functional.pad(self.padding_mask.long(), (0, end))
             key_position = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, key_offset:end]
         is_valid = None if key_is_valid is None else key_is_valid[:, query_index]
         return key_position[:, query_index], key_position, query_index, is_valid, key_is_valid
@@ -355,6 +344,25 @@ class Sequences(NamedTuple):
         if self.source_length is not None:
             return self.source_length, 0
         return (query_length, 0) if cache is None else cache.get_mask_sizes(query_length, layer_idx)
+
+
+@dataclass
+class LayerMasks(Movable):
+    """The backend, the mask and the token context of every layer in one call of the model.
+
+    All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls the layers
+    one by one with the arguments of the first, as layer-wise quantizers do, computes what the model computes. A layer that the
+    model could not ask, because a program has wrapped it, adds its own.
+
+    Attributes:
+        sequences: padding, packed documents and positions of the call.
+        kinds: the backend of each layer and its `visible_keys`, by its number.
+        made: the mask that the backend takes, and the context if a layer needs it, by such a kind.
+    """
+
+    sequences: Sequences
+    kinds: dict[int, tuple] = field(default_factory=dict)
+    made: dict[tuple, tuple[Any, TokenContext | None]] = field(default_factory=dict)
 
 
 def read_sequences(

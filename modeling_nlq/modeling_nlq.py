@@ -38,6 +38,7 @@ from .backends_nlq import (
     AttentionRequest,
     choose_implementation,
     choose_paged_implementation,
+    layer_mask,
     make_layer_masks,
     own_masks,
     supports_flash_attention,
@@ -55,7 +56,9 @@ from .integrations_nlq import (
 from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, state_of_source
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import LayerMasks, Sequences, read_sequences, read_source, refuse_packed
+from .ops_nlq import autocast_dtype
 from .parts_base_nlq import AttentionCall, ScoreBias, from_columns, own_heads, to_columns
+from .parts_user_nlq import add_to_package
 from .projections_nlq import NLQAttentionProjections
 
 
@@ -134,7 +137,9 @@ class NLQAttentionLayer(NLQAttentionProjections):
         if mlp_hook is not None:
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
         masks = own_masks(self, hidden_states, attention_mask, cache, source, **kwargs)
-        name, mask, token_context = masks.of(self.layer_idx)
+        if first_values is None and self.needs_first_values:
+            raise ValueError(f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states")
+        name, mask, token_context = layer_mask(self, masks, hidden_states, cache, **kwargs)
         call = self.make_call(hidden_states, token_context, first_values, cache, source)
         attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
         if attn_weights is not None:
@@ -343,6 +348,14 @@ class CrossAttentionMixin:
         source = source[:, :0] if self.has_source(cache) else source
         return super().make_call(hidden_states, token_context, first_values, cache, source)
 
+    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> list[torch.Tensor]:
+        if not self.has_source(call.cache):
+            return super().project_source(call, query_states)
+        # No call of the projections: quantized layers and some adapters fail without tokens
+        states = query_states[:, :0, :: self.num_key_value_groups]
+        is_own_type = self.projections["value"].identity
+        return [states.to(call.source.dtype if is_own_type else autocast_dtype(call.source))] * 2
+
     def update_cache(
         self, cache: EncoderDecoderCache, key_states: torch.Tensor, value_states: torch.Tensor, *_
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -363,11 +376,13 @@ class NLQLinearCrossAttention(CrossAttentionMixin, NLQLinearAttention):
 
     def attend(self, call: AttentionCall, position_embeddings: None, name: str, mask: Any, kwargs: dict):
         query_states, key_states, value_states = self.project(call)
-        is_valid = None if mask is None or self.has_source(call.cache) else mask.key_is_valid
-        state = state_of_source(key_states, value_states, is_valid)
+        numerator = row = None
+        if not self.has_source(call.cache):
+            state = state_of_source(key_states, value_states, None if mask is None else mask.key_is_valid)
+            numerator, row = state.numerator, state.denominator[:, :, None]
         if call.cache is not None:
-            numerator, row = self.update_cache(call.cache, state.numerator, state.denominator[:, :, None])
-            state = LinearState(numerator, row.squeeze(2))
+            numerator, row = self.update_cache(call.cache, numerator, row)
+        state = LinearState(numerator, row.squeeze(2))
         attn_output = attend_to_state(query_states, state, self.scaling)
         return attn_output if self.needs_exact_output else attn_output.to(value_states.dtype), None
 
@@ -392,6 +407,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         layer = config.per_layer_config[layer_idx]
         is_linear = layer.activation.kind == "linear"
         self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
+        self.has_mlp_hooks = self.self_attn.has_mlp_hooks
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
         self.is_post_norm = config.norm_position == "post"
@@ -436,8 +452,12 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
         """
         # diff with Llama: the first tensors are no keywords, because reentrant gradient checkpointing differentiates no others
-        masks = own_masks(self.self_attn, hidden_states, attention_mask, cache, **kwargs)
-        residual = hidden_states
+        if isinstance(hidden_states, tuple):
+            raise ValueError("hidden_states: the first layer returns them and first_values; give each later layer these two")
+        residual, masks = hidden_states, attention_mask
+        if self.has_mlp_hooks:
+            masks = own_masks(self.self_attn, hidden_states, attention_mask, cache, **kwargs)
+            *_, token_context = layer_mask(self.self_attn, masks, hidden_states, cache, **kwargs)
         output, _, *values = self.self_attn(
             self._before(hidden_states, self.self_attn_norm),
             attention_mask=masks,
@@ -461,8 +481,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             if not self.parallel_residual:
                 residual = hidden_states = self._after(hidden_states, self.cross_attn_norm)
         inputs, call = self._before(residual, self.mlp_norm), None
-        if self.self_attn.has_mlp_hooks:
-            *_, token_context = masks.of(self.self_attn.layer_idx)
+        if self.has_mlp_hooks:
             call = AttentionCall(self.self_attn, inputs, token_context, cache=cache)
             (inputs,) = call.change_mlp("change_mlp_input", inputs)
         output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
@@ -633,10 +652,10 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(_apply(self.embed_norm, hidden_states))
 
-        # diff with Llama: layers differ in backend and visible keys
-        masks = make_layer_masks([layer.self_attn for layer in layers], inputs_embeds, sequences, cache, **kwargs)
-        encoder_masks, cross = None, [layer.cross_attn for layer in layers if layer.cross_attn is not None]
-        if cross:
+        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or replaced it
+        attention, cross = ([getattr(layer, name, None) for layer in layers] for name in ("self_attn", "cross_attn"))
+        masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
+        if encoder_hidden_states is not None:
             refuse_packed(sequences.segments, "would all see the encoder's tokens; give one text per row")
             source = read_source(inputs_embeds, encoder_hidden_states, encoder_attention_mask)
             encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
@@ -654,7 +673,7 @@ class NLQModel(NLQPreTrainedModel):
                 encoder_cache=encoder_cache,
                 **kwargs,
             )
-            hidden_states, first_values = output if layer.self_attn.returns_values else (output, first_values)
+            hidden_states, first_values = output if isinstance(output, tuple) else (output, first_values)
         cache = cache if encoder_cache is None else encoder_cache
         return NLQModelOutput(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
@@ -674,7 +693,7 @@ class NLQModel(NLQPreTrainedModel):
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
         """Returns `use_cache`, or `False` under gradient checkpointing, where backward would update the cache again."""
-        is_checkpointed = any(layer.gradient_checkpointing for layer in self.layers)
+        is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in (self, *self.layers))
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
         if cache is not None:
@@ -934,3 +953,4 @@ for _names, _class in (
     _names.setdefault(NLQConfig.model_type, _class.__name__)
 
 register_default_targets(NLQConfig.model_type)
+add_to_package(__name__)

@@ -16,6 +16,7 @@ from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .integrations_nlq import CACHE_NAME, NLQGenerationMixin, NLQIntegrationMixin, register_default_targets, takes_cache
 from .masking_nlq import find_packed_documents, refuse_packed
 from .modeling_nlq import NLQModel, cap_logits, without_last
+from .parts_user_nlq import add_to_package
 
 
 class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
@@ -202,3 +203,4 @@ modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.setdefault(
     NLQSeq2SeqConfig.model_type, NLQForConditionalGeneration.__name__
 )
 register_default_targets(NLQSeq2SeqConfig.model_type)
+add_to_package(__name__)

@@ -96,12 +96,22 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
     return [register_attention_part(part) for part in parts]
 
 
+def add_to_package(name: str) -> None:
+    """Makes a loaded module an attribute of its package, as importing does; Transformers leaves that out for remote code.
+
+    dill, and with it `datasets.map`, looks for classes there. It would copy one that it does not find, and all that it names.
+    """
+    package, _, own_name = name.rpartition(".")
+    setattr(sys.modules[package], own_name, sys.modules[name])
+
+
 def _run(name: str, file: str, text: str) -> ModuleType:
     module = ModuleType(name)
     module.__package__, module.__file__ = __package__, f"<{file} {name[-12:]}>"
     # For tracebacks and `inspect`, as there may be no such file here
     linecache.cache[module.__file__] = (len(text), None, text.splitlines(keepends=True), module.__file__)
     sys.modules[name] = module
+    add_to_package(name)
     _files[name] = (file, text)
     before = registered_activations()
     try:

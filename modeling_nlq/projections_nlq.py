@@ -166,6 +166,7 @@ class NLQAttentionProjections(SplitByHeads):
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
         self.materializes = materialized_by(parts.values())
         self.needs_token_context = any(part.needs_token_context for part in parts.values())
+        self.needs_first_values = any(part.needs_first_values for part in parts.values())
         self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
         # The first layer hands its values on where another one reads them
         self.returns_values = layer_idx == 0 and config.needs_first_values and not layer.is_cross_attention
@@ -206,9 +207,8 @@ class NLQAttentionProjections(SplitByHeads):
             position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each, of which `rotated` is
                 `head_dim` or a part of it.
         """
-        source = call.hidden_states if call.source is None else call.source
-        inputs = {"query": call.hidden_states, "key": source, "value": source}
-        states = tuple(self._apply_projection(name, inputs[name]) for name in self.projections)
+        query_states = self._apply_projection("query", call.hidden_states)
+        states = (query_states, *self.project_source(call, query_states))
         for part in self.parts_with("change_qkv"):
             states = part("change_qkv", call, *states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
@@ -217,6 +217,11 @@ class NLQAttentionProjections(SplitByHeads):
         if position_embeddings is not None:
             query_states, key_states = rotate(query_states, key_states, *position_embeddings)
         return query_states, key_states, value_states
+
+    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> list[torch.Tensor]:
+        """Returns key and value of the new tokens, `(batch, length, groups, head_dim)` each, after the queries."""
+        source = call.hidden_states if call.source is None else call.source
+        return [self._apply_projection(name, source) for name in ("key", "value")]
 
     def _apply_projection(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, for the `"query"`, `"key"` or `"value"`."""

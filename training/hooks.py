@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from modeling_nlq.backends_nlq import layer_mask
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.masking_nlq import Visibility, make_visibility
 from modeling_nlq.parts_base_nlq import AttentionCall
@@ -47,7 +48,7 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
     def before(layer: NLQAttentionProjections, positional: tuple, keywords: dict) -> None:
         if "mlp_hook" in keywords:
             return
-        *_, token_context = keywords["attention_mask"].of(layer.layer_idx)
+        *_, token_context = layer_mask(layer, keywords["attention_mask"], *positional)
         positions = layer.own_positions(keywords.get("position_embeddings"))
         inputs = (*positional, token_context, keywords.get("first_values"), None, keywords.get("source"))
         receive(layer, layer.make_call(*inputs), positions)

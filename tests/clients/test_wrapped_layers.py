@@ -1,0 +1,151 @@
+"""Programs that wrap a layer: activation steering (repeng), layer-wise quantizers (the catchers of GPTQ, SparseGPT, Wanda)."""
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from support.client_cases import IDS, SIZES, fit, logits, run_script
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
+from modeling_nlq.masking_nlq import LayerMasks
+
+
+SWITCHES = {
+    "llama": None,
+    "softmax": {},
+    "relu": {"attention_activation": "relu"},
+    "forget_gate": {"forget_gate": "learned"},
+    "linear": {"attention_activation": "linear_attention"},
+    "values": {"value_residual": "learned"},
+    "mlp_hooks": {"canon": "ABCD"},
+    "windows": {"per_layer_config": {1: {"sliding_window": 4}}},
+}
+
+
+class Wrapper(torch.nn.Module):
+    """Hides all attributes of a layer."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **kwargs):
+        return self.block(*args, **kwargs)
+
+
+class Stop(Exception):
+    pass
+
+
+class Catcher(torch.nn.Module):
+    """Takes the arguments of the first layer, and ends the call."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.inputs = module, []
+
+    def forward(self, hidden_states, *args, **kwargs):
+        self.inputs.append((hidden_states, args, kwargs))
+        raise Stop
+
+
+def make(name):
+    torch.manual_seed(0)
+    if (switches := SWITCHES[name]) is None:
+        return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
+    return NLQForCausalLM(NLQConfig(**SIZES, **switches)).eval()
+
+
+@pytest.mark.parametrize("wrapped", [(1,), (0, 1)], ids=["one", "all"])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_wrapped_layers(name, wrapped):
+    model = make(name)
+    expected, tokens = logits(model), model.generate(IDS, max_new_tokens=5, do_sample=False)
+    for index in wrapped:
+        model.model.layers[index] = Wrapper(model.model.layers[index])
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(model.generate(IDS, max_new_tokens=5, do_sample=False), tokens)
+    model.gradient_checkpointing_enable()
+    fit(model)
+
+
+def as_plain(value):
+    """What a program makes of arguments that it moves, if it knows tuples, lists, dictionaries and dataclasses."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            setattr(value, field.name, as_plain(getattr(value, field.name)))
+    elif isinstance(value, dict):
+        return {key: as_plain(one) for key, one in value.items()}
+    elif isinstance(value, (tuple, list)):
+        return (list if isinstance(value, list) else tuple)(as_plain(one) for one in value)
+    return value
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_layers_one_by_one_with_the_arguments_of_the_first(name, moved):
+    model, mask = make(name), torch.ones_like(IDS)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        expected, layers = model(IDS, mask, use_cache=False).logits, model.model.layers
+        layers[0] = catcher = Catcher(layers[0])
+        with pytest.raises(Stop):
+            model(IDS, mask, use_cache=False)
+        layers[0] = catcher.module
+        ((states, args, kwargs),) = catcher.inputs
+        if moved:
+            args, kwargs = as_plain(args), as_plain(kwargs)
+            kwargs |= {key: one.to("cpu") for key, one in kwargs.items() if isinstance(one, LayerMasks)}
+        for layer in layers:
+            output = layer(states, *args, **kwargs)
+            if name == "values" and layer is layers[0]:
+                with pytest.raises(ValueError, match="give each later layer these two"):
+                    layers[1](output, *args, **kwargs)
+                with pytest.raises(ValueError, match=r"first_values \(layer 1\): give what the first layer returns"):
+                    layers[1](output[0], *args, **kwargs)
+                args = output[1:]
+            states = output[0] if isinstance(output, tuple) else output
+        assert torch.equal(model.lm_head(model.model.norm(states))[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("activation", ["softmax", "relu", "linear_attention"])
+def test_cached_cross_attention_projects_no_keys(activation):
+    """Quantized layers and some adapters fail without tokens."""
+    torch.manual_seed(0)
+    switches = {"cross_attention": {"attention_activation": activation, "qk_norm": "rms"}, "add_cross_attention": True}
+    halves = {"encoder": {**SIZES, "is_causal": False}, "decoder": {**SIZES, **switches}}
+    model = NLQForConditionalGeneration(NLQSeq2SeqConfig(**halves, pad_token_id=0, decoder_start_token_id=1)).eval()
+    lengths = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    tokens = model.generate(IDS, **options)
+    assert 0 not in lengths
+    assert torch.equal(model.generate(IDS, use_cache=False, **options), tokens)
+    assert torch.equal(model.generate(IDS, cache_implementation="static", **options), tokens)
+
+
+def test_dill_and_datasets_with_remote_code(trained, tmp_path):
+    """`datasets.map` hashes what a function refers to by dill, which looks for each class in the package of its module."""
+    script = """
+    import sys
+    import dill, torch, transformers
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    assert not hasattr(transformers, "NLQForCausalLM")  # by which MLflow would take the folder for Transformers' own
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    assert not hasattr(transformers, "NLQForCausalLM")
+    text = dill.dumps(model)
+    assert type(dill.loads(text)) is type(model) and len(text) < 2 * model.num_parameters() * 4
+    rows = Dataset.from_dict({"ids": [[1, 2, 3], [4, 5, 6]]})
+    done = rows.map(lambda row: {"next": model(torch.tensor([row["ids"]])).logits[0, -1].argmax().item()})
+    assert len(done["next"]) == 2
+    import transformers.cli.serve
+    assert transformers.NLQForCausalLM is AutoModelForCausalLM  # which `transformers serve` takes by this name
+    """
+    run_script(script, trained("sigmoid", "nonlinear"), package=False, timeout=120)
+    assert sys.modules["modeling_nlq"].modeling_nlq is sys.modules["modeling_nlq.modeling_nlq"]
