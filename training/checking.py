@@ -114,11 +114,11 @@ def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) 
         except StrictDataclassError as error:
             reason = one_line(error)
             continue
-        model = NLQForCausalLM(config) if config.is_causal else NLQForMaskedLM(config)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = NLQForCausalLM(config) if config.is_causal else NLQForMaskedLM(config)
             for parameter in model.parameters():  # with initial values, many a fault has no effect
-                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+                parameter.add_(torch.randn(parameter.shape), alpha=0.3)
         models[name] = model.double().eval()
     if not models:
         raise ValueError(f"{part.name} fits no model: {reason}")

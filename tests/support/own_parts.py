@@ -168,7 +168,7 @@ FAULTS = {
             table="nn.Parameter(torch.ones(64, 1))",
         ),
         _REPEATED,
-        "65 tokens, with softmax: IndexError",
+        "64 tokens, with softmax: IndexError",
     ),
     "other_width_of_heads": (
         _idea("return heads * self.gain", gain="nn.Parameter(torch.ones(config.hidden_size // config.num_attention_heads))"),

@@ -200,7 +200,7 @@ def test_built_in_corpus():
         ({"source_column": "text"}, "has no column 'text'; set source_column to one of given, wanted"),
         ({"switches": {"decoder": {"cross_attenton": {}}}}, "tiny-seq2seq: decoder.* has no field 'cross_attenton'"),
         ({"switches": {"encoder": 3}}, "encoder=3 must be the switches that differ there"),
-        ({"switches": {"qk_norm": "rms"}}, "no field 'qk_norm'; set it in encoder or decoder"),
+        ({"switches": {"qk_nrm": "rms"}}, "has no field 'qk_nrm'"),
     ],
 )
 def test_refusals(pairs_recipe, tmp_path, fields, message):

@@ -99,6 +99,6 @@ def test_command_check(holds, two_surroundings, new_process, tmp_path, capsys):
     )
     assert main(["check", str(path)]) == (0 if holds else 1)
     printed = capsys.readouterr().out
-    assert printed.startswith("distance:\n") and ("FAILS" in printed) == (not holds)
+    assert printed.startswith("distance, random cases of --seed ") and ("FAILS" in printed) == (not holds)
     assert main(["check", str(tmp_path / "none.py")]) == 1
     assert capsys.readouterr().err.startswith("nlq: error: ")
