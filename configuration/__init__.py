@@ -1,4 +1,4 @@
-"""Named configurations that ship with the package: models, recipes, comparisons, tasks and accelerate files."""
+"""Named configurations that ship with the package: models, recipes, comparisons and accelerate files."""
 
 import itertools
 import re
@@ -9,16 +9,16 @@ from modeling_nlq.activations_nlq import did_you_mean
 
 
 _ROOT = Path(__file__).parent
-_SUFFIXES = {"models": ".json", "recipes": ".yaml", "comparisons": ".yaml", "tasks": ".yaml", "accelerate": ".yaml"}
+_SUFFIXES = {"models": ".json", "recipes": ".yaml", "comparisons": ".yaml", "accelerate": ".yaml"}
 
 
 def names(kind: str) -> list[str]:
-    """The shipped names of a kind: `"models"`, `"recipes"`, `"comparisons"`, `"tasks"` or `"accelerate"`."""
+    """The shipped names of a kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`."""
     return sorted(path.stem for path in (_ROOT / kind).glob(f"*{_SUFFIXES[kind]}"))
 
 
 def descriptions(kind: str) -> dict[str, str]:
-    """The first sentence of each shipped recipe, comparison or task, by name: its file begins with a comment."""
+    """The first sentence of each shipped recipe or comparison, by name: its file begins with a comment."""
     found = {}
     for name in names(kind):
         lines = find(kind, name).read_text(encoding="utf-8").splitlines()
@@ -50,7 +50,7 @@ def find(kind: str, name: str) -> Path:
     """The file of a named configuration.
 
     Args:
-        kind: `"models"`, `"recipes"`, `"comparisons"`, `"tasks"` or `"accelerate"`.
+        kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`.
         name: a name without folder and suffix, or the path of a file.
 
     Raises:

@@ -68,7 +68,7 @@ BAD_INPUT = r"""
 1 | evaluate finished --block_size 0 | block_size=0 must be at least 2
 1 | evaluate finished --batch_size 0 | batch_size=0
 1 | evaluate finished --num_fewshot 0 | --num_fewshot needs --tasks
-1 | evaluate finished --tasks nlq_brackets --block_size 9 | --block_size is for text, and cannot be given with --tasks
+1 | evaluate finished --tasks arc_easy --block_size 9 | --block_size is for text, and cannot be given with --tasks
 1 | evaluate finished --dataset fine.jsonl --max_validation_documents 0 | max_validation_documents=0 must be at least 1
 1 | evaluate finished --dataset fine.jsonl --validation_fraction nan | validation_fraction=nan must be between 0 and 1
 1 | evaluate finished --dataset fine.jsonl --validation_fraction 0 | validation_fraction=0.0 must be between 0 and 1

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.client_cases import small_model
 from support.inline_engine import InlineEngine
+from support.lm_eval_command import write_task
 from support.paths import REPOSITORY
 from transformers import GPT2Config, LlamaConfig
 
@@ -22,7 +23,6 @@ NOT_RUN = {
     "scaling.md": "needs a cluster; tests/cluster runs them",
     "pretrained.md": "needs the weights of `make test-weights`",
     "--tasks arc_easy": "needs data of the Hub",
-    "my-task.yaml": "the page shows no such file; tests/training/run has one",
     ".gguf": "needs weights of the Hub",
     "out/ckpt.pt": "needs a checkpoint of nanoGPT; tests/training/conversion has one",
     "--lora": "needs PEFT; tests/clients has it",
@@ -63,6 +63,7 @@ def test_commands_run(page, run, corpus, small_index, tmp_path, monkeypatch):
     monkeypatch.setattr(comparisons, "LocalEngine", InlineEngine)
     monkeypatch.setenv("NLQ_TRACEBACK", "1")
     monkeypatch.chdir(tmp_path)
+    write_task(tmp_path)
     own = {match[1]: block for block in fenced(page, "yaml") if (match := re.match(r"# ([\w-]+\.yaml)\n", block))}
     for name, text in {**FILES, **own}.items():
         text = text.replace("seeds: [0, 1, 2, 3, 4]", "seeds: [0, 1]").replace("factor: 2}", "factor: 2, limit: 3}")

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.lm_eval_command import write_task
 
 from modeling_nlq import training
 
@@ -17,6 +18,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 def test_examples(corpus, tmp_path, monkeypatch, capsys):
     text = DOCUMENT.read_text()
     shutil.copy(corpus, tmp_path / "corpus.jsonl")
+    write_task(tmp_path)
     (tmp_path / "gates.yaml").write_text(re.search(r"```yaml\n(.*?)```", text, flags=re.DOTALL)[1])
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

@@ -15,16 +15,12 @@ from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training import evaluate_tasks
 from modeling_nlq.training.conversion.upcycling import upcycle
 from modeling_nlq.training.run.documents import python_documents
-from modeling_nlq.training.run.tasks import score_numbers
 
 
 LIMIT = 1e-4  # of a logit in float32, where the largest is 34
 PROMPTS = ["The capital of France is", "def fibonacci(n):\n    ", "Counting: one, two, three,", "1 + 1 ="]
-TASKS = ("nlq_next_identifier", "nlq_argument_names", "nlq_brackets")
-TASK_ITEMS = 50
 HELD_OUT, WINDOW = 100_000, 1_000  # tokens
 # Every switch of the table in docs/conversion.md, and the switches that the model has before
 SWITCHES = [
@@ -187,18 +183,6 @@ class TestLlama:
         error = abs(ours - theirs) / theirs
         measured(f"perplexity of {HELD_OUT:,} tokens of Python, {ours:.6f}", "Llama", f"{error:.1e} of it")
         assert error < 1e-5
-
-    @pytest.mark.timeout(3600)
-    def test_tasks(self, folder, llama_folder, measured):
-        """Accuracies are equal, and so are the likelihoods that they come from."""
-        ours, theirs = (score_numbers(evaluate_tasks(each, TASKS, limit=TASK_ITEMS)) for each in (folder, llama_folder))
-        for task in TASKS:
-            assert ours[task].keys() == theirs[task].keys() and ours[task]["items"] == TASK_ITEMS
-            numbers = [name for name, value in ours[task].items() if isinstance(value, float)]
-            error = max(abs(ours[task][name] - theirs[task][name]) for name in numbers)
-            accuracy = next(value for name, value in ours[task].items() if name.partition(",")[0] == "acc")
-            measured(f"task `{task}`, {TASK_ITEMS} items, accuracy {accuracy:.2f}", "Llama", error)
-            assert error < LIMIT
 
 
 class TestChanged:

@@ -13,11 +13,10 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import TrainingArguments
 
-from ...configuration import find, names
+from ...configuration import find
 from ..files import check_keys, merged, read_section, read_yaml
 from ..parameters import Size, matching_intermediate_size, measure
 from ..run.recipe import check_recipe, check_trusted, override_words, resolve_recipe, without_private
-from ..run.task_items import check_held_out
 from ..run.tasks import check_tasks
 from ..scrub import without_folders
 from ..text import QUOTE_IT, check_name, one_line
@@ -90,11 +89,11 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     if (tasks := given.get("tasks")) is not None:
         if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
             raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
-        check_tasks(tasks)
         if recipe.get("objective", "causal") != "causal":
             raise ValueError(
                 f"{path}: tasks={tasks!r}: lm_eval's tasks need decoders; take tasks out, or set objective: causal"
             )
+        check_tasks(tasks)
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     kept = {field: value for field, value in given.items() if field not in _SECTIONS} | {"name": name}
@@ -151,8 +150,6 @@ def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, An
     check_seeds(source, given.get("seeds"))
     rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
     shared = resolve_recipe(recipe, file.overrides, recipe_source).given
-    if set(given.get("tasks") or []) & set(names("tasks")):
-        check_held_out(shared, f"{source}: the models are trained")
     if (ratio := given.get("tokens_per_parameter")) is not None:
         shared["training"]["max_steps"] = _steps(source, ratio, models[baseline], baseline, shared)
     variants: dict[str, Variant] = {}

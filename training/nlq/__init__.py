@@ -282,7 +282,7 @@ def generate(
     print(generate_text(model, prompt, max_new_tokens, temperature, top_k, seed, trust_remote_code))
 
 
-@_command("Use and measure", "run.evaluation", shipped="tasks")
+@_command("Use and measure", "run.evaluation")
 def evaluate(
     model: str = _MODEL,
     batch_size: int = _option("Blocks or texts per device.", 8),
@@ -296,7 +296,7 @@ def evaluate(
     max_validation_documents: int | None = _of_text("Evaluate at most this many documents."),
     block_size: int | None = _of_text("In tokens; by default that of the run."),
     packing: Literal["stream", "documents"] | None = _of_text("As in a recipe; by default that of the run."),
-    tasks: str | None = _of_tasks("Names of tasks or groups, or YAML files of lm_eval.", metavar="TASK,..."),
+    tasks: str | None = _of_tasks("Names of tasks or groups of lm_eval, or YAML files.", metavar="TASK,..."),
     num_fewshot: int | None = _of_tasks("Solved examples before each item; by default as the task says."),
     limit: float | None = _of_tasks("Evaluate this many items of each task, or below 1 this share."),
     output: str | None = _of_tasks("Write lm_eval's results there, as JSON.", metavar="FILE"),

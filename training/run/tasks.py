@@ -1,4 +1,4 @@
-"""Downstream tasks: saved models evaluated by lm_eval, on the tasks of configuration/tasks and on its own."""
+"""Downstream tasks: saved models evaluated by lm_eval."""
 
 import itertools
 import json
@@ -13,14 +13,9 @@ import torch
 
 from modeling_nlq import kernelize
 
-from ...configuration import find, names
 from ..files import write_text
 from ..models import load_model
 from ..text import check_number, first_line, root_cause
-
-
-# Metrics whose value by guessing is one over the number of choices; lm_eval's own begin with `acc`
-_GUESSABLE = ("acc", "answer_probability")
 
 
 def evaluate_tasks(
@@ -36,7 +31,7 @@ def evaluate_tasks(
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
-        tasks: names of tasks or groups, shipped here or with lm_eval, or paths of YAML files; also one text with commas.
+        tasks: names of lm_eval's tasks or groups, or paths of YAML files; also one text with commas.
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
         batch_size: texts per forward pass.
@@ -48,8 +43,7 @@ def evaluate_tasks(
 
     Raises:
         ImportError: without lm_eval.
-        ValueError: for a model or a task that cannot be loaded, a model that was trained on a task's documents, or a number out
-            of range.
+        ValueError: for a model or a task that cannot be loaded, or a number out of range.
     """
     _require_lm_eval()
     from lm_eval import simple_evaluate
@@ -87,8 +81,8 @@ def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]
 
 
 def is_guessable(metric: str) -> bool:
-    """Whether the chance level of a task is one of this metric."""
-    return metric.startswith(_GUESSABLE)
+    """Whether guessing scores the chance level of the task in this metric, one of lm_eval's accuracies."""
+    return metric.startswith("acc")
 
 
 def tabulate_tasks(results: dict[str, Any]) -> list[list[str]]:
@@ -130,12 +124,12 @@ def _require_lm_eval() -> None:
         import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
         raise ImportError(f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})") from error
-    # It warns of a model that is loaded already, and of datasets made by a function
+    # It warns of a model that is loaded already
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
 def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict[str, Any]]:
-    """Loads tasks, and tells the shipped ones the model, as lm_eval's own command does.
+    """Loads tasks, and tells them the model, as lm_eval's own command does.
 
     Returns:
         lm_eval's `TaskManager`, the tasks and groups for `simple_evaluate`, and each single task by name.
@@ -157,14 +151,11 @@ def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]
     from lm_eval.tasks import TaskManager
 
     tasks = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
-    own = names("tasks")
-    has_others = not all(name in own or Path(name).is_file() for name in tasks)  # to read lm_eval's own list takes seconds
-    folder = find("tasks", own[0]).parent
-    manager = TaskManager(include_path=str(folder), include_defaults=has_others, metadata={"pretrained": model})
+    has_names = not all(Path(name).is_file() for name in tasks)  # to read lm_eval's list of names takes seconds
+    manager = TaskManager(include_defaults=has_names, metadata={"pretrained": model})
     for name in tasks:
         if name not in manager.all_tasks and not Path(name).is_file():
-            shipped = ", ".join(own)
-            raise ValueError(f"there is no task {name!r}; shipped are {shipped}, and `lm-eval ls tasks` lists the others")
+            raise ValueError(f"there is no task {name!r}; `lm-eval ls tasks` lists all, or name a YAML file")
     return tasks, manager
 
 

@@ -1,7 +1,7 @@
 """Downstream tasks of comparisons: each reported run is evaluated once, and scores are judged like losses."""
 
 import pytest
-from support.lm_eval_command import lm_eval_results
+from support.lm_eval_command import lm_eval_results, write_task
 from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
@@ -9,29 +9,28 @@ from modeling_nlq.training.comparison import downstream
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.outcome import TaskOutcome
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
-from modeling_nlq.training.run.task_items import TASKS
 
 
 @pytest.mark.slow
-def test_a_ladder_has_the_numbers_of_lm_eval_for_the_shipped_tasks(make_file, small_index, tmp_path, monkeypatch):
+def test_a_ladder_has_the_numbers_of_lm_eval(make_file, small_index, tmp_path, monkeypatch):
     """Those of lm_eval's own command, on the model of one run at each scale."""
     widths = {"small": 32, "large": 48}
     scales = {name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}} for name, width in widths.items()}
     training = {"save_strategy": "no", "max_steps": 12, "report_to": "none"}
-    file = make_file(scales=scales, tasks=list(TASKS), seeds=[0], learning_rates=[1e-2], training=training)
+    task = write_task(tmp_path)
+    file = make_file(scales=scales, tasks=[task], seeds=[0], learning_rates=[1e-2], training=training)
     folder = tmp_path / "ladder"
     results = run_and_report(load_plan(file), folder)
     for name in scales:
         found = results["scales"][name]
         run = folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"]
-        theirs = lm_eval_results(monkeypatch, run, list(TASKS), tmp_path / f"{name}.json", "--batch_size", "16")
-        assert found["tasks"].keys() == theirs.keys() == set(TASKS)
-        for task, metrics in found["tasks"].items():
-            assert set(metrics) >= {"acc", "answer_probability", "answer_bits_per_byte"}
-            for metric, judged in metrics.items():
-                score = judged["scores"]["twin"]["0"]
-                assert judged["items"] == 1000 and score == pytest.approx(theirs[task][f"{metric},none"], abs=1e-5)
-                assert f"{score:.4f}" in (folder / "results.md").read_text()
+        theirs = lm_eval_results(monkeypatch, run, task, tmp_path / f"{name}.json", "--batch_size", "16")
+        assert found["tasks"].keys() == theirs.keys() == {"my_task"}
+        assert found["tasks"]["my_task"].keys() == {"acc", "brier_score"}
+        for metric, judged in found["tasks"]["my_task"].items():
+            score = judged["scores"]["twin"]["0"]
+            assert judged["items"] == 20 and score == pytest.approx(theirs["my_task"][f"{metric},none"], abs=1e-5)
+            assert f"{score:.4f}" in (folder / "results.md").read_text()
 
 
 def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
@@ -48,16 +47,16 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
         }
         better = {"acc": True, "bits": False, "f1": True}
         return {
-            "results": {"nlq_brackets": {"alias": "x", **values}},
-            "n-samples": {"nlq_brackets": {"effective": 1000}},
-            "chance": {"nlq_brackets": 0.25},
-            "higher_is_better": {"nlq_brackets": better},
+            "results": {"my_task": {"alias": "x", **values}},
+            "n-samples": {"my_task": {"effective": 1000}},
+            "chance": {"my_task": 0.25},
+            "higher_is_better": {"my_task": better},
         }
 
     monkeypatch.setattr(downstream, "evaluate_tasks", planted)
-    file = make_file(tasks=["nlq_brackets"], seeds=seeds)
+    file = make_file(tasks=[write_task(tmp_path)], seeds=seeds)
     results = run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(lambda comparison, run: 3.0))
-    metrics = results["tasks"]["nlq_brackets"]
+    metrics = results["tasks"]["my_task"]
     with monkeypatch.context() as patch:  # each run is evaluated once
         patch.setattr(downstream, "evaluate_tasks", None)
         assert run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(None)) == results
@@ -79,7 +78,7 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
         return None if (run.model, run.seed) == ("twin", 2) else 3.0
 
     results = run_comparison(load_plan(file), tmp_path / "diverged", PlantedEngine(diverging))
-    found = results["tasks"]["nlq_brackets"]["acc"]
+    found = results["tasks"]["my_task"]["acc"]
     assert found["scores"]["twin"]["2"] is None
     assert found["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 4 runs"
 
@@ -87,8 +86,8 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (["nlq_bracket"], "there is no task 'nlq_bracket'; shipped are"),
-        ("nlq_brackets", "tasks='nlq_brackets' must be a list of names of tasks"),
+        (["nlq_brackets"], "there is no task 'nlq_brackets'; `lm-eval ls tasks` lists all"),
+        ("arc_easy", "tasks='arc_easy' must be a list of names of tasks"),
     ],
 )
 def test_bad_input(make_file, small_index, tasks, message):

@@ -153,7 +153,7 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     [
         ({"stop": "soon"}, "stop='soon' must be early, or left out"),
         ({"seeds": [0, 1, 2]}, "has its first interim analysis at 3 seeds"),
-        ({"tasks": ["nlq_brackets"]}, "stop: early needs a comparison at one scale, without tasks"),
+        ({"tasks": [__file__]}, "stop: early needs a comparison at one scale, without tasks"),
         ({"scales": {"small": {}, "large": {"switches": {"hidden_size": 64}}}}, "stop: early needs a comparison at one scale"),
     ],
 )

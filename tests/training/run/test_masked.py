@@ -177,13 +177,14 @@ class TestRun:
         "arguments, message",
         [
             (["generate", "RUN", "x"], "is an encoder: generation needs a decoder"),
+            (["evaluate", "RUN", "--tasks", "arc_easy"], "is an encoder: lm_eval needs a decoder"),
             (["train", "RECIPE", "--objective", "masked"], "is a decoder; set objective: causal; or set is_causal: false"),
             (
                 ["train", "RECIPE", "--set", "is_causal=false"],
                 "is an encoder; set objective: masked; or set is_causal: true",
             ),
             (["train", "MASKED", "--tokenizer", "PLAIN"], "plain' has no mask token, which an encoder needs; add one by"),
-            (["compare", "COMPARISON", "--dry-run"], "tasks=['nlq_brackets']: lm_eval's tasks need decoders"),
+            (["compare", "COMPARISON", "--dry-run"], "tasks=['arc_easy']: lm_eval's tasks need decoders"),
             (["train", "RECIPE", "--mask_probability", "1"], "mask_probability=1.0 must be between 0 and 1"),
         ],
     )
@@ -192,7 +193,7 @@ class TestRun:
         recipe = yaml.safe_load(recipe_file.read_text())
         (tmp_path / "masked.yaml").write_text(yaml.safe_dump({**recipe, **MASKED, "model": "tiny-linear"}))
         comparison = write_comparison(
-            tmp_path, recipe={**recipe, **MASKED}, models={"base": None, "other": None}, tasks=["nlq_brackets"]
+            tmp_path, recipe={**recipe, **MASKED}, models={"base": None, "other": None}, tasks=["arc_easy"]
         )
         places = {"RUN": str(encoder_run[0]), "RECIPE": str(recipe_file), "MASKED": str(tmp_path / "masked.yaml")}
         places |= {"PLAIN": str(tmp_path / "plain"), "COMPARISON": comparison}

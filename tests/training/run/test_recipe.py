@@ -89,7 +89,7 @@ class TestBeforeData:
         assert f"the weights of '{run[0]}' know another; set --tokenizer {run[0]}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons"), ("evaluate", "tasks")])
+@pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons")])
 def test_help_lists_what_is_shipped(command, kind, capsys):
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
