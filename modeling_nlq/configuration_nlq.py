@@ -59,7 +59,7 @@ SEQ2SEQ_AUTO_MAP = {
 }
 
 
-def own_classes(settings: Mapping[str, Any]) -> dict[str, str]:
+def default_auto_map(settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the `auto_map` of this code for a model by the fields of its configuration."""
     return SEQ2SEQ_AUTO_MAP if settings.get("is_encoder_decoder") else AUTO_MAP
 
@@ -69,13 +69,13 @@ def is_derived(path: str | list[str | None]) -> bool:
     return isinstance(path, str) and path.rpartition("--")[2] not in (*AUTO_MAP.values(), *SEQ2SEQ_AUTO_MAP.values())
 
 
-def classes_in(folder: str | os.PathLike, settings: Mapping[str, Any]) -> dict[str, str]:
+def saved_auto_map(folder: str | os.PathLike, settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the `auto_map` of a saved model: the classes that load it, of this code or derived with a file in its folder.
 
     Programs such as `accelerate estimate-memory` take the first one, so an encoder must not name a class of decoders.
     """
     refused = "AutoModelForMaskedLM" if settings.get("is_causal", True) else "AutoModelForCausalLM"
-    return {name: path for name, path in own_classes(settings).items() if name != refused} | {
+    return {name: path for name, path in default_auto_map(settings).items() if name != refused} | {
         name: path
         for name, path in (settings.get("auto_map") or {}).items()
         if is_derived(path) and Path(folder, f"{path.partition('.')[0]}.py").is_file()
@@ -174,14 +174,14 @@ class NLQConfigMixin:
     def name_code(self, auto_map: dict[str, str] | None) -> None:
         """Names this code, whatever an old file says, but for derived classes."""
         derived = {name: path for name, path in (auto_map or {}).items() if is_derived(path)}
-        self.auto_map, self.nlq_version = own_classes(vars(self)) | derived, __version__
+        self.auto_map, self.nlq_version = default_auto_map(vars(self)) | derived, __version__
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
         halves = [getattr(self, name) for name in self.sub_configs] or [self]
         own = dict.fromkeys(part for half in halves for part in half._own_parts().values() if part not in PARTS)
         # In memory all classes stay, so that a saved configuration can be loaded with another `is_causal`
-        in_memory, self.auto_map = self.auto_map, classes_in(save_directory, vars(self))
+        in_memory, self.auto_map = self.auto_map, saved_auto_map(save_directory, vars(self))
         try:
             result = super().save_pretrained(save_directory, *args, **kwargs)
         finally:
@@ -702,7 +702,7 @@ add_to_package(__name__)
 # class finds the code that belongs to each folder, so several revisions in one process set the same thing. It is set here
 # because the server imports no other file of the model before. It is an attribute of the module's class because Transformers
 # makes a second module object of itself (`direct_transformers_import`), and the server keeps the first. Elsewhere there is no
-# such name: MLflow takes what has one for a class of Transformers, whose code needs no trust.
+# such name, because MLflow treats any name found in `transformers` as built in, and loads without `trust_remote_code`.
 def _served_class(module: ModuleType) -> type:
     if "transformers.cli.serve" in sys.modules:
         return AutoModelForCausalLM

@@ -26,8 +26,8 @@ FROM_ENCODER = {"cross_attention_hidden_size": "hidden_size", "cross_attention_m
 SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
-def _of_decoder(name: str, is_set: bool = False) -> property:
-    setter = (lambda self, value: setattr(self.decoder, name, value)) if is_set else None
+def _of_decoder(name: str, has_setter: bool = False) -> property:
+    setter = (lambda self, value: setattr(self.decoder, name, value)) if has_setter else None
     return property(lambda self: getattr(self.decoder, name), setter)
 
 
@@ -44,7 +44,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
             `pad_token_id`.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default those of the decoder.
         tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token embedding.
-        kwargs: fields of `NLQConfig` that both halves get, but one whose `dict` names another value.
+        kwargs: fields of `NLQConfig` for both halves; a field in a half's own `dict` wins.
 
     Raises:
         ValueError: for a direction of a half other than its own, for embeddings of different shapes that are tied, and for a
@@ -114,7 +114,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
 
     hidden_size, head_dim, num_attention_heads, num_key_value_heads = map(_of_decoder, SIZES)
     num_layers = _of_decoder("num_hidden_layers")
-    num_hidden_layers = _of_decoder("num_hidden_layers", is_set=True)  # by early exit
+    num_hidden_layers = _of_decoder("num_hidden_layers", has_setter=True)  # early exit sets it
 
     @property
     def max_position_embeddings(self) -> int:
@@ -147,7 +147,9 @@ def _take_shared(given: dict[str, Any]) -> dict[str, Any]:
     shared = {name: given.pop(name) for name in names & given.keys()}
     for name in ("is_causal", "add_cross_attention", *FROM_ENCODER):
         if name in shared:
-            raise ValueError(f"{name}={shared[name]!r} follows from the place of a half; leave it out")
+            raise ValueError(f"{name}={shared[name]!r} is fixed by the half that has it; leave it out")
+    if "num_layers" in given:
+        raise ValueError(f"num_layers={given['num_layers']!r} cannot be set; set num_hidden_layers")
     return shared
 
 

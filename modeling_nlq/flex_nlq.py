@@ -13,7 +13,7 @@ from transformers.masking_utils import BlockMask
 
 from .activations_nlq import AttentionActivation, counts_as_zero
 from .attention_nlq import keep_from_overflow
-from .masking_nlq import Movable
+from .masking_nlq import LayerArgument
 
 
 def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch
 
 
 @dataclass
-class FlexMask(Movable):
+class FlexMask(LayerArgument):
     """The mask of `flex_attention`.
 
     Attributes:

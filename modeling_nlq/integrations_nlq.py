@@ -27,7 +27,7 @@ except ImportError:
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
-def takes_cache(forward: Callable) -> Callable:
+def accept_both_cache_names(forward: Callable) -> Callable:
     """Lets `forward` take the cache by both names, and warns of the old one where Transformers does."""
     if CACHE_NAME == "past_key_values":
         return forward

@@ -18,7 +18,7 @@ from transformers.masking_utils import BlockMask, find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
 
 
-class Movable:
+class LayerArgument:
     """A dataclass among the arguments of a layer. A named tuple would become a plain one in programs that walk through them."""
 
     def to(self, *args, **kwargs) -> Self:
@@ -31,7 +31,7 @@ class Movable:
 
 
 @dataclass
-class Visibility(Movable):
+class Visibility(LayerArgument):
     """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
     Attributes:
@@ -81,7 +81,7 @@ class Visibility(Movable):
 
 
 @dataclass
-class TokenContext(Movable):
+class TokenContext(LayerArgument):
     """What an attention part may ask about the tokens of one forward call, as one layer sees them.
 
     Queries are the tokens of this call. Keys are these and the cached ones, in a static cache also places that are still empty.
@@ -239,7 +239,7 @@ def read_visible(
 
 
 @dataclass
-class Sequences(Movable):
+class Sequences(LayerArgument):
     """The sequences of one call of the model, from which each layer gets its `Visibility` and `TokenContext`.
 
     Attributes:
@@ -347,7 +347,7 @@ class Sequences(Movable):
 
 
 @dataclass
-class LayerMasks(Movable):
+class LayerMasks(LayerArgument):
     """The backend, the mask and the token context of every layer in one call of the model.
 
     All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls the layers

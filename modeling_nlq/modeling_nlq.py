@@ -49,15 +49,15 @@ from .integrations_nlq import (
     CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
+    accept_both_cache_names,
     check_arguments,
     register_default_targets,
-    takes_cache,
 )
 from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, state_of_source
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import LayerMasks, Sequences, read_sequences, read_source, refuse_packed
 from .ops_nlq import autocast_dtype
-from .parts_base_nlq import AttentionCall, ScoreBias, from_columns, own_heads, to_columns
+from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, from_columns, own_heads, to_columns
 from .parts_user_nlq import add_to_package
 from .projections_nlq import NLQAttentionProjections
 
@@ -518,6 +518,11 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         if cls.__module__.startswith("torch."):  # FSDP2 derives a class, but what is saved is the class that it shards
             cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
+        # diff with PreTrainedModel, which passes over a module without parameters of its own: a part may set those inside it
+        is_part = isinstance(module, AttentionPart) and type(module).initialize is AttentionPart.initialize
+        super()._initialize_weights(module, is_custom_code and not is_part)
+
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         # The marks are attributes of modules, because Transformers calls this for modules only
@@ -572,7 +577,7 @@ class NLQModel(NLQPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @takes_cache
+    @accept_both_cache_names
     @capture_outputs
     def forward(
         self,
@@ -673,7 +678,9 @@ class NLQModel(NLQPreTrainedModel):
                 encoder_cache=encoder_cache,
                 **kwargs,
             )
-            hidden_states, first_values = output if isinstance(output, tuple) else (output, first_values)
+            # A wrapped layer may return a tuple of its own
+            hidden_states, *values = output if isinstance(output, tuple) else (output,)
+            first_values = values[0] if values else first_values
         cache = cache if encoder_cache is None else encoder_cache
         return NLQModelOutput(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
@@ -810,7 +817,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         # prints it too
         return NLQForCausalLM.__name__
 
-    @takes_cache
+    @accept_both_cache_names
     @can_return_tuple
     def forward(
         self,
@@ -851,7 +858,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
 
 
 class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrainedModel):
-    @takes_cache
+    @accept_both_cache_names
     @can_return_tuple
     def forward(
         self,
@@ -877,7 +884,8 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             ValueError: for the last tokens of several rows with neither.
         """
         pad_token_id = self.config.pad_token_id
-        if attention_mask is None and not self.config.is_causal and input_ids is not None and pad_token_id is not None:
+        has_ids_only = attention_mask is None and position_ids is None and input_ids is not None
+        if has_ids_only and not self.config.is_causal and pad_token_id is not None:
             attention_mask = input_ids != pad_token_id
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
@@ -909,7 +917,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):
-    @takes_cache
+    @accept_both_cache_names
     @can_return_tuple
     def forward(
         self,

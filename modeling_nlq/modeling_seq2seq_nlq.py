@@ -13,7 +13,13 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from .backends_nlq import choose_implementation, supports_flash_attention
 from .configuration_nlq import AUTOMATIC
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
-from .integrations_nlq import CACHE_NAME, NLQGenerationMixin, NLQIntegrationMixin, register_default_targets, takes_cache
+from .integrations_nlq import (
+    CACHE_NAME,
+    NLQGenerationMixin,
+    NLQIntegrationMixin,
+    accept_both_cache_names,
+    register_default_targets,
+)
 from .masking_nlq import find_packed_documents, refuse_packed
 from .modeling_nlq import NLQModel, cap_logits, without_last
 from .parts_user_nlq import add_to_package
@@ -72,7 +78,7 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         if self.config.tie_word_embeddings:
             self.decoder.embed_tokens = new_embeddings
 
-    @takes_cache
+    @accept_both_cache_names
     @can_return_tuple
     def forward(
         self,
@@ -106,7 +112,8 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError("decoder_input_ids: the decoder needs its tokens; give them, or labels")
         if attention_mask is None:
-            refuse_packed(find_packed_documents(position_ids), "would all be seen by each target; give one text per row")
+            reason = "cannot be a source: each target would see all of them; give one text per row"
+            refuse_packed(find_packed_documents(position_ids), reason)
         if encoder_outputs is None:
             encoder_outputs = self.encoder(
                 input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
@@ -158,7 +165,7 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
 
     init_continuous_batching = generate_batch
 
-    @takes_cache
+    @accept_both_cache_names
     @can_return_tuple
     def forward(
         self,

@@ -276,7 +276,7 @@ class AttentionPart(SplitByHeads):
             if not (name in own or value.is_meta or getattr(value, "_is_hf_initialized", False))
         }
         if inner:
-            inner -= self._left_to_the_model()
+            inner -= self._default_parameters()
         if not own | inner:
             return
         # Only parameters of its own take numbers from the model's random stream
@@ -289,7 +289,7 @@ class AttentionPart(SplitByHeads):
             init.copy_(tensors[name], values[name])
 
     @torch.no_grad()
-    def _left_to_the_model(self) -> set[str]:
+    def _default_parameters(self) -> set[str]:
         """Returns the names of inner parameters that `__init__` leaves at defaults which the model replaces.
 
         Each module of a new part is reset while all random draws are equal. A parameter that `__init__` sets has another value

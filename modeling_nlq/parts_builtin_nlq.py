@@ -251,7 +251,7 @@ class LengthScaling(AttentionPart):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        # A query with the most keys starts with a factor of 1. `bias` in the name keeps it out of Trainer's weight decay
+        # The factor starts at 1 for a query that sees the most keys. `bias` in the name keeps it out of Trainer's weight decay
         most = max(2, config.most_visible_keys)
         self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), 1.0 / math.log(most)))
 

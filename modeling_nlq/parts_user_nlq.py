@@ -99,7 +99,7 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
 def add_to_package(name: str) -> None:
     """Makes a loaded module an attribute of its package, as importing does; Transformers leaves that out for remote code.
 
-    dill, and with it `datasets.map`, looks for classes there. It would copy one that it does not find, and all that it names.
+    dill, and with it `datasets.map`, pickles by value any class that it cannot find there, with everything the class refers to.
     """
     package, _, own_name = name.rpartition(".")
     setattr(sys.modules[package], own_name, sys.modules[name])

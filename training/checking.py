@@ -136,7 +136,7 @@ def _try(
     for length, name in cases:
         difference, case = _try_one(differences, length, name, models[name])
         if case is not None:
-            passed = max((shorter for shorter, _ in cases if shorter < length), default=length - 1)
+            passed = max((shorter for shorter, other in cases if other == name and shorter < length), default=length - 1)
             while length - passed > 1:
                 middle = (passed + length) // 2
                 smaller = _try_one(differences, middle, name, models[name])
@@ -407,6 +407,8 @@ def _initial(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     fresh = type(model)(model.config)
     for layer in fresh.model.layers:
         for part in layer.self_attn.parts.values():
+            if type(part).initialize is not AttentionPart.initialize:
+                continue  # it says itself what its initial values are
             once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
             for name, value in part.state_dict().items():
                 if torch.equal(once[name], again[name]) and not torch.equal(value, once[name]):

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from transformers.dynamic_module_utils import get_relative_imports
 
-from modeling_nlq.configuration_nlq import classes_in, own_classes
+from modeling_nlq.configuration_nlq import default_auto_map, saved_auto_map
 
 from ..configuration import suggestion
 from .text import QUOTE_IT
@@ -254,7 +254,7 @@ def code_files(folder: Path) -> set[Path]:
     """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing."""
     settings = folder / "config.json"
     fields = read_json(settings) if settings.is_file() else {}
-    classes = (*own_classes(fields).values(), *classes_in(folder, fields).values())
+    classes = (*default_auto_map(fields).values(), *saved_auto_map(folder, fields).values())
     waiting, found = {name.partition(".")[0] for name in classes}, set()
     while waiting:
         found.add(path := folder / f"{waiting.pop()}.py")

@@ -190,7 +190,8 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
             share = next((count for layer, count in calls.items() if layer in f".{name}"), 1)
             operations += (source if _OF_SOURCE.search(f".{name}") else target) * round(share * _operations(parameter))
     if None not in lengths:
-        operations += 6 * sum(_products(half, own, length, source) for (half, own), length in zip(halves.items(), lengths))
+        products = (_attention_products(*half, length, source) for half, length in zip(halves.items(), lengths))
+        operations += 6 * sum(products)
     return Size(
         total=sum(parameter.numel() for parameter in parameters),
         non_embedding=sum(parameter.numel() for parameter in body.values()),
@@ -202,7 +203,8 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
 # The matrices of an encoder and decoder that multiply tokens of the source: those of the encoder, and of keys and values in
 # cross-attention, by their names in NLQ, T5Gemma, BERT, Bart and T5
 _OF_SOURCE = re.compile(
-    r"\.encoder\.|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."
+    r"^(?!.*\.decoder\.).*\.encoder\."
+    r"|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."
 )
 
 
@@ -219,7 +221,7 @@ def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return halves
 
 
-def _products(half: str, config: PreTrainedConfig, length: int, source: int) -> int:
+def _attention_products(half: str, config: PreTrainedConfig, length: int, source: int) -> int:
     """The products of a text with its keys and values, and in cross-attention with those of a source."""
     layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
     if not any(getattr(layer, "num_attention_heads", None) for layer in layers):

@@ -555,7 +555,7 @@ class TestRefusals:
         ):
             with pytest.raises(ValueError, match=message):
                 other(input_ids, **inputs)
-        with pytest.raises(ValueError, match=r"packed documents .* seen by each target; give one text per row"):
+        with pytest.raises(ValueError, match=r"packed documents .* cannot be a source: each target would see all"):
             pair()(input_ids, decoder_input_ids=input_ids, position_ids=packed["position_ids"])
         one_text = {"position_ids": packed["position_ids"], "attention_mask": torch.ones_like(input_ids)}
         pair()(input_ids, decoder_input_ids=input_ids, **one_text)

@@ -299,6 +299,13 @@ class TestHeads:
             pooled = {"first": pooled[:, 0], "last": pooled[:, -1], "mean": pooled.mean(dim=1)}[kind]
             torch.testing.assert_close(model(padded).logits, model.score(pooled))
 
+    def test_a_classifier_keeps_documents_apart(self):
+        model, input_ids = encoder(NLQForSequenceClassification, pad_token_id=0), random_tokens(1, 8).clamp(min=1)
+        packed = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+        with torch.no_grad():
+            expected = model.score(model.model(input_ids, **packed).last_hidden_state.mean(dim=1))
+            torch.testing.assert_close(model(input_ids, **packed).logits, expected)
+
     def test_other_heads_warn_of_padding_without_a_mask(self, caplog):
         model = encoder(NLQForMaskedLM, pad_token_id=0)
         logging.get_logger("transformers").addHandler(caplog.handler)

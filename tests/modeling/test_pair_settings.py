@@ -74,9 +74,9 @@ def test_a_whole_half_and_a_width():
     [
         ({"atention_activation": "relu"}, "did you mean 'attention_activation'"),
         ({"decoder": {"query_projections": "linear"}}, "NLQConfig has no field 'query_projections'; did you mean"),
-        ({"is_causal": True}, "is_causal=True follows from the place of a half"),
-        ({"add_cross_attention": False}, "add_cross_attention=False follows"),
-        ({"cross_attention_hidden_size": 16}, "cross_attention_hidden_size=16 follows"),
+        ({"is_causal": True}, "is_causal=True is fixed by the half"),
+        ({"add_cross_attention": False}, "add_cross_attention=False is fixed"),
+        ({"cross_attention_hidden_size": 16}, "cross_attention_hidden_size=16 is fixed"),
         ({"encoder": {"is_causal": True}}, "encoder: is_causal=True must be False, or left out"),
         ({"decoder": {"cross_attention_hidden_size": 8}}, "cross_attention_hidden_size=8 must be 16, or left out"),
     ],

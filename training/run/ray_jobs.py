@@ -42,9 +42,9 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-# The fields of a recipe that do not shape its tokens. All others do
-_NO_DATA_FIELDS = {"model", "parts", "packing", "mask_probability", "num_proc", "trainable", "lora", "parametrization"}
-_NO_DATA_FIELDS |= {"base_sizes", "attn_implementation", "record_stability", "stability_steps", "explore"}
+# The fields of a recipe that do not shape its tokens. All others do, also one that is added later
+_NOT_OF_TOKENS = {"model", "parts", "packing", "mask_probability", "num_proc", "trainable", "lora", "parametrization"}
+_NOT_OF_TOKENS |= {"base_sizes", "attn_implementation", "record_stability", "stability_steps", "explore"}
 _TOKENIZER, _MODELS = "tokenizer.json", "models"
 
 
@@ -148,7 +148,7 @@ def share_data(recipe: Recipe, models: set[str], location: str, below: str) -> t
     """
     fingerprint = load_documents(recipe).fingerprint
     sources = [Path(model) for model in sorted(models) if is_address(location) and Path(model).exists()]
-    parts = [fingerprint, {name: value for name, value in vars(recipe).items() if name not in _NO_DATA_FIELDS}]
+    parts = [fingerprint, {name: value for name, value in vars(recipe).items() if name not in _NOT_OF_TOKENS}]
     # The files of a saved tokenizer, which may change under the same name
     parts += [path.read_bytes() for pattern in TOKENIZER for path in sorted(Path(recipe.tokenizer).glob(pattern))]
     parts += [source.read_bytes() if source.is_file() else weights_fingerprint(str(source)) for source in sources]

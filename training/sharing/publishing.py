@@ -27,7 +27,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
 
 import modeling_nlq
-from modeling_nlq.configuration_nlq import classes_in, is_derived, own_classes
+from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
 
 from ..card import converted_base, render
 from ..comparison.outcome import read_outcome
@@ -208,7 +208,7 @@ def _collect(
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish")
     settings = read_json(folder / "config.json")
-    auto_map = classes_in(folder, settings)
+    auto_map = saved_auto_map(folder, settings)
     # A derived configuration may have a type of its own
     if settings.get("model_type") not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(
@@ -302,7 +302,7 @@ def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, s
         ValueError: unless the files are complete and hold exactly the parameters of the model, if its class is ours.
     """
     name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
-    ours = own_classes(settings)
+    ours = default_auto_map(settings)
     classes = {
         path.partition(".")[2]: ours[auto_class].partition(".")[2]
         for classes in (auto_map, ours)

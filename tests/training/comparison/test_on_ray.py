@@ -168,7 +168,7 @@ class TestSharedData:
         before, tokens = share()
         for name in CHANGED if objective == "causal" else ("max_source_length", "max_target_length", "source_column"):
             folder, changed = share(**{name: CHANGED[name]})
-            assert (folder != before) == (name not in ray_jobs._NO_DATA_FIELDS), name
+            assert (folder != before) == (name not in ray_jobs._NOT_OF_TOKENS), name
             assert folder != before or changed == tokens, name
 
     def test_pairs_of_another_length_after_a_failure(self, cluster, pairs_recipe, tmp_path, monkeypatch):
