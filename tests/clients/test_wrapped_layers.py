@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
+from peft import C3AConfig, get_peft_model
 from support.client_cases import IDS, SIZES, fit, logits, run_script
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
@@ -126,6 +128,20 @@ def test_cached_cross_attention_projects_no_keys(activation):
     assert 0 not in lengths
     assert torch.equal(model.generate(IDS, use_cache=False, **options), tokens)
     assert torch.equal(model.generate(IDS, cache_implementation="static", **options), tokens)
+
+
+@pytest.mark.parametrize("program", ["torchao", "C3A"])
+def test_programs_that_fail_without_tokens(program):
+    """Cached generation of a pair under a quantizer of activations, and under an adapter by Fourier transforms."""
+    torch.manual_seed(0)
+    halves = {"encoder": {**SIZES, "is_causal": False}, "decoder": {**SIZES, "add_cross_attention": True}}
+    model = NLQForConditionalGeneration(NLQSeq2SeqConfig(**halves, pad_token_id=0, decoder_start_token_id=1)).eval()
+    if program == "torchao":
+        quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    else:
+        model = get_peft_model(model, C3AConfig(block_size=16, target_modules="all-linear", task_type="SEQ_2_SEQ_LM")).eval()
+    options = {"input_ids": IDS, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**options), model.generate(**options, use_cache=False))
 
 
 def test_dill_and_datasets_with_remote_code(trained, tmp_path):
