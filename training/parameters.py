@@ -1,5 +1,6 @@
 """Parameters of a model: how many there are, what they cost, and whether given weights fit. Nothing is allocated."""
 
+import contextlib
 import copy
 import math
 import re
@@ -217,7 +218,8 @@ def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
         for name in ("encoder", "decoder")
     }
     if hasattr(config, "num_decoder_layers"):  # T5
-        halves["decoder"].num_hidden_layers = config.num_decoder_layers
+        with contextlib.suppress(NotImplementedError):  # ProphetNet, where encoder and decoder have equally many by default
+            halves["decoder"].num_hidden_layers = config.num_decoder_layers
     return halves
 
 

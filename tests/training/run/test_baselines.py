@@ -133,6 +133,7 @@ def test_every_configuration_is_understood():
 def test_what_cannot_be_answered_is_one_line():
     with pytest.raises(ValueError, match="context=None: a T5Config does not say how long a text is; give --context"):
         measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]))
+    assert measure(CONFIG_MAPPING["prophetnet"](vocab_size=64, hidden_size=32, max_position_embeddings=128), 64).flops_per_token
     size = measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]), 64)
     assert size.flops_per_token > 6 * size.non_embedding
     with pytest.raises(ValueError, match="match='parameters' widens intermediate_size, and BloomConfig has none"):
