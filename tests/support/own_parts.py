@@ -235,7 +235,7 @@ FAULTS = {
         "7 tokens, with softmax: RuntimeError: ",
     ),
     "no_device": (
-        _idea("return heads * torch.arange(1, 5).to(heads.dtype)[:, None]"),
+        _idea("return heads * torch.arange(1, heads.shape[2] + 1).to(heads.dtype)[:, None]"),
         "a model can be on another device",
         "7 tokens, with softmax: RuntimeError: Tensor on device cpu",
     ),
