@@ -117,6 +117,7 @@ def test_too_long_for_roberta(make_run, tmp_path, capsys):
         train(make_run("roberta", tokenizer=str(tmp_path / "other"), block_size=63)[0], output_dir=tmp_path / "shifted")
 
 
+@pytest.mark.slow
 def test_every_configuration_is_understood():
     """No configuration of a language model fails, or has no tokens."""
     configs = {
