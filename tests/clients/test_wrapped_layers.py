@@ -1,21 +1,20 @@
 """Programs that wrap a layer: activation steering (repeng), layer-wise quantizers (the catchers of GPTQ, SparseGPT, Wanda)."""
 
-import dataclasses
 import sys
+from functools import partial
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from peft import C3AConfig, get_peft_model
 from support.client_cases import IDS, SIZES, fit, logits, run_script
+from torch.distributed.utils import _apply_to_tensors
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
-from modeling_nlq.masking_nlq import LayerMasks
 
 
 SWITCHES = {
-    "llama": None,
     "softmax": {},
     "relu": {"attention_activation": "relu"},
     "forget_gate": {"forget_gate": "learned"},
@@ -55,9 +54,7 @@ class Catcher(torch.nn.Module):
 
 def make(name):
     torch.manual_seed(0)
-    if (switches := SWITCHES[name]) is None:
-        return LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-    return NLQForCausalLM(NLQConfig(**SIZES, **switches)).eval()
+    return NLQForCausalLM(NLQConfig(**SIZES, **SWITCHES[name])).eval()
 
 
 @pytest.mark.parametrize("wrapped", [(1,), (0, 1)], ids=["one", "all"])
@@ -73,21 +70,13 @@ def test_wrapped_layers(name, wrapped):
     fit(model)
 
 
-def as_plain(value):
-    """What a program makes of arguments that it moves, if it knows tuples, lists, dictionaries and dataclasses."""
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            setattr(value, field.name, as_plain(getattr(value, field.name)))
-    elif isinstance(value, dict):
-        return {key: as_plain(one) for key, one in value.items()}
-    elif isinstance(value, (tuple, list)):
-        return (list if isinstance(value, list) else tuple)(as_plain(one) for one in value)
-    return value
-
-
-@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize(
+    "move",
+    [tuple, partial(send_to_device, device="cpu"), partial(_apply_to_tensors, torch.clone)],
+    ids=["as_given", "accelerate", "fsdp"],
+)
 @pytest.mark.parametrize("name", SWITCHES)
-def test_layers_one_by_one_with_the_arguments_of_the_first(name, moved):
+def test_layers_one_by_one_with_the_arguments_of_the_first(name, move):
     model, mask = make(name), torch.ones_like(IDS)
     mask[0, :3] = 0
     with torch.no_grad():
@@ -97,9 +86,7 @@ def test_layers_one_by_one_with_the_arguments_of_the_first(name, moved):
             model(IDS, mask, use_cache=False)
         layers[0] = catcher.module
         ((states, args, kwargs),) = catcher.inputs
-        if moved:
-            args, kwargs = as_plain(args), as_plain(kwargs)
-            kwargs |= {key: one.to("cpu") for key, one in kwargs.items() if isinstance(one, LayerMasks)}
+        args, kwargs = move((args, kwargs))
         for layer in layers:
             output = layer(states, *args, **kwargs)
             if name == "values" and layer is layers[0]:
@@ -110,24 +97,6 @@ def test_layers_one_by_one_with_the_arguments_of_the_first(name, moved):
                 args = output[1:]
             states = output[0] if isinstance(output, tuple) else output
         assert torch.equal(model.lm_head(model.model.norm(states))[mask.bool()], expected[mask.bool()])
-
-
-@pytest.mark.parametrize("activation", ["softmax", "relu", "linear_attention"])
-def test_cached_cross_attention_projects_no_keys(activation):
-    """Quantized layers and some adapters fail without tokens."""
-    torch.manual_seed(0)
-    switches = {"cross_attention": {"attention_activation": activation, "qk_norm": "rms"}, "add_cross_attention": True}
-    halves = {"encoder": {**SIZES, "is_causal": False}, "decoder": {**SIZES, **switches}}
-    model = NLQForConditionalGeneration(NLQSeq2SeqConfig(**halves, pad_token_id=0, decoder_start_token_id=1)).eval()
-    lengths = []
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    tokens = model.generate(IDS, **options)
-    assert 0 not in lengths
-    assert torch.equal(model.generate(IDS, use_cache=False, **options), tokens)
-    assert torch.equal(model.generate(IDS, cache_implementation="static", **options), tokens)
 
 
 @pytest.mark.parametrize("program", ["torchao", "C3A"])

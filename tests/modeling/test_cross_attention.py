@@ -188,6 +188,10 @@ class TestGeneration:
         model, inputs = pair(**GENERATED[name]), {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK}
         options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **inputs, **options}
         options["no_repeat_ngram_size"] = 1  # random models repeat one token
+        lengths = []
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_pre_hook(lambda _, given: lengths.append(given[0].shape[1]))
 
         def generate(**more):
             set_seed(0)
@@ -200,6 +204,7 @@ class TestGeneration:
         with torch.no_grad():
             encoder_outputs = model.get_encoder()(inputs["input_ids"], attention_mask=SOURCE_MASK)
         assert generate(encoder_outputs=encoder_outputs).equal(expected)
+        assert 0 not in lengths  # quantized layers and some adapters fail without tokens
 
     @pytest.mark.slow
     def test_compiled_steps(self):
@@ -480,18 +485,9 @@ def test_both_embeddings_are_resized(tied, tmp_path):
     inputs = {"input_ids": random_tokens(2, 7), "labels": torch.full((2, 5), VOCABULARY + 4)}
     again = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
-    assert (again.model.decoder.embed_tokens.weight is again.model.encoder.embed_tokens.weight) == tied
-
-
-def test_saved_and_resized(tmp_path):
-    model, inputs = pair(), {"input_ids": random_tokens(2, 7), "labels": random_tokens(2, 5)}
-    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight is model.model.encoder.embed_tokens.weight
-    model.resize_token_embeddings(VOCABULARY + 3)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    assert loaded.config.encoder.vocab_size == loaded.config.decoder.vocab_size == VOCABULARY + 3
-    assert loaded.lm_head.weight is loaded.model.decoder.embed_tokens.weight
-    torch.testing.assert_close(loaded(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-12)
+    assert again.config.encoder.vocab_size == again.config.decoder.vocab_size == VOCABULARY + 5
+    decoder_table = again.model.decoder.embed_tokens.weight
+    assert (decoder_table is again.model.encoder.embed_tokens.weight) == (decoder_table is again.lm_head.weight) == tied
 
 
 class TestRefusals:
@@ -524,19 +520,6 @@ class TestRefusals:
     def test_configurations(self, switches, message):
         with pytest.raises((ValueError, StrictDataclassError), match=message):
             NLQConfig(**{**SIZES, "add_cross_attention": True, **switches})
-
-    @pytest.mark.parametrize(
-        "encoder, switches, message",
-        [
-            ({"is_causal": True}, {}, "encoder: is_causal=True must be False, or left out"),
-            ({}, {"add_cross_attention": False}, "decoder: add_cross_attention=False must be True"),
-            ({}, {"cross_attention_hidden_size": 20}, "decoder: cross_attention_hidden_size=20 must be 16, or left out"),
-            ({"vocab_size": 20}, {}, "tie_word_embeddings=True shares one embedding, but vocab_size is 20 in the encoder"),
-        ],
-    )
-    def test_pairs(self, encoder, switches, message):
-        with pytest.raises((ValueError, StrictDataclassError), match=message):
-            pair(encoder=encoder, **switches)
 
     def test_calls(self):
         model, input_ids, encoded = decoder(), random_tokens(2, 4), source()

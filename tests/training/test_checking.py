@@ -62,23 +62,15 @@ def test_a_part_that_looks_like_a_fault_passes(tmp_path, two_surroundings, part)
 
 
 @pytest.mark.thin(5)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named(tmp_path, two_surroundings, fault):
-    text, invariant, case = FAULTS[fault]
+@pytest.mark.parametrize("fault", FAULTS | LATE_FAULTS)
+def test_a_fault_is_named(tmp_path, request, fault):
+    if fault in FAULTS:
+        request.getfixturevalue("two_surroundings")
+    text, invariant, case = (FAULTS | LATE_FAULTS)[fault]
     lines, holds = describe(write(tmp_path, text), seed=0)
     assert not holds
     assert f"  {invariant}" in lines[-1]
     assert "FAILS" in lines[-1]
-    assert case in lines[-1]
-
-
-@pytest.mark.thin(3)
-@pytest.mark.parametrize("fault", LATE_FAULTS)
-def test_a_fault_of_long_texts_many_heads_or_rows_is_named(tmp_path, fault):
-    text, invariant, case = LATE_FAULTS[fault]
-    lines, holds = describe(write(tmp_path, text), seed=0)
-    assert not holds
-    assert f"  {invariant}" in lines[-1]
     assert case in lines[-1]
 
 

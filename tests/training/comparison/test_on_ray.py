@@ -1,8 +1,10 @@
 """The engine `ray` on a stand-in for Ray; `make test-ray` tests it on several nodes, and what is lost there."""
 
+import dataclasses
 import json
 import re
 import shutil
+from typing import Any, get_args
 
 import pytest
 from datasets import Dataset
@@ -117,37 +119,14 @@ class TestComparison:
             assert share_batch({"training": training, "model": "m"}, workers) == {"training": expected, "model": "m"}
 
 
-# Another value of each field of a recipe; a new field needs one
-CHANGED = {
-    "model": "tiny",
-    "dataset": "OTHER",
-    "dataset_config": "other",
-    "text_column": "b",
-    "text_template": "{text} {b}",
-    "source_column": "b",
-    "target_column": "text",
-    "streaming": True,
-    "validation_fraction": 0.4,
-    "test_fraction": 0.2,
-    "max_validation_documents": 3,
-    "tokenizer": "bpe:280",
-    "parts": {"a.py": ""},
-    "block_size": 7,
-    "max_source_length": 5,
-    "max_target_length": 5,
-    "packing": "documents",
-    "objective": "seq2seq",
-    "mask_probability": 0.5,
-    "num_proc": 2,
-    "trainable": "new",
-    "lora": {"r": 8},
-    "parametrization": "completep",
-    "base_sizes": {"hidden_size": 8},
-    "explore": False,
-    "attn_implementation": "sdpa",
-    "record_stability": True,
-    "stability_steps": 7,
-}
+CHANGED = {"dataset": "OTHER", "text_template": "{text} {b}", "target_column": "text", "tokenizer": "bpe:280"}
+
+
+def another_value(field: dataclasses.Field):
+    """A value of a recipe's field that its default is not: of those in `CHANGED`, of a choice, or of the first type."""
+    first, *others = get_args(field.type) or [field.type]
+    by_type = {str: "b", int: 5, float: 0.4, bool: not field.default, list[str]: ["a.py"], dict[str, Any]: {"r": 8}}
+    return CHANGED.get(field.name) or (others[-1] if isinstance(first, str) else by_type[first])
 
 
 class TestSharedData:
@@ -164,10 +143,10 @@ class TestSharedData:
             folder = tmp_path / "results" / share_data(recipe, set(), str(tmp_path / "results"), "data")[0]
             return folder, [str(Dataset.from_file(str(split))[:]) for split in sorted(folder.glob("*/*.arrow"))]
 
-        assert CHANGED.keys() == Recipe.__dataclass_fields__.keys()
         before, tokens = share()
-        for name in CHANGED if objective == "causal" else ("max_source_length", "max_target_length", "source_column"):
-            folder, changed = share(**{name: CHANGED[name]})
+        values = {field.name: another_value(field) for field in dataclasses.fields(Recipe)}
+        for name in values if objective == "causal" else ("max_source_length", "max_target_length", "source_column"):
+            folder, changed = share(**{name: values[name]})
             assert (folder != before) == (name not in ray_jobs._NOT_OF_TOKENS), name
             assert folder != before or changed == tokens, name
 
