@@ -21,9 +21,7 @@ from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import load_file
 from support.client_cases import CASES, IDS, SIZES, fit, load, logits, run_script, small_model
 from support.paths import REPOSITORY
-from transformers import (
-    GPT2Config,
-)
+from transformers import GPT2Config
 
 from modeling_nlq import PROJECTIONS, NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
 from modeling_nlq.training import convert

@@ -36,20 +36,12 @@ class Wrapper(torch.nn.Module):
         return self.block(*args, **kwargs)
 
 
-class Stop(Exception):
-    pass
-
-
-class Catcher(torch.nn.Module):
+class Catcher(Wrapper):
     """Takes the arguments of the first layer, and ends the call."""
 
-    def __init__(self, module):
-        super().__init__()
-        self.module, self.inputs = module, []
-
     def forward(self, hidden_states, *args, **kwargs):
-        self.inputs.append((hidden_states, args, kwargs))
-        raise Stop
+        self.inputs = hidden_states, args, kwargs
+        raise InterruptedError
 
 
 def make(name):
@@ -82,10 +74,10 @@ def test_layers_one_by_one_with_the_arguments_of_the_first(name, move):
     with torch.no_grad():
         expected, layers = model(IDS, mask, use_cache=False).logits, model.model.layers
         layers[0] = catcher = Catcher(layers[0])
-        with pytest.raises(Stop):
+        with pytest.raises(InterruptedError):
             model(IDS, mask, use_cache=False)
-        layers[0] = catcher.module
-        ((states, args, kwargs),) = catcher.inputs
+        layers[0] = catcher.block
+        states, args, kwargs = catcher.inputs
         args, kwargs = move((args, kwargs))
         for layer in layers:
             output = layer(states, *args, **kwargs)

@@ -385,17 +385,6 @@ def test_a_padded_pair_equals_the_pair_alone(seed):
         assert static.equal(model.generate(**inputs, use_cache=False))
 
 
-@pytest.mark.parametrize("activation", ["softmax", "linear_attention", "sigmoid"])
-def test_permuted_source_changes_nothing(activation):
-    model = pair(encoder={"position_embedding": "none"}, cross_attention={"attention_activation": activation})
-    input_ids, order, labels = random_tokens(2, 7), torch.randperm(7), random_tokens(2, 5)
-    logits = [
-        model(ids, mask, labels=labels).logits
-        for ids, mask in ((input_ids, SOURCE_MASK), (input_ids[:, order], SOURCE_MASK[:, order]))
-    ]
-    torch.testing.assert_close(*logits, rtol=1e-9, atol=1e-9)
-
-
 def test_a_classifier_sees_the_source():
     config = NLQConfig(**SIZES, add_cross_attention=True, attn_implementation="eager")
     model = NLQForSequenceClassification(config).double().eval()

@@ -8,14 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from support import reference
 from support.attention_cases import mask_of
 from support.model_cases import BLOCKS, PART_SWITCHES, PROJECTIONS, ROTARY, SWITCHES, VOCABULARY, random_tokens
-from transformers import (
-    AutoConfig,
-    AutoModelForMaskedLM,
-    BertConfig,
-    BertModel,
-    DynamicCache,
-    set_seed,
-)
+from transformers import BertConfig, BertModel, DynamicCache, set_seed
 from transformers.utils import logging
 
 from modeling_nlq import (
@@ -178,28 +171,6 @@ def test_backends_equal_eager(implementation, activation, padding, window):
         torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [{}, {"attention_sink": "learned"}, {"attention_activation": "sigmoid"}, {"attention_activation": "linear_attention"}],
-)
-def test_permuted_tokens_permute_the_output(switches):
-    model = encoder(position_embedding="none", **switches)
-    input_ids, order = random_tokens(2, 9), torch.randperm(9)
-    with torch.no_grad():
-        torch.testing.assert_close(model(input_ids[:, order]).logits, model(input_ids).logits[:, order])
-
-
-def test_cannot_tell_a_later_token_from_an_earlier_one_apart_by_order():
-    """A decoder of the same parameters sees the past alone."""
-    both = encoder(NLQModel), encoder(NLQModel, is_causal=True)
-    input_ids = random_tokens(1, 9)
-    other = input_ids.clone()
-    other[0, -1] = (other[0, -1] + 1) % VOCABULARY
-    with torch.no_grad():
-        changed = [(model(input_ids)[0] != model(other)[0]).any(dim=-1)[0, :-1] for model in both]
-    assert changed[0].all() and not changed[1].any()
-
-
 class TestOtherEncoders:
     """Weights copied by hand; `tests/training/conversion` converts EuroBERT."""
 
@@ -294,16 +265,6 @@ class TestHeads:
         torch.testing.assert_close(output.loss.double(), -shares[labels != -100].mean(), rtol=1e-6, atol=1e-6)
         halved = model(input_ids, labels=labels, num_items_in_batch=2 * (labels != -100).sum()).loss
         torch.testing.assert_close(halved, output.loss / 2)
-
-
-def test_saved_and_loaded(tmp_path):
-    model, input_ids = encoder(), random_tokens(2, 9)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    assert type(loaded) is NLQForMaskedLM and not AutoConfig.from_pretrained(tmp_path).is_causal
-    with torch.no_grad():
-        # Not to the bit: the weights of a file lie at other addresses
-        torch.testing.assert_close(loaded(input_ids).logits, model(input_ids).logits, rtol=0, atol=1e-12)
 
 
 @pytest.mark.slow

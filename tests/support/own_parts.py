@@ -242,16 +242,14 @@ FAULTS = {
 }
 
 
-def _leak(condition: str, seen: str = "heads.mean(dim=1, keepdim=True)") -> str:
-    return _idea(f"return heads + {seen} * ({condition})")
+def _leak(condition: str) -> str:
+    return _idea(f"return heads + heads.mean(dim=1, keepdim=True) * ({condition})")
 
 
-_LATE = "(torch.arange(heads.shape[1]) >= START)[:, None, None]"
-_ROW_HEARS = "torch.cat([heads[:2], heads[2:] + 0.1 * heads[0][None].mean()], dim=0) if len(heads) > 2 else heads"
 # By name: the file, the invariant that fails, and the smallest case; these need all models and lengths
 LATE_FAULTS = {
     f"leak_from_{start}": (
-        _leak(_LATE.replace("START", str(start))),
+        _leak(f"(torch.arange(heads.shape[1]) >= {start})[:, None, None]"),
         _FUTURE,
         f"{start + 2} tokens, of which those from number {start + 2} on change, with softmax",
     )
@@ -262,7 +260,7 @@ LATE_FAULTS = {
     "leak_of_odd_heads": (_leak("heads.shape[2] not in (4, 8, 16)"), _FUTURE, "on change, with num_attention_heads="),
     "leak_of_16_heads": (_leak("heads.shape[2] >= 16"), _FUTURE, "on change, with 16 heads"),
     "third_row_hears_the_first": (
-        _idea(f"return {_ROW_HEARS}"),
+        _idea("return torch.cat([heads[:2], heads[2:] + 0.1 * heads[:1].mean()])"),
         _BATCH,
         "text 3 of a batch of 1, 1 and 1 token, with softmax",
     ),

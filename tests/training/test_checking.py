@@ -74,7 +74,7 @@ def test_a_fault_is_named(tmp_path, request, fault):
     assert case in lines[-1]
 
 
-def test_a_seed_repeats_the_random_cases(tmp_path):
+def test_a_seed_repeats_the_random_cases(tmp_path, two_surroundings):
     file = write(tmp_path, LATE_FAULTS["leak_of_odd_heads"][0])
     first, again, other = (describe(file, seed)[0] for seed in (7, 7, 9))
     assert first == again and "--seed 7" in first[0] and first[-1] != other[-1]

@@ -1,9 +1,11 @@
 """Models of other families as baselines: what their configurations say in other names, or not at all."""
 
+import copy
 import json
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -27,10 +29,10 @@ _BERT |= {"max_position_embeddings": 66}
 _GEMMA = {**_BERT, "head_dim": 8, "num_key_value_heads": 1, "sliding_window": 16, "pad_token_id": 1}
 _GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
 _GPT2 = {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 66}
-_BART = {"vocab_size": 300, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+_BART = {"vocab_size": 300, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2}
 _BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
 FAMILIES = {
-    "t5": {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
+    "t5": {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2},
     "bloom": {"vocab_size": 300, "hidden_size": 16, "n_layer": 2, "n_head": 2},
     "roberta": _BERT,
     "t5gemma": {"encoder": _GEMMA, "decoder": {**_GEMMA, "cross_attention_hidden_size": 16}, "vocab_size": 300},
@@ -44,6 +46,13 @@ FAMILIES = {
         "decoder": {"model_type": "bert", **_BERT, "is_decoder": True, "add_cross_attention": True},
     },
     "xlnet": {"vocab_size": 300, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
+}
+PAIRS = {
+    **{family: CONFIG_MAPPING[family](**FAMILIES[family]) for family in ("t5", "encoder-decoder")},
+    "bart": CONFIG_MAPPING["bart"](**_BART),
+    "nlq": load_config(
+        "tiny-seq2seq", {"attention_gate": "value", "decoder": {"num_key_value_heads": 1, "num_hidden_layers": 3}}
+    ),
 }
 # By the number of tokens; `None`: any
 POSITIONS = {"mpnet": 64, "camembert": 64, "roberta": 64, "bert": 66, "gpt2": 66, "mpt": 66, "t5": None, "bloom": None}
@@ -129,6 +138,20 @@ def test_every_configuration_is_understood():
         for half in ("encoder", "decoder"):
             context, positions = context_of(config, half), positions_of(config, half)
             assert positions is None or 0 < positions <= context, name
+
+
+@pytest.mark.parametrize("source, target", [(24, 24), (32, 4), (3, 30)])
+@pytest.mark.parametrize("family", PAIRS)
+def test_flops_of_a_pair_equal_those_pytorch_counts(family, source, target):
+    """Tokens of source and target are counted together, each with the matrices that it passes through."""
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(copy.deepcopy(PAIRS[family]), attn_implementation="eager")
+        tokens = [torch.zeros(1, length, dtype=torch.long) for length in (source, target)]
+    with FlopCounterMode(display=False) as counter:
+        model(tokens[0], decoder_input_ids=tokens[1], use_cache=False)
+    counted = 3 * counter.get_total_flops() / (source + target)
+    tolerance = 0.04 if family == "encoder-decoder" else 1e-5  # BERT's pooler multiplies the first token only
+    assert measure(PAIRS[family], (source, target)).flops_per_token == pytest.approx(counted, rel=tolerance)
 
 
 def test_what_cannot_be_answered_is_one_line():
