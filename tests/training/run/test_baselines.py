@@ -32,7 +32,7 @@ _GPT2 = {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_position
 _BART = {"vocab_size": 300, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2}
 _BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
 FAMILIES = {
-    "t5": {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2},
+    "t5": {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
     "bloom": {"vocab_size": 300, "hidden_size": 16, "n_layer": 2, "n_head": 2},
     "roberta": _BERT,
     "t5gemma": {"encoder": _GEMMA, "decoder": {**_GEMMA, "cross_attention_hidden_size": 16}, "vocab_size": 300},
@@ -48,7 +48,8 @@ FAMILIES = {
     "xlnet": {"vocab_size": 300, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
 }
 PAIRS = {
-    **{family: CONFIG_MAPPING[family](**FAMILIES[family]) for family in ("t5", "encoder-decoder")},
+    "t5": CONFIG_MAPPING["t5"](**FAMILIES["t5"], num_decoder_layers=3),
+    "encoder-decoder": CONFIG_MAPPING["encoder-decoder"](**FAMILIES["encoder-decoder"]),
     "bart": CONFIG_MAPPING["bart"](**_BART),
     "nlq": load_config(
         "tiny-seq2seq", {"attention_gate": "value", "decoder": {"num_key_value_heads": 1, "num_hidden_layers": 3}}
