@@ -78,7 +78,7 @@ def saved_auto_map(folder: str | os.PathLike, settings: Mapping[str, Any]) -> di
     return {name: path for name, path in default_auto_map(settings).items() if name != refused} | {
         name: path
         for name, path in (settings.get("auto_map") or {}).items()
-        if is_derived(path) and Path(folder, f"{path.partition('.')[0]}.py").is_file()
+        if is_derived(path) and (module := path.partition(".")[0]).isidentifier() and Path(folder, f"{module}.py").is_file()
     }
 
 
@@ -142,6 +142,15 @@ LIBRARY_KEYS = {
 }
 
 
+def check_kernels(settings: Any, source: str, is_name: bool = False) -> None:
+    """Raises `ValueError` if a saved configuration names a kernel of the Hub, whose code Transformers would fetch and run."""
+    if is_name and isinstance(settings, str) and "/" in settings:
+        raise ValueError(f"{source}: attn_implementation={settings!r} is code of the Hub, which only a caller may name")
+    fields = vars(settings) if isinstance(settings, PreTrainedConfig) else settings
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        check_kernels(value, source, is_name or "_implementation" in str(name))
+
+
 class NLQConfigMixin:
     """Before `PreTrainedConfig` among the bases: checks names of fields, and saves files of own parts."""
 
@@ -153,6 +162,7 @@ class NLQConfigMixin:
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         # diff with PreTrainedConfig, which sets what a caller gives later, without a check, and drops misspelt fields
+        check_kernels(config_dict, "config.json")
         given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
         cls.check_names(kwargs, warns=False)
         return super().from_dict(config_dict | given, **kwargs)
@@ -386,6 +396,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive integer")
+        if self.num_hidden_layers > 10_000:  # listed in Python, for minutes
+            raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must be at most 10000")
         if self.head_dim is None and width % heads:
             raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim be given")
         defaults = {"num_key_value_heads": heads, "head_dim": width // heads, "intermediate_size": 4 * width}

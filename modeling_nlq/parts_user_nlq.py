@@ -3,11 +3,14 @@
 import ast
 import functools
 import hashlib
+import keyword
 import linecache
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+
+from torch import nn
 
 from .activations_nlq import registered_activations
 from .parts_base_nlq import AttentionPart
@@ -43,12 +46,13 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         The class itself.
 
     Raises:
-        ValueError: if it is no such class, its name is no identifier, or it overrides `forward`.
+        ValueError: if it is no such class, its name is no identifier or one that modules use, or it overrides `forward`.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
-    if not part.name.isidentifier():
-        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier")
+    # A layer keeps its parts in a `ModuleDict`, which has attributes of its own
+    if not part.name.isidentifier() or hasattr(nn.ModuleDict(), part.name):
+        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier, and no attribute of nn.ModuleDict")
     if part.forward is not AttentionPart.forward:
         raise ValueError(f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name")
     code = code_of(part)
@@ -75,14 +79,9 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
             no activation.
     """
     path = Path(source)
-    if not path.stem.isidentifier() or path.suffix != ".py" or path.stem.endswith("_nlq"):
+    if not path.stem.isidentifier() or keyword.iskeyword(path.stem) or path.suffix != ".py" or path.stem.endswith("_nlq"):
         raise ValueError(f"{source}: a file of parts must have a name such as my_idea.py, and not end in _nlq")
-    if text is None:
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{source} cannot be read: {error.strerror}") from error
-    text = published_text(text, str(source))
+    text = published_text(text_of(source) if text is None else text, str(source))
     name = f"{__package__}.{path.stem}_{_hash(text)}"
     if (module := sys.modules.get(name)) is None:
         module = _run(name, path.name, text)
@@ -94,6 +93,14 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
     if not parts and name not in _registering:
         raise ValueError(f"{source} defines no subclass of AttentionPart, and registers no attention activation")
     return [register_attention_part(part) for part in parts]
+
+
+def text_of(source: str | Path) -> str:
+    """Reads a file of parts; `ValueError` if it cannot be read."""
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from error
 
 
 def add_to_package(name: str) -> None:

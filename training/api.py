@@ -12,7 +12,7 @@ from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
 from .run.unattended import RunSpec
 from .storage import fetch, is_address, open_folder, origin, publish
-from .text import bar_options
+from .text import bar_options, from_json
 
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def train_on_ray(
     Called again, it goes on. Tokenizer and tokenised data lie beside the run folder, in `NAME.data`, and so does the log.
 
     Args:
-        resolved: the recipe.
         folder: its `output_dir`, by `open_folder`.
         workers: processes that train together.
         cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as PyTorch takes
@@ -197,7 +196,6 @@ def run_and_report(plan: "Comparison | Screening", folder: Path, engine: "Engine
 def describe_results(results: dict[str, Any]) -> str:
     """The outcome of a comparison or a screening for a terminal, from the content of `results.json`."""
     from .comparison import report
-    from .comparison.outcome import from_json
     from .screening import sections
 
     if "design" in results:

@@ -14,7 +14,7 @@ from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITC
 from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
 from .parameters import Size, context_of, parts_in, positions_of
 from .scrub import without_folders
-from .text import without_html
+from .text import code, plain, printable
 
 
 TEMPLATE = Path(__file__).parent.parent / "model_card.md"
@@ -72,7 +72,7 @@ def render(
         given: the recipe it was trained with, as it was given.
         metrics: the content of `metrics.json`, if it was trained.
         conversion: the content of `conversion.json`, if it was converted.
-        comparison: verdicts of the comparison it took part in, as Markdown.
+        comparison: verdicts of the comparison it took part in, as `Markdown`.
         license: license of the weights; by default Apache-2.0 if they were trained from scratch, and none if they may belong to
             others.
         has_plot: whether `loss.png` lies beside the card.
@@ -110,16 +110,19 @@ def render(
         datasets=None if not given or is_local else [dataset],
         eval_results=results or None,
     )
-    card = ModelCard.from_template(
+    return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        model_name=name,
+        code=code,
+        plain=plain,
+        quoted=lambda text: printable(json.dumps(text, ensure_ascii=False)),
+        model_name=plain(name),
         location=location,
         is_nlq=is_nlq,
         is_derived=any(map(is_derived, (getattr(config, "auto_map", None) or {}).values())),
         is_adapter=is_adapter,
         base=converted_base(given, metrics),
-        commands=_conversion_commands(conversion) if is_adapter else [],
+        commands=code("\n".join(_conversion_commands(conversion)) + "\n", "sh") if is_adapter else None,
         model_type=config.model_type,
         auto_class=auto_class,
         is_masked=auto_class == "AutoModelForMaskedLM",
@@ -140,13 +143,11 @@ def render(
         base_model=base_model,
         dataset=dataset,
         metrics=metrics,
-        recipe=yaml.safe_dump(given, sort_keys=False) if given and metrics else None,
+        recipe=code(yaml.safe_dump(given, sort_keys=False), "yaml") if given and metrics else None,
         results={measures[key]: f"{value:.4f}" for key, value in measured.items()},
         has_plot=has_plot,
-        comparison=without_folders(comparison),
+        comparison=comparison and plain(comparison),
     )
-    card.text = without_html(card.text)
-    return card
 
 
 def base_model_of(model: str | Path) -> str | None:
@@ -198,7 +199,7 @@ def _origin(conversion: dict[str, Any]) -> str:
     if conversion["source_class"] == "checkpoint":
         return "a checkpoint of the code of arXiv 2603.13381, or of nanoGPT"
     quantised = f", weights of type {conversion['dequantised']}" if conversion.get("dequantised") else ""
-    return f"`{conversion['base_model'] or conversion['source']}` (`{conversion['source_class']}`{quantised})"
+    return f"{code(conversion['base_model'] or conversion['source'])} ({code(conversion['source_class'])}{quantised})"
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:

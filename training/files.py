@@ -1,22 +1,20 @@
 """Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at all."""
 
+import ast
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers.dynamic_module_utils import get_relative_imports
 
 from modeling_nlq.configuration_nlq import default_auto_map, saved_auto_map
 
 from ..configuration import suggestion
+from .disk import RECORD, UNFINISHED, opened, read_text, write_text
 from .text import QUOTE_IT
 
 
@@ -36,6 +34,7 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
+MODELS_FILE = "models.json"  # of a comparison: what the names of models stand for
 LOCK_FILE = ".lock"  # of the process that writes into a folder
 # The folders of a run's checkpoints begin so; its log and its progress lie beside its folder, and end so
 CHECKPOINT, LOG, PROGRESS = "checkpoint-", ".log", ".progress.json"
@@ -64,36 +63,11 @@ RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 # Fields of a recipe and of a configuration that change neither the result nor its data: a run may resume with other values
 _FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _FREE_FIELDS |= {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
-UNFINISHED = ".unfinished"  # files and folders that end so are not written to the end
 
 
 def data_format(path: str | Path) -> str | None:
     """The format of a local file of data by its name, a value of `DATA_FORMATS`; `None` for any other file."""
     return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
-
-
-@contextmanager
-def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
-    """A temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
-
-    Args:
-        folder: made if it does not exist.
-        last: the file that moves after all others, so that its presence shows that they are complete.
-    """
-    place = folder if folder.is_dir() else folder.parent
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=UNFINISHED, dir=place) as name:
-        unfinished = Path(name)
-        yield unfinished
-        for path in sorted(files_below(unfinished), key=lambda path: Path(path).name == last):
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (unfinished / path).replace(folder / path)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    with atomic_dir(path.parent) as folder:
-        (folder / path.name).write_text(text, encoding="utf-8")
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
@@ -102,9 +76,9 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 
 def is_nonempty(path: Path) -> bool:
-    """Tells whether a path is a file, or a folder that holds more than its lock and what `atomic_dir` left when cut off."""
+    """Tells whether a path is a file, or a folder with more than its lock, its record and what is unfinished."""
     try:
-        return any(content.suffix != UNFINISHED and content.name != LOCK_FILE for content in path.iterdir())
+        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, RECORD) for content in path.iterdir())
     except FileNotFoundError:
         return False
     except NotADirectoryError:
@@ -112,10 +86,26 @@ def is_nonempty(path: Path) -> bool:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number, and refuses a key that is given twice.
+    """Reads `2e-5` as a number, and refuses a key that is given twice, and what would fill the memory.
 
     YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently.
     """
+
+    _values = _level = _deepest = 0  # values and levels so far, with those that an alias repeats
+
+    def compose_node(self, parent, index):
+        self._level += 1
+        is_alias, values, deepest, self._deepest = self.check_event(yaml.AliasEvent), self._values, self._deepest, self._level
+        node = super().compose_node(parent, index)
+        if not is_alias:
+            node.size = (self._values - values + 1, self._deepest - self._level)
+        size, height = getattr(node, "size", (10**6, 0))  # none yet: it contains itself
+        self._values, self._deepest = values + size, max(deepest, self._level + height)
+        self._level -= 1
+        is_long = node.tag.endswith((":int", ":float")) and len(node.value) > 1000
+        if self._values > 50_000 or self._deepest > 100 or is_long:
+            raise ValueError(_TOO_LARGE)
+        return node
 
     def construct_mapping(self, node, deep=False):
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE)
@@ -129,6 +119,7 @@ class _YamlDumper(yaml.SafeDumper):
 
 
 _MERGE = "tag:yaml.org,2002:merge"
+_TOO_LARGE = "more than 4,000,000 characters, 50,000 values (with those that aliases repeat), 100 levels or 1,000 digits"
 for _kind in (YamlLoader, _YamlDumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -136,8 +127,13 @@ for _kind in (YamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads YAML, from a file or a command line; raises `yaml.YAMLError` or `ValueError` if it is none."""
-    return yaml.load(text, Loader=YamlLoader)
+    """Reads YAML, from a file or a command line; raises `yaml.YAMLError` or `ValueError` if it is none or too large."""
+    if len(text) > 4_000_000:
+        raise ValueError(_TOO_LARGE)
+    try:
+        return yaml.load(text, Loader=YamlLoader)
+    except RecursionError:
+        raise ValueError(_TOO_LARGE) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -147,7 +143,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ValueError: if the file cannot be read or holds anything else.
     """
     try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
+        content = parse_yaml(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -183,8 +179,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: if it is no JSON or holds no fields, naming the file.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(read_text(path))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it must hold fields and values, not {type(content).__name__}")
@@ -223,35 +219,23 @@ def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
     return flat
 
 
-def files_below(folder: Path) -> list[str]:
-    """The paths of all files below a folder, relative to it."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
-def inside(folder: Path, path: Path) -> Path:
-    """Returns a path in a folder, which need not exist.
-
-    Raises:
-        ValueError: if it leads out of the folder, by a link or by `..`.
-    """
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise ValueError(f"{path} leads out of {folder}; put the file itself there, or remove the link")
-    return path
-
-
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    """The files of a folder by patterns; raises `ValueError` if one is a link that leads out of the folder."""
-    return {inside(folder, path) for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    """The files of a folder by patterns."""
+    return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a saved model: weights, settings, code, tokenizer and records, without the card; raises as `files_in`."""
-    code = {inside(folder, path) for path in code_files(folder) if path.is_file()}
+    """The files of a saved model: weights, settings, code, tokenizer and records, without the card; raises as `code_files`."""
+    code = {path for path in code_files(folder) if path.is_file()}
     return sorted(code | files_in(folder, (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)))
 
 
 def code_files(folder: Path) -> set[Path]:
-    """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing."""
+    """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing.
+
+    Raises:
+        ValueError: if one is a link, or no Python.
+    """
     settings = folder / "config.json"
     fields = read_json(settings) if settings.is_file() else {}
     classes = (*default_auto_map(fields).values(), *saved_auto_map(folder, fields).values())
@@ -259,6 +243,20 @@ def code_files(folder: Path) -> set[Path]:
     while waiting:
         found.add(path := folder / f"{waiting.pop()}.py")
         if path.is_file():
-            imported = filter(str.isidentifier, get_relative_imports(path))  # a text may hold others
-            waiting |= {*imported} - {path.stem for path in found}
+            waiting |= relative_imports(path) - {path.stem for path in found}
     return found
+
+
+def relative_imports(path: Path) -> set[str]:
+    """The modules of a file's own folder that it imports. A text that only looks like an import is none.
+
+    Raises:
+        ValueError: if the file is a link, or no Python.
+    """
+    with opened(path) as file:
+        try:
+            nodes = ast.walk(ast.parse(file.read()))
+        except SyntaxError as error:
+            raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module}
+    return set(filter(str.isidentifier, names))

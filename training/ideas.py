@@ -7,7 +7,9 @@ from pathlib import Path
 from modeling_nlq import ATTENTION_PARTS, load_attention_parts
 
 from ..configuration import suggestion
-from .files import write_text
+from .disk import named, write_text
+from .files import parse_yaml
+from .text import check_name
 
 
 _EXAMPLES = files("modeling_nlq.examples")
@@ -27,13 +29,14 @@ def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
     Raises:
         ValueError: for an unknown idea, a file that exists, and a name that no part can have.
     """
-    file = Path(file)
+    file = named(file)
     if source not in IDEAS:
         raise ValueError(f"--from {source!r} is unknown; {suggestion(source, IDEAS, is_short=True)}")
     if file.stem in (*ATTENTION_PARTS, "without"):  # the name of the baseline
         raise ValueError(f"{file}: {file.stem!r} is taken; choose another name")
     text = re.sub(r'(?<=    name = )".*"', f'"{file.stem}"', _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8"))
     load_attention_parts(file, text)  # raises for a name that no file of parts can have
+    check_name(str(file), parse_yaml(file.stem))  # nor a model in the comparison: YAML reads on as true
     comparison = file.with_suffix(".yaml")
     for path in (file, comparison):
         if path.exists():

@@ -17,18 +17,19 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.dynamic_module_utils import get_relative_imports
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from modeling_nlq import NLQSeq2SeqConfig
+from modeling_nlq.configuration_nlq import check_kernels
 
 from ..configuration import find, suggestion
-from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml
+from .disk import named, opened, read_text
+from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml, relative_imports
 from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
 from .text import first_line, one_line
-from .trust import is_trusted, run_parts
+from .trust import run_parts
 
 
 def is_saved_model(name: str) -> bool:
@@ -45,9 +46,10 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     path = name if is_saved_model(name) else str(find("models", name))
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
-    except OSError as error:
+    except (OSError, RecursionError) as error:
         where = "" if Path(path).exists() else " is not a local folder and cannot be loaded from the Hub"
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
+    check_kernels(values, path)
     if values.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(f"{path}: model_type={values.get('model_type')!r} is no type of model that Transformers knows")
     config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
@@ -111,8 +113,8 @@ def weights_fingerprint(name: str) -> dict[str, str]:
     if not Path(name).is_dir():
         return {"commit": extract_commit_hash(cached_file(name, CONFIG_NAME), None)}
     hashes = {}
-    for path in sorted({path for pattern in WEIGHTS for path in Path(name).glob(pattern)}):
-        with path.open("rb") as file:
+    for path in sorted({path for pattern in WEIGHTS for path in named(name).glob(pattern)}):
+        with opened(path) as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
 
@@ -125,7 +127,8 @@ def read_record(name: str, file: str) -> dict[str, Any] | None:
         return None
     if path is None:
         return None
-    return read_yaml(Path(path)) if path.endswith(".yaml") else read_json(Path(path))
+    place = named(Path(path).parent) / file
+    return read_yaml(place) if file.endswith(".yaml") else read_json(place)
 
 
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
@@ -163,8 +166,10 @@ def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = F
         run_parts(file)
     for name in filter(is_saved_model if trust else os.path.isdir, models):
         if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
-            own = [cached_file(name, f"{module}.py") for module in get_relative_imports(path) if module.isidentifier()]
-            load_parts(file for file in own if trust or is_trusted(file))
+            for module in sorted(relative_imports(named(path))):
+                own = cached_file(name, f"{module}.py")
+                text = read_text(named(own))  # its hash says whether it runs
+                run_parts(own, text, only_known=not trust)
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -186,8 +191,8 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
                 f"{name!r} brings code of its own; if you trust it, `nlq generate`, `evaluate` and `explore` run it with "
                 "--trust-remote-code"
             ) from None
-        # `tokenizers` raises no type of its own
-        if name in str(error) or not (isinstance(error, ValueError | KeyError | SafetensorError) or type(error) is Exception):
+        kinds = ValueError | KeyError | RecursionError | SafetensorError
+        if name in str(error) or not (isinstance(error, kinds) or type(error) is Exception):  # as those of `tokenizers`
             raise
         raise ValueError(f"{what}{name!r} cannot be read: {one_line(error)}") from error
 
@@ -211,11 +216,12 @@ def load_model(
     try:
         with source_named(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+            check_kernels(config, name)
             kind = objective_of(config)
             if (kind == "masked" and decoder_for is not None) or (kind == "seq2seq" and decoder_for == "lm_eval"):
                 raise ValueError(f"{name!r} is {KINDS[kind]}: {decoder_for} needs a decoder")
             model, found = AUTO_CLASSES[kind].from_pretrained(
-                name, output_loading_info=True, trust_remote_code=trust_remote_code
+                name, config=config, output_loading_info=True, trust_remote_code=trust_remote_code
             )
         tokenizer = load_tokenizer(name, trust_remote_code)
     except OSError as error:

@@ -267,7 +267,6 @@ def matching_intermediate_size(
         config: configuration of the model.
         budget: the size to match.
         match: match the non-embedding parameters or the FLOPs per token.
-        context: as in `measure`, for FLOPs.
 
     Raises:
         ValueError: if even a width of 1 exceeds it.

@@ -6,6 +6,7 @@ from typing import Any
 
 from huggingface_hub import get_token
 
+from .disk import opened
 from .files import TOKENIZER
 
 
@@ -16,7 +17,8 @@ _PATH = re.compile(
     r"(?P<address>\b(?!file:)[A-Za-z][\w+.-]+://[^\s:\"'`<>|,]*(?::\d+[^\s:\"'`<>|,]*)?)"
     rf"|(?:\bfile:/+{_NAME}|(?<![\w./\\~*)\]}}>$<^-])(?:~(?:[A-Za-z_][\w.-]*)?)?/+{_NAME})(?:/+{_NAME})*/*"
 )
-_TOKEN = re.compile(r"\bhf_(?:[a-z]+_)?[A-Za-z0-9]{30,}")
+_TOKEN = re.compile(r"(?<![A-Za-z0-9])hf_(?:[a-z]+_)?[A-Za-z0-9]{30,}")
+_PASSWORD = re.compile(r"(?:https?://|://[^\s/?#@:{\"'`<>]+:)[^\s/?#@{\"'`<>]+@")  # in an address
 
 
 def without_folders(value: Any) -> Any:
@@ -41,29 +43,38 @@ def _cut(match: re.Match) -> str:
     return path.rstrip("/").rpartition("/")[2] or path
 
 
-def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
-    """Looks for tokens of Hugging Face, and for the home folder, the working folder and the folder that is published.
+def _read(path: Path) -> bytes:
+    with opened(path) as file:
+        return file.read()
 
-    Weights are not read, and neither are vocabularies: a path in one is a token.
+
+def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
+    """Looks for tokens, addresses with a password, and the home folder, the working folder and the folder that is published.
+
+    Weights are not read. In a vocabulary, a path is a token of it, and only the others are looked for.
 
     Args:
         folder: the folder that is published.
         contents: files, or the bytes that are uploaded instead, by name.
 
     Raises:
-        ValueError: naming the file and the line, but not the token itself.
+        ValueError: naming the file and the line, but not the token or password itself.
     """
     places = {str(path) for place in (folder, Path.home(), Path.cwd()) for path in (place.absolute(), place.resolve())} - {"/"}
     # Not the end of an address, and not the beginning of another name
     path = re.compile(rf"(?:(?<![\w./-])|(?<=://))(?:{'|'.join(map(re.escape, sorted(places)))})(?![\w-])[^\s\"'`,;<>|]*")
     token = get_token()
     for name, content in contents.items():
-        if name.endswith(".safetensors") or name in set(TOKENIZER) - {"chat_template.jinja", "tokenizer_config.json"}:
+        if name.endswith(".safetensors"):
             continue
-        data = content.read_bytes() if isinstance(content, Path) else content
-        for number, line in enumerate(data.decode(errors="replace").splitlines(), start=1):
+        is_vocabulary = name in set(TOKENIZER) - {"chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"}
+        data = _read(content) if isinstance(content, Path) else content
+        text = data.replace(b"\0", b"").decode(errors="replace")  # also UTF-16, which puts zeros between letters
+        for number, line in enumerate(text.splitlines(), start=1):
             if _TOKEN.search(line) or (token and token in line):
                 raise ValueError(f"{name}, line {number}: holds what looks like a token of Hugging Face; remove it first")
-            if found := path.search(line):
+            if not is_vocabulary and _PASSWORD.search(line):
+                raise ValueError(f"{name}, line {number}: holds an address with a password; remove it first")
+            if not is_vocabulary and (found := path.search(line)):
                 shown = found[0].rstrip(".)]}!?*")
                 raise ValueError(f"{name}, line {number}: names {shown!r}, a path of this machine; remove it first")

@@ -5,6 +5,7 @@ rest, and `publish` sends what has changed.
 """
 
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import fsspec
 
-from .files import LOCK_FILE, METRICS_FILE, STATE_FILE, files_below
+from .disk import atomic_dir, below, delete, files_below, named
+from .files import LOCK_FILE, METRICS_FILE, STATE_FILE
 from .text import one_line
 
 
@@ -28,8 +30,8 @@ def is_address(name: str | Path) -> bool:
 
 
 def normalized(name: str | Path) -> str:
-    """A path as `pathlib` writes it; an address as it is."""
-    return str(name) if is_address(name) else str(Path(name))
+    """A path, without the links that the user has in it; an address as it is."""
+    return str(name) if is_address(name) else str(named(name))
 
 
 class WorkingCopy:
@@ -37,7 +39,6 @@ class WorkingCopy:
 
     Args:
         location: the storage: an absolute path, or an address that `fsspec` knows.
-        folder: the folder.
 
     Raises:
         ValueError: if no package is installed that knows the address.
@@ -54,8 +55,12 @@ class WorkingCopy:
         self.path, self._known = path.rstrip("/"), {}
 
     def files(self, name: str = "") -> list[str]:
-        """The name of a file of the storage, or those of the files below a folder."""
-        return [path.removeprefix(f"{self.path}/") for path in self.system.find(f"{self.path}/{name}".rstrip("/"))]
+        """The name of a file of the storage, or those of the files below a folder; `ValueError` for a key such as `a/../b`."""
+        found = self.system.find(f"{self.path}/{name}".rstrip("/"))
+        keys = [path.removeprefix(f"{self.path}/") for path in found if not path.endswith("/")]  # that stands for a folder
+        for key in keys:
+            below(self.folder, key)
+        return keys
 
     def pull(self, name: str = "", has_large: bool = True) -> None:
         """Fetches a file, or the files below a folder; without `has_large` only those that are small."""
@@ -77,7 +82,11 @@ class WorkingCopy:
         for file in sorted(names, key=lambda file: Path(file).name in _LAST):
             changed = (self.folder / file).stat().st_mtime_ns
             if self._known.get(file) != changed:
-                self.system.put_file(str(self.folder / file), f"{self.path}/{file}")
+                if is_address(self.location):
+                    self.system.put_file(str(self.folder / file), f"{self.path}/{file}")
+                else:
+                    with atomic_dir(Path(self.path, file).parent) as folder:
+                        shutil.copyfile(self.folder / file, folder / Path(file).name)
                 self._known[file] = changed
         self.delete(file for file in self._known.keys() - set(names) if f"{file}/".startswith(f"{name}/".lstrip("/")))
 
@@ -85,8 +94,11 @@ class WorkingCopy:
         """Deletes files of the storage; one that is not there is passed over. A folder goes with its last file."""
         for name in names:
             self._known.pop(name, None)
-            with suppress(FileNotFoundError):
-                self.system.rm_file(f"{self.path}/{name}")
+            if is_address(self.location):
+                with suppress(FileNotFoundError):
+                    self.system.rm_file(f"{self.path}/{name}")
+            else:
+                delete(Path(self.path, name))
             if "file" in self.system.protocol:
                 with suppress(OSError):
                     Path(self.path, name).parent.rmdir()
@@ -105,7 +117,8 @@ def open_folder(name: str | Path) -> Path:
     if not is_address(name):
         return Path(normalized(name))
     _temporary.append(tempfile.TemporaryDirectory(prefix="nlq-"))
-    folder = Path(_temporary[-1].name, str(name).strip("/").replace("://", "/"))  # messages that name it show the address
+    # Messages that name it show the address
+    folder = named(_temporary[-1].name) / str(name).strip("/").replace("://", "/")
     folder.mkdir(parents=True)
     _copies.append(WorkingCopy(str(name), folder))
     return fetch(folder, has_large=False)

@@ -1,15 +1,28 @@
-"""Names, and text for a terminal: tables, durations, progress bars, and errors in one line."""
+"""Names, values of files, and text for a terminal and for Markdown: tables, durations, and errors in one line."""
 
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 
 QUOTE_IT = "quote it, because YAML reads off, no, null, numbers and dates as other values"
 _ESCAPES = {r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
+_DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|unexpected pos \d+ vs")
 LONGEST_NAME = 200  # of a folder; its lock, its log and what is being written beside it have longer ones
+# What a terminal acts on, what turns or ends a line, and halves of surrogates
+_CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Where Markdown may see more than text
+_MARKUP = re.compile(r"[`*~]|(?<![^\W_])_|_(?![^\W_])|\\(?=[!-/:-@[-`{-~]|$)|<(?=[A-Za-z/!?])|&(?=#?\w+;)|\](?=[(:[])")
+# The types of JSON that a type is read from, and what messages call it
+_KINDS = {bool: (bool, "true or false"), int: (int, "a whole number"), float: ((int, float), "a finite number")}
+_KINDS |= {str: (str, "text"), Any: (object, ""), **dict.fromkeys((list, tuple, np.ndarray), (list, "a list"))}
 
 
 def check_name(source: str, name: Any) -> None:
@@ -37,10 +50,28 @@ def escape(text: str) -> str:
     return re.sub(r"[\n\t\\]", lambda found: {char: written for written, char in _ESCAPES.items()}[found[0]], text)
 
 
-def without_html(markdown: str) -> str:
-    """Markdown in which no `<` begins HTML, as that of a name could, which may be a stranger's; blocks of code stay."""
-    pattern = re.compile(r"^```\w+\n.*?^ {0,3}```|<(?=[A-Za-z/!?])", re.DOTALL | re.MULTILINE)
-    return pattern.sub(lambda found: "&lt;" if found[0] == "<" else found[0], markdown)
+def printable(text: str) -> str:
+    """Writes what a terminal would act on as escapes."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class Markdown(str):
+    """Text that is Markdown already; reports and cards show any other as it stands."""
+
+
+def plain(text: str) -> Markdown:
+    """Returns Markdown, in one line, that shows a text as it stands; Markdown stays."""
+    if isinstance(text, Markdown):
+        return text
+    return Markdown(_MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))
+
+
+def code(text: Any, language: str = "") -> Markdown:
+    """Returns Markdown that shows a value as code: within a line, or with a language as a block of lines."""
+    text = printable(str(text) if language else " ".join(str(text).splitlines()) or " ")
+    fence = "`" * max(3 if language else 1, 1 + max(map(len, re.findall("`+", text)), default=0))
+    space = f"{language}\n" if language else " " * (text.strip("`") != text)
+    return Markdown(f"{fence}{space}{text}{'' if language else space}{fence}")
 
 
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
@@ -79,16 +110,53 @@ def check_number(name: str, value: float | None, least: float = -math.inf, most:
         raise ValueError(f"{name}={value} must be {allowed}")
 
 
+def from_json(kind: Any, value: Any, place: str = "") -> Any:
+    """Makes a value of a type, in which dataclasses may be anywhere, from one of JSON.
+
+    Raises:
+        ValueError: for a missing field, a value of another type, or a number that is not finite. The message begins with
+            `place`, the file and the field, such as `metrics.json: versions.`
+    """
+    origin, parts = get_origin(kind) or kind, get_args(kind)
+    if origin is UnionType:
+        return None if value is None else from_json(parts[0], value, place)
+    found, allowed = _KINDS.get(origin, (dict, "fields and values"))
+    is_number = origin in (int, float)
+    if not isinstance(value, found) or (is_number and (isinstance(value, bool) or not abs(value) <= sys.float_info.max)):
+        raise ValueError(f"{place[:-1]}={reprlib.repr(value)} must be {allowed}")
+    if is_dataclass(kind):
+        types_of, known, value = get_type_hints(kind), {}, getattr(kind, "fields_in", dict)(value)
+        for entry in fields(kind):
+            if entry.name in value:
+                known[entry.name] = from_json(types_of[entry.name], value[entry.name], f"{place}{entry.name}.")
+            elif entry.default is MISSING and entry.default_factory is MISSING:
+                raise ValueError(f"{place}{entry.name} is missing")
+        return kind(**known)
+    if origin is dict:
+        # The keys of JSON are texts
+        keys = {name: int(name) if parts[0] is int and str(name).isdecimal() else name for name in value}
+        return {from_json(parts[0], keys[name], place): from_json(parts[1], value[name], f"{place}{name}.") for name in value}
+    if origin in (list, tuple):
+        parts = parts * len(value) if origin is list else parts
+        return origin(from_json(part, entry, f"{place}{index}.") for index, (part, entry) in enumerate(zip(parts, value)))
+    return np.array(value) if kind is np.ndarray else value
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Tells whether an error, or one that led to it, is that of a full disk."""
+    return error is not None and bool(_DISK_FULL.search(str(error)) or is_disk_full(error.__cause__ or error.__context__))
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong."""
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
         error = error.__cause__
-    return " ".join(str(error).split()) or type(error).__name__
+    return "the disk is full: " * is_disk_full(error) + (printable(" ".join(str(error).split())) or type(error).__name__)
 
 
 def first_line(error: BaseException) -> str:
     """The first line of the message of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -1,42 +1,60 @@
-"""Which files of attention parts may run unasked: those whose code this user has run before, known by its hash alone."""
+"""Remembers the code of attention parts that this user has run, so that it runs again without a question."""
 
 import contextlib
+import errno
 import hashlib
 from pathlib import Path
+from typing import IO
 
 from huggingface_hub import constants
+from transformers.utils import logging
 
 from modeling_nlq import AttentionPart, load_attention_parts
-from modeling_nlq.parts_user_nlq import published_text
+from modeling_nlq.kernels.cpu.build import is_private
+from modeling_nlq.parts_user_nlq import published_text, text_of
 
+from .disk import named, opened
+
+
+logger = logging.get_logger(__name__)
 
 # A line for each file; what a folder says of itself counts for nothing
-TRUSTED_PARTS = Path(constants.HF_HOME) / "nlq" / "trusted_parts"
+TRUSTED_PARTS = named(constants.HF_HOME) / "nlq" / "trusted_parts"
 
 
-def run_parts(source: str | Path, text: str | None = None) -> list[type[AttentionPart]]:
-    """Runs a file of parts, and remembers its code; arguments, result and errors are those of `load_attention_parts`."""
+def run_parts(source: str | Path, text: str | None = None, only_known: bool = False) -> list[type[AttentionPart]]:
+    """Runs a file of parts as `load_attention_parts` does, and remembers its code; with `only_known`, only if it ran before."""
+    text = text_of(source) if text is None else text  # once: what is hashed is what runs
+    # As it is published, since the file beside a model has other import lines than its author's
+    digest = hashlib.sha256(published_text(text, str(source)).encode()).hexdigest()
+    is_known = digest in _known()
+    if only_known and not is_known:
+        return []
     parts = load_attention_parts(source, text)
-    digest = _digest(Path(source).read_text(encoding="utf-8") if text is None else text)
-    if digest not in _known():
-        with contextlib.suppress(OSError):  # a cache that cannot be written: the file is asked for again
-            TRUSTED_PARTS.parent.mkdir(parents=True, exist_ok=True)
-            with open(TRUSTED_PARTS, "a", encoding="utf-8") as file:
-                file.write(f"{digest}\n")
+    if not is_known:
+        with contextlib.suppress(OSError, ValueError):  # a cache that cannot be written: the file is asked for again
+            TRUSTED_PARTS.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with _open("a") as file:
+                file.write(f"{digest}\n".encode())
     return parts
 
 
-def is_trusted(path: str | Path) -> bool:
-    """Tells whether this user has run a file of parts, there or elsewhere."""
-    with contextlib.suppress(OSError, ValueError):
-        return _digest(Path(path).read_text(encoding="utf-8")) in _known()
-    return False
-
-
 def _known() -> list[str]:
-    return TRUSTED_PARTS.read_text(encoding="utf-8").split() if TRUSTED_PARTS.is_file() else []
+    try:
+        with _open("r") as file:
+            return file.read().decode("ascii").split()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is a link, or not text"
+        logger.warning_once(f"{TRUSTED_PARTS} is not used, and part files must be named again: {reason}; delete it")
+        return []
 
 
-def _digest(text: str) -> str:
-    # As it is published, since the file beside a model has other import lines than its author's
-    return hashlib.sha256(published_text(text, "parts").encode()).hexdigest()
+def _open(mode: str) -> IO[bytes]:
+    """Opens the list; raises `OSError` if another user could have written it, and `ValueError` if it is a link."""
+    file = opened(TRUSTED_PARTS, mode, 0o600)
+    if is_private(file.fileno()) and is_private(TRUSTED_PARTS.parent):
+        return file
+    file.close()
+    raise PermissionError(errno.EPERM, "other users can write it or its folder")

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
+from modeling_nlq import NLQConfig, NLQForCausalLM, NLQSeq2SeqConfig, linear_nlq
 from modeling_nlq.activations_nlq import FUNCTIONS
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
@@ -186,6 +186,7 @@ BAD = [
     ({"hidden_size": "32"}, ["hidden_size", "int"]),
     ({"num_attention_heads": 5}, ["hidden_size=32", "num_attention_heads=5"]),
     ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
+    ({"num_hidden_layers": 10**7, "per_layer_config": {1: LINEAR}}, ["num_hidden_layers=10000000", "at most 10000"]),
     ({"num_key_value_heads": 3}, ["num_key_value_heads=3"]),
     (
         {"key_projection": "identity", "num_key_value_heads": 2},
@@ -239,6 +240,12 @@ def test_bad_values_are_named(switches, parts):
         NLQConfig(**{**TINY, **switches})
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("half", ["encoder", "decoder"])
+def test_layers_of_a_pair_are_counted(half):
+    with pytest.raises(ValueError, match="num_hidden_layers=10000000 must be at most 10000"):
+        NLQSeq2SeqConfig(**{half: {"num_hidden_layers": 10**7}})
 
 
 def test_override_of_from_pretrained_is_validated(tmp_path):

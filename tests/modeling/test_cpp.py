@@ -1,7 +1,9 @@
 """The C++ operators for a single query, the loss and linear layers, and where nothing can be built."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,7 +205,6 @@ class TestBuild:
         (library,) = folder.iterdir()
         build.load.cache_clear()
         monkeypatch.setattr(build.subprocess, "run", None)
-        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)  # PyTorch allows one definition
         assert build.load("nlq_test")
         assert list(folder.iterdir()) == [library]
 
@@ -217,6 +218,42 @@ class TestBuild:
         (message,) = [message for message in messages if "could not be compiled" in message]
         assert "g++ 11" in message and "NLQ_CPP=0" in message
         assert not folder.exists() or list(folder.iterdir()) == []
+
+    @pytest.mark.parametrize("change", ["folder", "library", "link", "owner"])
+    def test_a_library_that_another_user_may_have_written(self, change, folder, tmp_path, monkeypatch):
+        """It is not loaded. If it is the folder, the default one is used, where nothing lies."""
+        loaded, messages = [], []
+        monkeypatch.setattr(build.ctypes, "CDLL", loaded.append)
+        monkeypatch.setattr(build.logger, "warning", messages.append)
+        monkeypatch.setattr(build.logger, "warning_once", messages.append)
+        monkeypatch.setattr(build.Path, "home", lambda: tmp_path / "home")
+        monkeypatch.setenv("CXX", "false")
+        folder.mkdir()
+        library = build.library_file("nlq_planted")
+        library.write_bytes(b"")
+        library.chmod(0o755)
+        assert build.load("nlq_planted") and len(loaded) == 1 and messages == []
+        build.load.cache_clear()
+        if change == "link":
+            library.symlink_to(library.rename(folder / "other.so"))
+        elif change == "owner":
+            if os.geteuid():
+                pytest.skip("only root can give a file away")
+            os.chown(library, 12345, -1)
+        else:
+            (folder if change == "folder" else library).chmod(0o757)
+        assert not build.load("nlq_planted") and len(loaded) == 1
+        assert "could not be compiled" in messages[-1] and "\n" not in messages[-1]
+        assert build.library_file("nlq_planted").is_relative_to(tmp_path / "home") == (change == "folder")
+
+    @pytest.mark.parametrize("names, is_private", [({"anna"}, True), ({"anna", "bert"}, False), ({"staff"}, False)])
+    def test_group_that_may_write(self, names, is_private, tmp_path, monkeypatch):
+        """With a umask of 002, files are the user's alone only in a group of the user's own."""
+        tmp_path.chmod(0o775)
+        group = SimpleNamespace(gr_gid=5, gr_name=min(names), gr_mem=sorted(names))
+        monkeypatch.setattr("pwd.getpwuid", lambda number: SimpleNamespace(pw_gid=5, pw_name="anna"))
+        monkeypatch.setattr("grp.getgrgid", lambda number: group)
+        assert build.is_private(tmp_path) == is_private
 
     def test_command(self, monkeypatch, capsys):
         monkeypatch.setenv("NLQ_CPP", "0")

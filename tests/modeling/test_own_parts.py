@@ -235,6 +235,12 @@ def test_a_name_that_nlq_has(tmp_path):
         NLQConfig(**SIZES, attention_parts=["forget_gate"])
 
 
+@pytest.mark.parametrize("name", ["keys", "forward", "training", "__class__", "_modules", "a.b"])
+def test_a_name_that_no_module_can_have(name, tmp_path):
+    with pytest.raises(ValueError, match=rf"^Bias.name='{name}' must be a Python identifier, and no attribute of"):
+        load(tmp_path, DISTANCE.replace('"distance"', f'"{name}"'))
+
+
 def test_in_one_layer(tmp_path):
     load(tmp_path, DISTANCE.replace("\n", "\r\n"))  # line ends make no other file
     model = make(per_layer_config={0: {"attention_parts": None}})

@@ -153,7 +153,9 @@ def check_folder(folder, is_gpt2=False):
     """All that makes a folder complete, and nothing temporary."""
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= names
-    temporary = (name for name in names - {".lock"} if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp")))
+    temporary = (
+        name for name in names - {".files", ".lock"} if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))
+    )
     assert not [*temporary]
     card = (folder / "README.md").read_text()
     assert card.startswith("---\n")
@@ -174,8 +176,8 @@ def check_folder(folder, is_gpt2=False):
 
 
 def snapshot(folder):
-    """Every file and folder below, and what is in it, but for locks."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.name != ".lock")
+    """Every file and folder below, and what is in it, but for locks and records."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.name not in (".files", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 

@@ -7,13 +7,14 @@ import pytest
 from support.runs import PAIR_SWITCHES, write_comparison
 
 from modeling_nlq.training import checking
+from modeling_nlq.training.disk import write_text
 from modeling_nlq.training.run import trainer
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Runs of a single test draw no losses, which takes a third of their time; those that tests share do."""
-    monkeypatch.setattr(trainer, "plot_losses", lambda history, path, title: path.write_bytes(b""))
+    monkeypatch.setattr(trainer, "plot_losses", lambda history, path, title: write_text(path, ""))
 
 
 @pytest.fixture

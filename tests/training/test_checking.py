@@ -38,6 +38,12 @@ def test_a_new_file(tmp_path, idea):
         ("canon.py", idea, "'canon' is taken; choose another name"),
         ("without.py", idea, "'without' is taken"),
         ("my-idea.py", idea, "must have a name such as my_idea.py"),
+        ("on.py", idea, "on.py True: a name must be text"),
+        ("No.py", idea, "No.py False: a name must be text"),
+        ("null.py", idea, "null.py None: a name must be text"),
+        ("état.py", idea, "'état': a name must be made of"),
+        ("class.py", idea, "must have a name such as my_idea.py"),
+        ("keys.py", idea, "'keys' must be a Python identifier, and no attribute of nn.ModuleDict"),
         ("other.py", "alibi", "--from 'alibi' is unknown; there are bias, cap"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -104,5 +110,7 @@ def test_bad_files(tmp_path, text, message):
     "name, message", [("missing.py", "cannot be read"), ("a-b.py", "such as my_idea.py"), ("x.txt", "such as")]
 )
 def test_bad_names(tmp_path, name, message):
+    if name != "missing.py":
+        (tmp_path / name).touch()
     with pytest.raises(ValueError, match=message):
         describe(tmp_path / name)

@@ -1,22 +1,26 @@
 """Files of runs: written whole or not at all, compared, and read with clear errors."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.disk import atomic_dir, write_text
 from modeling_nlq.training.files import (
-    atomic_dir,
     code_files,
     differences,
     is_nonempty,
     model_files,
+    parse_yaml,
     read_json,
     read_yaml,
-    write_text,
     write_yaml,
 )
+from modeling_nlq.training.text import one_line
+from nlq import main
 
 
 class TestWrittenWhole:
@@ -41,8 +45,8 @@ class TestWrittenWhole:
         assert (tmp_path / "a.txt").read_text() == "before"
 
     def test_the_last_file_shows_that_all_are_there(self, tmp_path, monkeypatch):
-        moved, replace = [], Path.replace
-        monkeypatch.setattr(Path, "replace", lambda self, target: moved.append(self.name) or replace(self, target))
+        moved, replace = [], os.replace
+        monkeypatch.setattr(os, "replace", lambda *names, **folders: moved.append(names[1]) or replace(*names, **folders))
         with atomic_dir(tmp_path, last="b.txt") as folder:
             for name in ("a.txt", "b.txt", "c.txt"):
                 (folder / name).write_text(name)
@@ -92,6 +96,44 @@ def test_file_that_cannot_be_used(reader, text, message, tmp_path):
     (tmp_path / "file").write_text(text)
     with pytest.raises(ValueError, match=message):
         reader(tmp_path / "file")
+
+
+def _repeat(form: str, times: int = 40) -> str:
+    """A mapping `a0`, values that each hold the one before it as often as `form` says, and a field with the last."""
+    lines = [f"a{index}: &a{index} {form.replace('*', f'*a{index - 1}')}" for index in range(1, times)]
+    return "\n".join(["a0: &a0 {x: 1}", *lines, f"field: *a{times - 1}"])
+
+
+def test_yaml_that_would_fill_the_memory():
+    texts = [*map(_repeat, ("[*, *]", "{a: *, b: *}", "{y: *, <<: [*, *]}")), _repeat("[*]", 200)]
+    texts += ["a: &a [" + "x, " * 300 + "]\nfield: [" + "*a, " * 300 + "]", "a: &a [1, *a]", "a: &a {b: 1, <<: *a}"]
+    texts += ["a: " + "[" * 5000, "a: [" + "1, " * 60_000 + "]", "a: 1" + ":59" * 5000, "a: " + "x" * 4_000_000]
+    for text in texts:
+        with pytest.raises(ValueError, match="more than 4,000,000 characters, 50,000 values"):
+            parse_yaml(text)
+    found = parse_yaml("a: &a {x: [1, 2]}\nb: &b {<<: *a, y: *a}\nc: [*b, " + "[" * 90 + "]" * 90 + "]\nd: 190:20:30")
+    assert found["c"][0] == {"x": [1, 2], "y": {"x": [1, 2]}} and found["d"] == 685_230
+
+
+def test_no_field_is_expanded(tmp_path, capsys):
+    fields = {"train": "switches training text_column model lora base_sizes objective parts"}
+    fields["compare"] = "name seeds models learning_rates stop match factors recipe tasks scales"
+    for command, names in fields.items():
+        for field in names.split():
+            (tmp_path / "file.yaml").write_text(_repeat("[*, *]").replace("field", field))
+            assert main([command, str(tmp_path / "file.yaml")]) == 1
+            assert capsys.readouterr().err.count("50,000 values") == 1, field
+    (tmp_path / "config.json").write_text('{"a": ' * 100_000)
+    assert main(["params", str(tmp_path / "config.json")]) == 1
+    assert "config.json': maximum recursion depth" in capsys.readouterr().err
+
+
+def test_full_disk_is_named():
+    wrapped, of_torch = RuntimeError("of datasets"), RuntimeError("[enforce fail] . unexpected pos 576 vs 534")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device", "a")
+    for error in (wrapped.__cause__, wrapped, of_torch, Exception("I/O error: No space left on device (os error 28)")):
+        assert one_line(error).startswith("the disk is full: ")
+    assert one_line(OSError(errno.EACCES, "Permission denied")) == "[Errno 13] Permission denied"
 
 
 def test_code_is_what_the_loader_of_transformers_takes(run):

@@ -69,6 +69,20 @@ def test_folder_that_stands_for_itself(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("key", ["res/../../x", "../x", "a//x", "a/./x", "/x", ".."])
+def test_keys_that_lead_out_of_the_folder(key, tmp_path, monkeypatch):
+    """Whoever may write there, and every node, decides on them. Keys that end so are folders to the programs of stores."""
+    copy, fetched = WorkingCopy("memory://keys/results", tmp_path / "below"), []
+    found = [f"{copy.path}/{name}" for name in ("good", "sub/", key)]
+    monkeypatch.setattr(type(copy.system), "find", lambda *_, **__: found)
+    monkeypatch.setattr(type(copy.system), "get", lambda self, names, targets: fetched.append(names))
+    with pytest.raises(ValueError, match=rf"^'{key}' leads out of"):
+        copy.pull()
+    assert fetched == [] and list(tmp_path.iterdir()) == []
+    del found[-1]
+    assert copy.files() == ["good"]
+
+
 def test_addresses_that_cannot_be_used(monkeypatch):
     with pytest.raises(ValueError, match=r"^s5://bucket cannot be opened: .*s5"):
         open_folder("s5://bucket")

@@ -8,13 +8,23 @@ import pytest
 import torch
 import yaml
 from support.client_cases import make_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
+from modeling_nlq import NLQConfig
 from nlq import main
 
 
 GENERATE = ["generate", "{}", "the ", "--max_new_tokens", "2"]
 COMMANDS = [GENERATE, ["evaluate", "{}"], ["explore", "{}", "--text", "the fox"], ["train", "{}/recipe.yaml"]]
+
+
+KERNELS = [{name: "evil/kernel@main"} for name in ("attn_implementation", "_attn_implementation", "experts_implementation")]
+KERNELS += [
+    {"attn_implementation": {"": "paged|kernels-community/x"}},
+    {"model_type": "nlq", "attn_implementation": "evil/kernel"},
+]
+KERNELS += [{"model_type": "nlq_seq2seq", half: {"attn_implementation": "evil/kernel"}} for half in ("encoder", "decoder")]
+KERNELS += [{"model_type": "llava", "attn_implementation": {"text_config": "evil/kernel"}}]
 
 
 def change_json(file: Path, **fields) -> None:
@@ -53,3 +63,22 @@ def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
     if arguments is GENERATE:
         assert "--trust-remote-code" in errors[0]
         assert main([*words, "--trust-remote-code"]) == 0 and planted.exists()
+
+
+@pytest.mark.parametrize("fields", KERNELS, ids=str)
+def test_a_kernel_that_a_configuration_names(fields, tmp_path, monkeypatch, capsys):
+    """Transformers would fetch its code from the Hub; a value that the caller gives is the caller's."""
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: pytest.fail("fetched"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
+    commands = [
+        *COMMANDS[:3],
+        ["convert", "{}", "{}-new"],
+        ["train", "demo", "--model", "{}", "--output_dir", "{}-run"],
+        ["publish", "{}", "a/b"],
+    ]
+    for command in commands:
+        assert main([word.format(tmp_path / "model") for word in command]) == 1
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
+        assert "is code of the Hub" in line or (command[0] == "publish" and "model_type" not in fields) or "llava" in line
+    assert NLQConfig.from_dict({}, attn_implementation="mine/kernel")._attn_implementation == "mine/kernel"

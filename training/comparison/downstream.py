@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from tqdm.auto import tqdm
 
-from ..files import TASKS_FILE, read_json, write_text
+from ..disk import write_text
+from ..files import TASKS_FILE, read_json
 from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
 from ..storage import fetch

@@ -50,7 +50,6 @@ def describe_estimate(
     Measuring a model takes some seconds. If it fails, there is a warning.
 
     Args:
-        plan: the comparison.
         threads: the number of threads of a run; by default that of PyTorch.
         noise_floor: that of earlier runs, in percent of the loss.
         has_verdicts: whether the models are compared with the baseline one by one; those of a screening are not.

@@ -15,9 +15,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
 
-from ..files import atomic_dir
+from ..disk import atomic_dir, opened
 from .inference import Interval
 from .outcome import History, RunOutcome, ScaleOutcome
+from .render import Section
 
 
 # For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
@@ -39,11 +40,13 @@ QUANTITIES: dict[str, tuple[str, str, Callable]] = {
 }
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes a figure as a PNG file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_dir(path.parent) as folder:
-        figure.savefig(folder / path.name, format="png", dpi=150)
+def figure_section(folder: Path, name: str, title: str, caption: str, figure: Figure) -> Section:
+    """Writes a figure as `figures/NAME.png`, whole or not at all, and returns its section."""
+    with atomic_dir(folder / "figures") as unfinished:
+        figure.savefig(path := unfinished / f"{name}.png", dpi=150)
+        with opened(path) as file:
+            drawn = file.read()
+    return Section(title, [caption], figure=(name, drawn))
 
 
 def draw_curves(found: ScaleOutcome) -> Figure | None:

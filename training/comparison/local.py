@@ -20,6 +20,7 @@ import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
 
+from ..disk import make_folder
 from ..files import LOG
 from ..run.data import prepare_data
 from ..run.run_folder import FolderIsLocked, RunFolder
@@ -61,7 +62,7 @@ class LocalEngine:
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
             first = scale.resolve(Run(scale.baseline, 1.0, 0), folder)
             _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)

@@ -1,16 +1,15 @@
 """The outcome of a comparison: what its runs measured, and their analysis. `results.json` is written and read here alone."""
 
 import math
-import types
 from collections.abc import Iterable
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from ..files import STATE_FILE, read_json
+from ..files import RESULTS_FILE, STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
 from ..scrub import without_folders
+from ..text import from_json
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
 from .plan import Comparison, Run, Scale
 from .results import RunStore, run_folder
@@ -149,7 +148,6 @@ class ScaleOutcome:
     """The results at one scale.
 
     Attributes:
-        name, baseline, seeds, command: as in `Scale`.
         tokens_per_run: the most tokens that a finished run saw; the plan's number if every run was stopped early. The plan
             counts the last batch of an epoch as full, which it may not be.
         comparison: the fields of the file.
@@ -231,7 +229,6 @@ class Outcome:
     """The results of a comparison.
 
     Attributes:
-        name, baseline, command: as in `Comparison`.
         comparison: the fields of the file.
         scales: by name, from the smallest to the largest; a single scale has no name, "".
         trend: how improvements change over the scales; `None` if there is only one.
@@ -244,6 +241,11 @@ class Outcome:
     scales: dict[str, ScaleOutcome]
     trend: Trend | None = None
 
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """The fields, of which a file leaves out `scales` if there is only one."""
+        return {"scales": {"": content}, **content}
+
     @property
     def largest(self) -> ScaleOutcome:
         """The results at the largest scale."""
@@ -255,43 +257,15 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     return asdict(outcome if outcome.trend else outcome.largest)
 
 
-def read_outcome(content: dict[str, Any]) -> Outcome:
-    """Reads the content of `results.json`.
-
-    Raises:
-        KeyError: naming a field that it lacks.
-        TypeError, ValueError, AttributeError: if a field has a value of another kind.
-    """
-    return from_json(Outcome, content)
-
-
-def from_json(kind: Any, value: Any) -> Any:
-    """Makes a value of a type in which dataclasses may be anywhere from one of JSON; raises as `read_outcome` does."""
-    if kind is Outcome and "scales" not in value:
-        value = {**{name: value[name] for name in ("name", "baseline", "command", "comparison")}, "scales": {"": value}}
-    if is_dataclass(kind):
-        types_of, known = get_type_hints(kind), {}
-        for entry in fields(kind):
-            if entry.name in value or (entry.default is MISSING and entry.default_factory is MISSING):
-                known[entry.name] = from_json(types_of[entry.name], value[entry.name])
-        return kind(**known)
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is types.UnionType:
-        return None if value is None else from_json(parts[0], value)
-    if origin is dict:
-        return {from_json(parts[0], key): from_json(parts[1], entry) for key, entry in value.items()}
-    if origin is list:
-        return [from_json(parts[0], entry) for entry in value]
-    if kind is np.ndarray or origin is tuple:
-        return (np.array if kind is np.ndarray else tuple)(value)
-    return int(value) if kind is int and isinstance(value, str) else value  # keys of JSON are texts
+def read_outcome(content: dict[str, Any], source: str | Path = RESULTS_FILE) -> Outcome:
+    """Reads the content of `results.json`; raises `ValueError` for a field that is missing or of another type."""
+    return from_json(Outcome, content, f"{source}: ")
 
 
 def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
     """Gathers the results of one scale from its finished runs.
 
     Args:
-        scale: the scale.
         finished: its runs, of which none is missing.
         more: other fields of the results.
     """

@@ -193,7 +193,6 @@ class Comparison:
     """The same models at one scale or more, with all overrides applied.
 
     Attributes:
-        name: its name.
         baseline: the model that all others are compared with.
         scales: by name, from the smallest to the largest; a single scale has no name, "".
         command: the command that runs it.

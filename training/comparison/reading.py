@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import TrainingArguments
 
 from ...configuration import find
+from ..disk import named
 from ..files import check_keys, merged, read_section, read_yaml
 from ..parameters import Size, matching_intermediate_size, measure
 from ..run.recipe import check_recipe, check_trusted, override_words, resolve_recipe, without_private
@@ -40,7 +41,6 @@ class ComparisonFile:
 
     Attributes:
         source: its path, for messages.
-        name, command: as in `Comparison`.
         given: its fields but the sections of the recipe.
         recipe: the recipe that all models share, with those sections, and without `overrides`.
         recipe_source: the origin of the recipe, for messages.
@@ -67,7 +67,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
         ValueError: for an unknown field, name or value.
     """
     path = find("comparisons", str(source))
-    given = read_yaml(path)
+    given = read_yaml(named(path))
     misplaced = TrainingArguments.__dataclass_fields__.keys() - {*ComparisonFields.__annotations__, *_SET_BY_RUN}
     if fields := [key for key in given if key in misplaced]:
         raise ValueError(f"{path}: unknown field {fields[0]!r}; set it in the section 'training'")
@@ -79,7 +79,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     recipe, recipe_source = given["recipe"], f"{path}: recipe"
     if not isinstance(recipe, dict):
         recipe_source = str(find("recipes", str(recipe)))
-        recipe = read_yaml(Path(recipe_source))
+        recipe = read_yaml(named(recipe_source))
     check_trusted(recipe, overrides, recipe_source, trust_parts)
     defaults = {"test_fraction": 0.02, "record_stability": recipe.get("objective") != "seq2seq"}
     recipe = _merged({**defaults, **recipe}, given, str(path), recipe_source)
@@ -141,7 +141,7 @@ def load_outline(given: Mapping[str, Any]) -> Comparison:
 def read_default_folder(source: str) -> Path:
     """The results folder of a comparison unless another one is given, by the name in its file: nothing else is read."""
     path = find("comparisons", source)
-    return default_folder(_own_name(path, read_yaml(path)))
+    return default_folder(_own_name(path, read_yaml(named(path))))
 
 
 def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, Any], source: str, recipe_source: str) -> Scale:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from ..text import without_html
+from ..text import Markdown, plain
 
 
 # Columns of words; columns of numbers are aligned at the right
@@ -21,43 +21,42 @@ class Section:
 
     Attributes:
         title: its heading; empty for what stands before the first one.
-        parts: its sentences, lists, tables and figures, as Markdown.
+        parts: its sentences as text, and its lists and tables as `Markdown`.
         is_folded: whether a page shows the heading alone until a reader opens it.
+        figure: the name and the content of a figure that this report drew, in `figures/NAME.png`.
     """
 
     title: str
     parts: list[str]
     is_folded: bool = False
+    figure: tuple[str, bytes] | None = None
 
 
 def to_markdown(name: str, sections: Iterable[Section]) -> str:
     """Returns a report as one Markdown document with the heading `name`."""
-    return without_html("\n\n".join([f"# {name}", *(_text(section, section.title) for section in sections)]) + "\n")
+    parts = [f"# {plain(name)}"]
+    for section in sections:
+        parts += [f"## {plain(section.title)}"] if section.title else []
+        parts += [f"![{plain(section.title)}](figures/{section.figure[0]}.png)"] if section.figure else []
+        parts += map(plain, section.parts)
+    return "\n\n".join(parts) + "\n"
 
 
-def _text(section: Section, title: str = "") -> str:
-    return "\n\n".join(filter(None, [f"## {title}" if title else "", *section.parts]))
-
-
-def to_page(name: str, sections: Iterable[Section], folder: Path) -> str:
-    """Returns a report as one HTML file that can be sent to anybody and opened anywhere: no script, no request.
-
-    Args:
-        name: the heading.
-        sections: the sections. HTML in them is shown as text, for names come from users.
-        folder: the folder that the paths of figures begin at.
-    """
-    renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
+def to_page(name: str, sections: Iterable[Section]) -> str:
+    """Returns a report as one HTML file that can be sent to anybody and opened anywhere: no script, no request."""
+    renderer = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     renderer.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0"><table>\n')
     renderer.add_render_rule("table_close", lambda *_: "</table></div>\n")
-    renderer.add_render_rule("image", lambda _, tokens, index, *rest: _image(tokens[index], folder))
     body = []
     for section in sections:
+        title, text = html.escape(section.title), renderer.render("\n\n".join(map(plain, section.parts)))
+        if section.figure:
+            text = _image(title, section.figure[1]) + text
         if section.is_folded:
-            text = renderer.render(_text(section))
-            body.append(f"<details>\n<summary>{html.escape(section.title)}</summary>\n{text}</details>\n")
-        else:
-            body.append(renderer.render(_text(section, section.title)))
+            text = f"<details>\n<summary>{title}</summary>\n{text}</details>\n"
+        elif title:
+            text = f"<h2>{title}</h2>\n{text}"
+        body.append(text)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     title = html.escape(name)
     return (
@@ -69,32 +68,25 @@ def to_page(name: str, sections: Iterable[Section], folder: Path) -> str:
     )
 
 
-def _image(token, folder: Path) -> str:
+def _image(title: str, content: bytes) -> str:
     """A figure within the page itself."""
-    path, title = folder / str(token.attrs["src"]), html.escape(token.content, quote=True)
-    data = base64.b64encode(path.read_bytes()).decode()
-    return f'<span class="figure scroll"><img src="data:image/png;base64,{data}" alt="{title}"></span>'
+    data = base64.b64encode(content).decode()
+    return f'<p><span class="figure scroll"><img src="data:image/png;base64,{data}" alt="{title}"></span></p>\n'
 
 
-def warning(text: str) -> str:
+def warning(text: str) -> Markdown:
     """Returns a sentence as a warning."""
-    return f"> **Warning:** {text}"
+    return Markdown(f"> **Warning:** {plain(text)}")
 
 
-def bullets(sentences: Iterable[str]) -> str:
+def bullets(sentences: Iterable[str]) -> Markdown:
     """Returns sentences as a list."""
-    return "\n".join(f"* {sentence}" for sentence in sentences)
+    return Markdown("\n".join(f"* {plain(sentence)}" for sentence in sentences))
 
 
-def figure(title: str, name: str, caption: str) -> Section:
-    """Returns the section of a figure, `figures/NAME.png`."""
-    return Section(title, [f"![{title}](figures/{name}.png)", caption])
-
-
-def markdown_table(rows: list[dict[str, str]]) -> str:
+def markdown_table(rows: list[dict[str, str]]) -> Markdown:
     """Returns rows as a table; columns of words are aligned at the left."""
     columns = list(rows[0])
     lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]
-    # The text of a cell may be a name that the user gave
-    cells = [[" ".join(text.split()).replace("|", "\\|") for text in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    cells = [[plain(text).replace("|", "\\|") for text in line] for line in lines]
+    return Markdown("\n".join(f"| {' | '.join(line)} |" for line in cells))

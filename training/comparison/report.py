@@ -8,13 +8,14 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from ..files import PAGE_FILE, write_text
-from ..text import align, without_html
-from .figures import draw_curves, draw_interim, draw_parameters, draw_stability, save
+from ..disk import delete, write_text
+from ..files import PAGE_FILE
+from ..text import Markdown, align, code, plain
+from .figures import draw_curves, draw_interim, draw_parameters, draw_stability, figure_section
 from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, alpha_of_last, power_warning
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses
 from .outcome import ModelOutcome, Outcome, ScaleOutcome
-from .render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
+from .render import Section, bullets, markdown_table, to_markdown, to_page, warning
 from .tables import (
     BONFERRONI,
     MASKED_LOSSES,
@@ -116,7 +117,6 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
 
     Args:
-        outcome: the results.
         folder: folder of the comparison.
         has_page: whether `nlq explore` has a page there, which the report links to.
     """
@@ -124,16 +124,15 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     drawn = []
     for name, (title, caption, draw) in of_figures.items():
         if (drawing := draw(found)) is not None:
-            save(drawing, folder / "figures" / f"{name}.png")
-            drawn.append(figure(title, name, caption))
+            drawn.append(figure_section(folder, name, title, caption, drawing))
         else:
-            (folder / "figures" / f"{name}.png").unlink(missing_ok=True)  # of results that had more runs
+            delete(folder / "figures" / f"{name}.png")  # of results that had more runs
     sections = _sections(outcome, drawn)
     write_text(folder / "results.md", to_markdown(outcome.name, sections))
     if has_page:
         link = f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})"
-        sections.insert(1, Section("", [link]))
-    write_text(folder / "report.html", to_page(outcome.name, sections, folder))
+        sections.insert(1, Section("", [Markdown(link)]))
+    write_text(folder / "report.html", to_page(outcome.name, sections))
 
 
 def describe(outcome: Outcome) -> str:
@@ -152,11 +151,10 @@ def describe(outcome: Outcome) -> str:
     return "\n".join([*before, *table, *after])
 
 
-def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> str:
+def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> Markdown:
     """The outcome for a model card, as Markdown: warnings, the protocol, the noise floor, a row for each model, and the trend.
 
     Args:
-        outcome: the results.
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
         run: the name of its run's folder. If it is not among the reported ones, no row is marked.
         scale: that of the model, if there are several; by default the largest.
@@ -172,14 +170,16 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     is_reported = run is None or any(each.folder == f"runs/{model}/{run}" for each in found.models[model].runs)
     for row in rows:
         if row["model"] == model and is_reported:
-            row["model"] = f"**{model}** (this model)"
+            row["model"] = Markdown(f"**{plain(model)}** (this model)")
     has_choice = any(len(each.learning_rates) > 1 for each in found.models.values())
     chosen = ", each model at its own best learning rate" if has_choice else ""
     same = ", all on the same tokens in the same order" if found.same_tokens else ""
     parts = [
         *map(warning, warning_sentences(outcome)),
-        f"From the comparison `{found.name}`: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} seeds "
-        f"each, {found.tokens_per_run:,} tokens a run{chosen}{same}.",
+        Markdown(
+            f"From the comparison {code(found.name)}: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} "
+            f"seeds each, {found.tokens_per_run:,} tokens a run{chosen}{same}."
+        ),
         outcome_sentence(found),
         noise_floor_sentence(found),
         *selection_sentences(found),
@@ -192,7 +192,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
             trend_sentence(outcome),
             markdown_table(improvement_rows(outcome.trend)),
         ]
-    return without_html("\n\n".join(parts))
+    return Markdown("\n\n".join(map(plain, parts)))
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
@@ -206,15 +206,15 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
         for name, found in outcome.scales.items():
             parts = [cost_sentence(found), bullets(protocol_sentences(found))]
             for section in (_models(found), *_runs(found)):
-                parts += [f"### {section.title}", *section.parts]
+                parts += [Markdown(f"### {section.title}"), *section.parts]
             sections.append(Section(f"Scale {name}", parts, is_folded=True))
     else:
         found = outcome.largest
         protocol = Section(PROTOCOL, [bullets(protocol_sentences(found))], is_folded=True)
         sections = [head, *first, _models(found), *others, *_runs(found), protocol]
     configuration = [
-        f"`{outcome.command}`, which is after the command line:",
-        f"```yaml\n{yaml.safe_dump(outcome.comparison, sort_keys=False)}```",
+        Markdown(f"{code(outcome.command)}, which is after the command line:"),
+        code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
         markdown_table(provenance(outcome.largest)),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]
@@ -224,7 +224,8 @@ def _models(found: ScaleOutcome) -> Section:
     """The models of one scale, and what differs between them."""
     given = {name: given_fields(model) for name, model in found.models.items()}
     differences = [
-        f"`{name}`: " + (f"`{fields}`" if fields else "nothing, it is the recipe's") for name, fields in given.items()
+        Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's"))
+        for name, fields in given.items()
     ]
     early = early_sentences(found)
     return Section("Models", [markdown_table(summary_rows(found)), *early, "What differs between them:", bullets(differences)])

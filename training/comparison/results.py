@@ -1,14 +1,36 @@
 """The finished runs in the folder of a comparison, and which runs can begin next."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..files import METRICS_FILE, read_json
+from ..text import from_json
 from .inference import FIRST_INTERIM, analyse
 from .plan import Comparison, Run, Scale
+
+
+# The types of the fields of `metrics.json`
+_FIELDS: dict[str, Any] = {"diverged": bool, "versions": dict[str, str], "test_loss_parts": list[float] | None}
+_FIELDS |= dict.fromkeys(("steps", "tokens_seen", "trained_parameters"), int)
+_FIELDS |= dict.fromkeys(("token_stream", "attn_implementation", "device", "kernels"), str)
+_FIELDS |= dict.fromkeys(("diverged_at", "peak_memory", "train_tokens", "validation_tokens", "test_tokens"), int | None)
+_FIELDS |= dict.fromkeys(("train_loss", "train_seconds", "tokens_per_second"), float | None)
+_FIELDS |= dict.fromkeys(("dataset_fingerprint", "base_model"), str | None)
+_REQUIRED = _FIELDS.keys() - {"test_loss_parts", "trained_parameters", "kernels", "base_model"} | {"test_loss"}
+
+
+def check_metrics(file: Path, metrics: dict[str, Any], required: Collection[str] = _REQUIRED) -> None:
+    """Raises `ValueError` for the content of a `metrics.json` of which a field is missing or of another type."""
+    kinds = {name: float | None for name in metrics if name.startswith(("eval_", "test_"))} | _FIELDS
+    kinds |= {} if metrics.get("diverged") else {"eval_loss": float, "test_loss": float | None}
+    for name, kind in kinds.items():
+        if name in metrics:
+            from_json(kind, metrics[name], f"{file}: {name}.")
+        elif name in required:
+            raise ValueError(f"{file}: {name} is missing")
 
 
 def scale_folder(folder: Path, name: str) -> Path:
@@ -57,7 +79,8 @@ class RunStore:
             file = run_folder(self.folder, run) / METRICS_FILE
             if not file.is_file():
                 return None
-            self._metrics[run] = read_json(file)
+            check_metrics(file, metrics := read_json(file))
+            self._metrics[run] = metrics
         return self._metrics[run]
 
     def add(self, run: Run, metrics: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,8 +10,9 @@ from typing import Any, Protocol
 
 from datasets import disable_progress_bars
 
+from ..disk import delete, read_text, write_text
 from ..explorer.of_runs import explore_runs
-from ..files import COMPARISON_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json, write_text
+from ..files import COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..models import config_differences, weights_fingerprint
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..storage import publish
@@ -27,7 +27,6 @@ from .results import RunStore, in_turn, scale_folder
 
 ADDED_SEEDS_FILE = "added_seeds.json"
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
-MODELS_FILE = "models.json"
 
 
 class Engine(Protocol):
@@ -113,7 +112,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
                 engine.make_runs(scale, finished.folder, data, finished)
                 for checkpoint in finished.folder.glob("runs/*/*/checkpoint-*"):
-                    shutil.rmtree(checkpoint, ignore_errors=True)  # of a run that was killed after its last step
+                    delete(checkpoint)  # of a run that was killed after its last step
                 score_runs(scale, finished)
                 tasks, added = read_scores(scale, finished), _added_seeds(folder).get(name, [])
                 gathered[name] = gather(scale, finished, tasks=tasks, added_seeds=added)
@@ -127,7 +126,7 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
 
     One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged; an old one goes.
     """
-    (folder / PAGE_FILE).unlink(missing_ok=True)
+    delete(folder / PAGE_FILE)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), folder).recipe
     finished = {model: content.runs for model, content in found.models.items() if content.finished == content.runs}
@@ -218,7 +217,7 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
     """Raises `ValueError` if the dataset differs from that of earlier runs."""
-    if file.is_file() and (before := file.read_text(encoding="utf-8").strip()) != str(fingerprint):
+    if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
         raise ValueError(
             f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now)"
         )

@@ -13,17 +13,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..card import base_model_of, render
-from ..files import (
-    CARD_FILE,
-    CONVERSION_FILE,
-    METRICS_FILE,
-    RECIPE_FILE,
-    VOCABULARIES,
-    atomic_dir,
-    files_in,
-    is_nonempty,
-    model_files,
-)
+from ..disk import atomic_dir, begin_record, below, delete, files_below, named, recorded, write_text
+from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, VOCABULARIES, files_in, is_nonempty, model_files
 from ..models import read_record, source_named
 from ..parameters import size_of
 from ..run.data import check_vocabulary
@@ -119,7 +110,7 @@ def convert(
             outputs, or a family that has no such model. Nothing has been written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
-    source, target = str(source), Path(target)
+    source, target = str(source), named(target)
     switches = {**(switches or {}), **({"query_projection": "upcycled"} if upcycle else {})}
     if to not in (known := ("nlq", *sorted(FAMILIES))):
         raise ValueError(f"to={to!r} must be one of {', '.join(known)}")
@@ -127,6 +118,9 @@ def convert(
         raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
     with RunFolder(target, plan=None).held():
+        card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
+        replaced = {*model_files(target), *files_in(target, ("pytorch_model*.bin*", *card))}
+        begin_record(target, sorted(path.relative_to(target).as_posix() for path in replaced))  # --overwrite allows that
         return _convert(source, target, to, switches, tokenizer, allow_lossy)
 
 
@@ -200,6 +194,9 @@ def _convert(
             old = old if weights.are_in_memory else load_model(source, old.config, type(old))
             done.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
         _write_records(folder, target, new, done)
+        written = files_below(folder)
+    for file in {*recorded(target)} - {*written}:  # of an older model
+        delete(below(target, file))
     return done
 
 
@@ -271,11 +268,8 @@ def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list
 
 
 def _write_records(folder: Path, target: Path, model: PreTrainedModel, done: Conversion) -> None:
-    """Writes the record and the card, and removes the files of an older model from the target."""
+    """Writes the record and the card."""
     record = asdict(done)
-    (folder / CONVERSION_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / CONVERSION_FILE, json.dumps(record, indent=2) + "\n")
     card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
     card.save(folder / CARD_FILE)
-    replaced = {*model_files(target), *files_in(target, ("pytorch_model*.bin*", CARD_FILE))}  # refused if it leads out of there
-    for path in replaced - {target / path.relative_to(folder) for path in folder.rglob("*")}:
-        path.unlink(missing_ok=True)

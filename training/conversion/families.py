@@ -138,7 +138,6 @@ class Layout(NamedTuple):
 
     Attributes:
         read: from its tensor to those of NLQ, of which there are several if they are fused there.
-        write: the inverse.
     """
 
     read: Callable[[torch.Tensor, PreTrainedConfig], Sequence[torch.Tensor]]

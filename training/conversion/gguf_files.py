@@ -36,7 +36,6 @@ class GGUF:
     """The header of a file.
 
     Attributes:
-        path: the file.
         weights: the type of most of its quantised weights, or else of most weights, as llama.cpp names it.
         architecture: the kind of model, one of `ARCHITECTURES`.
         tensors: the names of its tensors.

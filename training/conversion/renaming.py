@@ -262,7 +262,6 @@ def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) 
 
     Args:
         model: an NLQ model; it stays unchanged.
-        family: its name.
         allow_lossy: convert even if the family cannot compute the same.
 
     Raises:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 
+from modeling_nlq.configuration_nlq import check_kernels
+
 from ..models import source_named
 from ..parameters import check_names
 from .families import FAMILIES
@@ -34,6 +36,7 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
         ValueError: if it is of a kind that cannot be converted.
     """
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+    check_kernels(config, source)
     if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):
         raise ValueError(f"it is a model of type {config.model_type!r}; only {', '.join(known)} can be converted")
     classes = classes_of(config)

@@ -21,6 +21,7 @@ from transformers.core_model_loading import rename_source_key, revert_weight_con
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from ..disk import write_text
 from ..parameters import check_names, check_shapes
 
 
@@ -203,4 +204,4 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origin
     if split.is_sharded:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         index = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": places}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_text(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -166,7 +166,6 @@ def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
     """The largest difference between the outputs of two models on random tokens, in float32, relative to the largest output.
 
     Args:
-        model: the reference.
         other: a model with the same vocabulary and kind of head.
     """
     config = model.config

@@ -56,7 +56,6 @@ class Layer:
     """What one attention layer does with a text.
 
     Attributes:
-        activation: its name.
         heads: the number of maps. For differential attention it is that of differences.
         weights: `(heads, query, key)`, as `output_attentions=True` returns them, or `None`.
         rows: `(heads, query)` by the names in `ROWS`; NaN where a row has none.

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
 
 from ..conversion.renaming import to_nlq
-from ..files import PAGE_FILE, write_text
+from ..disk import named, read_text, write_text
+from ..files import PAGE_FILE
 from ..models import load_model
 from ..parameters import parts_in, positions_of
 from ..text import check_number
@@ -30,7 +31,6 @@ class Exploration:
     """What `explore` found.
 
     Attributes:
-        page: the HTML.
         models: the models, with their layers.
         tokens: the text of each token.
     """
@@ -56,13 +56,11 @@ def explore(
     Args:
         model, other: folders or Hub names of saved language models, NLQ or of a family that converts to it; the two must
             have one tokenizer.
-        text: the text.
         file: a UTF-8 text file instead.
         target: for encoders with decoders, whose source is the text: the page shows how this target sees it. By default it is
             the text that the first model generates.
         output: the HTML file to write; `None` writes none.
         max_tokens: the page shows the first tokens of the text; by default 512, or as many as the models have positions for.
-        trust_remote_code: as in `load_model`.
 
     Raises:
         ValueError: for a model that cannot be loaded or converted, different tokenizers, a text without tokens, and more
@@ -73,7 +71,7 @@ def explore(
         raise ValueError("give either --text TEXT or --file FILE")
     check_number("max_tokens", max_tokens, 2)
     if file is not None:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_text(named(file))
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
     shown, source = _tokens(tokenizer, text), None
     if not shown:
@@ -89,7 +87,7 @@ def explore(
         raise ValueError("--target: only an encoder with a decoder has a target")
     done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
-        write_text(Path(output), done.page)
+        write_text(named(output), done.page)
     return done
 
 
@@ -141,7 +139,6 @@ def explore_tokens(
         models: by the names that the page gives them.
         tokenizer: the tokenizer of both.
         shown: the tokens of the shown text.
-        max_tokens: as in `explore`.
         notes: what the page should say besides.
         source: the tokens that encoders read, if the models are decoders with cross-attention.
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from ..files import PAGE_FILE, write_text
+from ..disk import write_text
+from ..files import PAGE_FILE
 from ..models import load_model
 from ..run.data import make_blocks
 from ..run.documents import load_documents

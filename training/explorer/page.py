@@ -76,7 +76,6 @@ def write_page(
     If not all fits, the page has the maps of the first tokens only, and says so.
 
     Args:
-        title: its title.
         notes: sentences below the title.
         tokens: the tokens of the text.
         models: each has a loss for every token but the first.

@@ -91,6 +91,13 @@ class _Command(TyperCommand):
             return 130
 
 
+def _say(text: str, **options: Any) -> None:
+    """Prints a text, of which a part may come from a file that somebody else wrote."""
+    from modeling_nlq.training.text import printable
+
+    print(printable(text), **options)
+
+
 def _command(panel: str, module: str, shipped: str | None = None) -> Callable:
     """Adds a function as a command."""
     return app.command(cls=partial(_Command, module=module, shipped=shipped), rich_help_panel=panel)
@@ -107,8 +114,8 @@ def new(
     from modeling_nlq.training.ideas import new_idea
 
     file, comparison = new_idea(file, source)
-    print(f"{file}: the idea, to be changed as you like; `nlq check {file}` tests it")
-    print(f"{comparison}: `nlq compare {comparison}` says whether it helps; --dry-run says how long that takes here")
+    _say(f"{file}: the idea, to be changed as you like; `nlq check {file}` tests it")
+    _say(f"{comparison}: `nlq compare {comparison}` says whether it helps; --dry-run says how long that takes here")
 
 
 @_command("Try an idea", "checking")
@@ -125,7 +132,7 @@ def check(
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # the models are so small that threads would wait for each other
     lines, holds = describe(file, seed)
-    print("\n".join(lines))
+    _say("\n".join(lines))
     return 0 if holds else 1
 
 
@@ -136,9 +143,9 @@ def build() -> int:
     from modeling_nlq.kernels.cpu.cpu_ops import is_built
 
     if not is_enabled():
-        print("nothing to compile: the C++ code is for Linux, and NLQ_CPP=0 turns it off; PyTorch's operators compute the same")
+        _say("nothing to compile: the C++ code is for Linux, and NLQ_CPP=0 turns it off; PyTorch's operators compute the same")
     elif is_built():
-        print("C++ code: ready")
+        _say("C++ code: ready")
     else:  # a warning said why
         return 1
     return 0
@@ -169,7 +176,7 @@ def train(
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
     metrics = train_with(engine, resolved, **resources, max_retries=max_retries)
     if resolved.training_arguments.process_index == 0:
-        print(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
+        _say(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")
@@ -206,7 +213,7 @@ def compare(
     if status:
         from modeling_nlq.training.comparison.status import describe_status
 
-        print("\n".join(describe_status(open_folder(output_dir or read_default_folder(comparison)))))
+        _say("\n".join(describe_status(open_folder(output_dir or read_default_folder(comparison)))))
         return
     from modeling_nlq.training.comparison.estimate import machine_warning
     from modeling_nlq.training.comparison.plan import default_folder
@@ -220,28 +227,28 @@ def compare(
     if is_main_process() and dry_run:
         _describe_plan(plan, cpus_per_run, noise_floor)
     elif is_main_process():
-        print("\n".join(plan.describe()), flush=True)
+        _say("\n".join(plan.describe()), flush=True)
         if engine == "local" and (warning := machine_warning(plan.runs if isinstance(plan, Screening) else plan)):
-            print(f"warning: {warning}", flush=True)
+            _say(f"warning: {warning}", flush=True)
     if dry_run:
         return
     results = run_and_report(plan, open_folder(place), made)
     if is_main_process():
-        print(f"\n{describe_results(results)}\n\nreport: {place}/report.html")
+        _say(f"\n{describe_results(results)}\n\nreport: {place}/report.html")
 
 
 def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | None) -> None:
     from modeling_nlq.training.comparison.estimate import describe_estimate
     from modeling_nlq.training.screening.plan import Screening
 
-    print("\n".join(comparison.describe()), flush=True)
+    _say("\n".join(comparison.describe()), flush=True)
     if isinstance(comparison, Screening):
         for line in describe_estimate(comparison.runs, cpus_per_run, has_verdicts=False):
-            print(line, flush=True)
-        print("confirmation, without what its factors add to the time:")
+            _say(line, flush=True)
+        _say("confirmation, without what its factors add to the time:")
         comparison = comparison.confirmation
     for line in describe_estimate(comparison, cpus_per_run, noise_floor):
-        print(line, flush=True)
+        _say(line, flush=True)
 
 
 def _describe(metrics: dict, kind: str = "held-out ") -> str:
@@ -279,7 +286,7 @@ def generate(
     """Continue a text."""
     from modeling_nlq.training.run.generation import generate_text
 
-    print(generate_text(model, prompt, max_new_tokens, temperature, top_k, seed, trust_remote_code))
+    _say(generate_text(model, prompt, max_new_tokens, temperature, top_k, seed, trust_remote_code))
 
 
 @_command("Use and measure", "run.evaluation")
@@ -317,14 +324,14 @@ def evaluate(
 
         _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
         metrics = evaluate(model, **of_text, **common)
-        print(f"{model}: {_describe(metrics, '')}")  # of text that may not be held out, if it is a file
+        _say(f"{model}: {_describe(metrics, '')}")  # of text that may not be held out, if it is a file
         return
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align
 
     _refuse("{} is for text, and cannot be given with --tasks", **of_text)
     results = evaluate_tasks(model, tasks, num_fewshot=num_fewshot, limit=limit, **common)
-    print("\n".join(align(tabulate_tasks(results))))
+    _say("\n".join(align(tabulate_tasks(results))))
     if output is not None:
         write_task_results(results, output)
 
@@ -359,8 +366,8 @@ def explore(
     output = PAGE_FILE if output is None else output
     done = explore(model, other, output=output, **options)
     for each in done.models:
-        print(f"{each.name}: {each.description}")
-    print(f"page: {output} ({len(done.page.encode()):,} bytes)")
+        _say(f"{each.name}: {each.description}")
+    _say(f"page: {output} ({len(done.page.encode()):,} bytes)")
 
 
 @_command("Use and measure", "parameters")
@@ -385,7 +392,7 @@ def params(
         size = measure(config, context)
         row = [name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"]
         rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
-    print("\n".join(align(rows)))
+    _say("\n".join(align(rows)))
 
 
 @_command("Convert and share", "conversion.converting")
@@ -418,11 +425,11 @@ def convert(
     if done.not_compared is not None:
         said.append(f"outputs were not compared: {done.not_compared}")
     said.append("tokenizer beside it" if done.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
-    print(f"{target}: {', '.join(said)}")
+    _say(f"{target}: {', '.join(said)}")
     if done.dequantised is not None:
-        print(f"weights of type {done.dequantised} became float32: the model is no longer quantised")
+        _say(f"weights of type {done.dequantised} became float32: the model is no longer quantised")
     for text in done.lost:
-        print(f"lost: {text}")
+        _say(f"lost: {text}")
 
 
 @_command("Convert and share", "sharing.publishing")
@@ -453,9 +460,9 @@ def publish(
     else:
         done = publish(folder, repo_id, **options, **of_models)
     for name, size in done.files.items():
-        print(f"{size:>14,}  {name}")
+        _say(f"{size:>14,}  {name}")
     total = f"{sum(done.files.values()):,} bytes in {len(done.files)} files"
-    print(f"{total}: nothing was sent" if done.url is None else f"{total}: {done.url}")
+    _say(f"{total}: nothing was sent" if done.url is None else f"{total}: {done.url}")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -477,5 +484,5 @@ def main(words: list[str] | None = None) -> int:
         from modeling_nlq.training.text import one_line
 
         is_plain = isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError))
-        print(f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}", file=sys.stderr)
+        _say(f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}", file=sys.stderr)
         return 1

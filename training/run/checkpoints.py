@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, files_below, read_json, write_text
+from ..disk import files_below, opened, write_text
+from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, read_json
 from ..models import config_differences
 from .record import RunRecord, best_checkpoint
 from .run_folder import RunFolder
@@ -34,7 +35,7 @@ class ChecksumCallback(TrainerCallback):
 
 
 def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
@@ -47,7 +48,10 @@ def fault_of(checkpoint: Path) -> str | None:
     if not file.is_file():
         return "is incomplete"
     try:
-        for name, before in read_json(file).items():
+        written = read_json(file)
+        if STATE_FILE not in written:
+            return "is incomplete"
+        for name, before in written.items():
             if name != CHECKSUMS_FILE and _checksum(checkpoint / name) != before:
                 return f"is damaged ({name} is not as it was written)"
     except (OSError, ValueError) as error:

@@ -21,7 +21,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..files import atomic_dir, read_json, write_text
+from ..disk import atomic_dir, write_text
+from ..files import read_json
 from ..models import load_tokenizer
 from ..parameters import vocabulary_of
 from ..text import first_line, root_cause

@@ -1,11 +1,12 @@
 """Documents: corpora, files and datasets of the Hub, split into training, validation and test documents."""
 
 import ast
-import errno
 import gzip
 import hashlib
+import importlib.util
 import itertools
 import json
+import re
 import string
 import sysconfig
 import textwrap
@@ -15,22 +16,17 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
-from datasets import (
-    Dataset,
-    Features,
-    IterableDataset,
-    Value,
-    concatenate_datasets,
-    load_dataset,
-    load_dataset_builder,
-)
+from datasets import Dataset, DatasetBuilder, Features, IterableDataset, Value, concatenate_datasets, load_dataset_builder
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
+from datasets.utils.extract import Extractor
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers.utils import logging
 
-from ..files import BUILT_IN_CORPORA, DATA_FORMATS, data_format
-from ..text import first_line, root_cause
+from ..disk import opened, read_text
+from ..files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format, parse_yaml
+from ..text import first_line, is_disk_full, root_cause
 from .recipe import Recipe
 
 
@@ -39,6 +35,8 @@ logger = logging.get_logger(__name__)
 PAIRS = "python-docstrings"  # the built-in corpus of pairs
 # Of a document: a tokenizer takes some hundred bytes of memory for each
 MOST_CHARACTERS = 5_000_000
+# Of files in a folder, where others may hold links or archives
+_TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
 def python_files(corpus: str) -> list[Path]:
@@ -130,8 +128,11 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
         splits = {"train": rows.to_iterable_dataset() if recipe.streaming else rows}
     elif Path(name).exists():
         splits, content = _load_local(recipe)
+    elif name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}"):
+        raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
     else:
-        splits = _load(recipe, load_dataset, name, recipe.dataset_config, streaming=recipe.streaming)
+        builder = _find_files(recipe, name, lambda path: path.startswith(("hf://", "https://")) and "::" not in path)
+        splits = _load(recipe, _read_rows, builder, recipe.streaming)
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
     if recipe.text_template is not None:
@@ -164,9 +165,15 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | 
     if r"\n" in template:
         logger.warning_once(f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes")
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        fields = [field[1:3] for field in string.Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
         raise ValueError(f"text_template={template!r}: {error}") from error
+    names = {name for name, _ in fields}
+    for name, layout in fields:
+        if re.search(r"[.[]", name) or re.search(r".{9}|{|\d{4}|(?!100)\d{3}", layout, re.DOTALL):
+            raise ValueError(
+                f"text_template: {name}:{layout} must be a column and 8 characters of format, with numbers up to 100"
+            )
     if known is not None and (missing := sorted(names.difference(known))):
         raise ValueError(f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}")
 
@@ -190,7 +197,7 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
     try:
         return load(*arguments, **options)
     except Exception as error:
-        if getattr(error, "errno", None) == errno.ENOSPC:
+        if is_disk_full(error):
             raise
         what = f"cannot be read: {first_line(root_cause(error))}"  # unreadable content, unknown configuration
         if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
@@ -198,32 +205,63 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
         raise ValueError(f"dataset {name!r} {what}") from error
 
 
-def _local_files(recipe: Recipe) -> tuple[str, dict[str, list[Path]]]:
-    """The reader of a local dataset, a value of `DATA_FORMATS` or the path of a folder, and its files by split."""
+def _find_files(recipe: Recipe, source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
+    """Finds the files of a folder or Hub dataset; raises `ValueError` if its card names another one."""
+    builder = _load(recipe, load_dataset_builder, source, recipe.dataset_config)
+    for path in itertools.chain(*(builder.config.data_files or {}).values()):
+        if not is_own(path):
+            raise ValueError(f"dataset {recipe.dataset!r}: {path} is no file of text that belongs to it")
+    return builder
+
+
+def _read_rows(builder: DatasetBuilder, streaming: bool) -> dict[str, Dataset | IterableDataset]:
+    """The rows of these files by split, as `load_dataset` reads them."""
+    if streaming:
+        return builder.as_streaming_dataset()
+    builder.download_and_prepare()
+    return builder.as_dataset()
+
+
+def _list_files(folder: Path) -> set[str]:
+    """The files of text below a folder; raises `ValueError` for links, but those of the Hub's cache."""
+    found, card = set(folder.rglob("*")), folder / CARD_FILE
+    for path in found:
+        if path.is_symlink():
+            opened(path).close()
+    match = REGEX_YAML_BLOCK.search(read_text(card)) if card in found else None
+    for config in (parse_yaml(match[2]).get("configs") or []) if match else []:
+        if re.search(r"'[/~]|\.\.[/']|:[/:]", str((config.get("data_files"), config.get("data_dir")))):
+            raise ValueError(f"{CARD_FILE} names files outside of the folder")
+    return {str(path) for path in found if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
+
+
+def _local_files(recipe: Recipe) -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
+    """The reader of a local dataset, a value of `DATA_FORMATS` or the builder of a folder, and its files by split."""
     name, path = recipe.dataset, Path(recipe.dataset)
     if path.is_file():
         reader = data_format(path)
         if reader is None:
             raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz")
         return reader, {"train": [path.absolute()]}
-    folder = str(path.resolve())  # `datasets` takes a bare name for that of the Hub or of a format
-    builder = _load(recipe, load_dataset_builder, folder, recipe.dataset_config)
+    folder = path.resolve()  # `datasets` takes a bare name for that of the Hub or of a format
+    builder = _find_files(recipe, str(folder), _load(recipe, _list_files, folder).__contains__)
     files = {str(split): list(map(Path, paths)) for split, paths in builder.config.data_files.items()}
-    return builder.name if builder.name == "text" else folder, files
+    return builder.name if builder.name == "text" else builder, files
 
 
 def _load_local(recipe: Recipe) -> tuple[dict[str, Dataset | IterableDataset], str]:
     """The rows of a file or a folder by split, and a text that follows the content of the files."""
     reader, files = _local_files(recipe)
     digests = {split: [_load(recipe, _hash_file, path) for path in paths] for split, paths in files.items()}
+    content = json.dumps(digests)
     if Path(recipe.dataset).is_file():
-        content, name = f"{reader} {digests['train'][0]}", None
-        # By default `datasets` caches by the times of modification, and takes a name such as `g[1].jsonl` for a pattern
-        data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
-    else:
-        content, name, data_files = json.dumps(digests), recipe.dataset_config, None
+        content = f"{reader} {digests['train'][0]}"
+        if reader != "text":
+            # By default `datasets` caches by the times of modification, and takes a name such as `g[1].jsonl` for a pattern
+            data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
+            reader = _load(recipe, load_dataset_builder, reader, data_files=data_files)
     if reader != "text":
-        return _load(recipe, load_dataset, reader, name, data_files=data_files, streaming=recipe.streaming), content
+        return _load(recipe, _read_rows, reader, recipe.streaming), content
     # The loader of `datasets` makes each line a document, or does not split at lines of white space
     kind, splits = IterableDataset if recipe.streaming else Dataset, {}
     for split, paths in files.items():
@@ -233,16 +271,21 @@ def _load_local(recipe: Recipe) -> tuple[dict[str, Dataset | IterableDataset], s
 
 
 def _hash_file(path: Path) -> str:
-    """Hashes the content of a file, unpacked."""
-    digest = xxhash.xxh64()
+    """Hashes the content of a file, unpacked; raises `ValueError` for a line that would fill the memory."""
+    digest, length, has_lines = xxhash.xxh64(), 0, path.suffix.lower() not in (".parquet", ".arrow")
     with _open(path, "rb") as file:
         while chunk := file.read(2**20):
             digest.update(chunk)
+            length = len(chunk) - chunk.rfind(b"\n") - 1 + length * (b"\n" not in chunk)
+            if has_lines and length > 64 * 2**20:
+                raise ValueError(f"{path.name} has a line of more than 64 MiB; cut it into several")
     return digest.hexdigest()
 
 
 def _open(path: str | Path, mode: str, **options) -> IO:
-    return (gzip.open if str(path).lower().endswith(".gz") else open)(path, mode, **options)
+    if (packed := Extractor.infer_extractor_format(path)) not in (None, "gzip"):
+        raise ValueError(f"{path} is compressed by {packed}; only gzip is read")
+    return (gzip.open if packed else open)(path, mode, **options)
 
 
 def check_text(value, recipe: Recipe) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,6 @@ def evaluate(
         dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on last, of
             which only held-out documents are taken, unless it is a local file or folder; `python-stdlib` if nothing is known.
         batch_size: blocks per device.
-        trust_remote_code: as in `load_model`.
         fields: those of a recipe that say which texts are evaluated, and in what blocks (`EVALUATED`). By default they are as
             in the run; what no run says is as in a recipe, with blocks as long as the model's context. `None` is not given.
 
@@ -170,13 +170,16 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
     """The dataset that a model was trained on last, or the default of recipes.
 
     Raises:
-        ValueError: for a file or folder of this machine. Whoever made the model named it, perhaps elsewhere: only its reader
-            knows whether it may be read.
+        ValueError: unless it is a built-in corpus, or `owner/name` and no file. Whoever made the model named it, perhaps
+            elsewhere: only its reader knows whether anything else may be read.
     """
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
-    if dataset not in BUILT_IN_CORPORA and (Path(dataset).is_absolute() or Path(dataset).exists()):
-        raise ValueError(f"model {model!r} was trained on the local {dataset}; name the text to evaluate by --dataset")
-    return dataset
+    local, part = "the local " * (Path(dataset).is_absolute() or Path(dataset).exists()), r"[\w-]+(\.[\w-]+)*"
+    is_name = not local and re.fullmatch(f"{part}(/{part})?", dataset, re.ASCII)
+    if dataset in BUILT_IN_CORPORA or (is_name and "/" in dataset):
+        return dataset
+    such = f", such as --dataset {dataset}" if is_name else ""
+    raise ValueError(f"model {model!r} was trained on {local}{dataset}; name the text to evaluate by --dataset{such}")
 
 
 def evaluate_model(

@@ -29,7 +29,6 @@ def generate_text(
         temperature: 0 takes the likeliest token each time.
         top_k: sample among the k likeliest tokens; 0: among all.
         seed: the seed of the sampling.
-        trust_remote_code: as in `load_model`.
 
     Returns:
         The prompt and its continuation; of an encoder and decoder, the target for the prompt.

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, Trainer
 
+from ..disk import atomic_dir, delete
 from ..files import CARD_FILE
 from ..text import one_line
 
@@ -23,7 +24,6 @@ def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
     """Freezes a model in place, which may be on the meta device, and returns a `peft.PeftModel` with a LoRA around it.
 
     Args:
-        model: the model.
         fields: fields of `peft.LoraConfig` by name, as `r` and `target_modules`; PEFT's defaults hold for the others.
 
     Raises:
@@ -42,7 +42,7 @@ def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
 def merge_lora(trainer: Trainer) -> None:
     """Saves the LoRA of a trained model alone, in the folder `adapter` of the run, and adds it to the model's weights."""
     if trainer.is_world_process_zero():
-        folder = Path(trainer.args.output_dir) / ADAPTER_FOLDER
-        trainer.model.save_pretrained(folder)
-        (folder / CARD_FILE).unlink()  # PEFT's template, which nobody has filled in
+        with atomic_dir(Path(trainer.args.output_dir) / ADAPTER_FOLDER) as folder:
+            trainer.model.save_pretrained(folder)
+            delete(folder / CARD_FILE)  # PEFT's template, which nobody has filled in
     trainer.model = trainer.model.merge_and_unload()

@@ -94,7 +94,6 @@ def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> 
 
     Args:
         model: an NLQ language model.
-        base_sizes: as in `check_completep`.
     """
     config = model.config
     width = config.hidden_size / base_sizes["hidden_size"]

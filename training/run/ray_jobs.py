@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 import modeling_nlq
 
+from ..disk import delete, named
 from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER, read_json, read_section
 from ..models import weights_fingerprint
 from ..storage import WorkingCopy, is_address
@@ -223,7 +224,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     with suppress(OSError):
         os.chdir(job["cwd"])  # on a file system that the nodes share, relative paths in a recipe lead to the same files
     is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    scratch = Path(tempfile.gettempdir(), f"nlq-{job['id']}")  # the same on all nodes
+    scratch = named(tempfile.gettempdir()) / f"nlq-{job['id']}"  # the same on all nodes
     copy = WorkingCopy(job["place"], scratch)
 
     def report(content: dict[str, Any]) -> None:
@@ -233,7 +234,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
 
     try:
         if is_first_here:
-            shutil.rmtree(scratch, ignore_errors=True)  # of an attempt that was killed
+            delete(scratch)  # of an attempt that was killed
             scratch.mkdir(mode=0o700)
             for wanted in (name, f"{name}{LOG}", *([spec.data] if is_address(copy.location) else [])):
                 copy.pull(wanted)
@@ -253,7 +254,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
         return metrics
     finally:
         if is_first_here:
-            shutil.rmtree(scratch, ignore_errors=True)
+            delete(scratch)
 
 
 def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
@@ -14,6 +15,8 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import CONFIG_NAME
 
+from ..disk import atomic_dir, make_new_folder
+from ..files import CHECKPOINT
 from .masked import MaskingTrainer
 from .parametrization import Factors, split_groups
 
@@ -151,13 +154,26 @@ class RecordingTrainer(MaskingTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does, and a configuration with every checkpoint. A model in shards is saved whole at the end."""
         self.record.hash_batches()
+        if not _internal_call and self.args.should_save:  # the model at the end; checkpoints have new folders
+            with atomic_dir(Path(output_dir or self.args.output_dir), last=CONFIG_NAME) as folder:
+                self._save_model(str(folder), _internal_call)
+        else:
+            self._save_model(output_dir or self.args.output_dir, _internal_call)
+
+    def _save_model(self, folder: str, _internal_call: bool) -> None:
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
         if plugin is not None and not _internal_call:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        super().save_model(output_dir, _internal_call)
-        folder = output_dir or self.args.output_dir
+        super().save_model(folder, _internal_call)
         if self.args.should_save and (plugin is not None or not os.path.isfile(os.path.join(folder, CONFIG_NAME))):
             self.model.config.save_pretrained(folder)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """Saves as `Trainer` does, into a folder that is new."""
+        if self.args.should_save:
+            make_new_folder(Path(self.args.output_dir, f"{CHECKPOINT}{self.state.global_step}"))
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
 
     def _issue_warnings_after_load(self, load_result):
         # A checkpoint holds tied weights once; Trainer (Transformers 5.23) reports the other name as missing

@@ -1,6 +1,6 @@
 """A folder of results: who writes there, and what it was made from."""
 
-import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,11 +9,25 @@ from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
+from ..disk import UNFINISHED, begin_record, delete, make_folder, recorded, refuse_links, refuse_taken
 from ..files import (
+    CARD_FILE,
+    CHECKPOINT,
     COMPARISON_FILE,
     LOCK_FILE,
     METRICS_FILE,
+    MODELS_FILE,
+    PAGE_FILE,
+    PROGRESS,
     RECIPE_FILE,
+    RECORDS,
+    RESULTS_FILE,
+    SETTINGS,
+    STATE_FILE,
+    TASKS_FILE,
+    TOKENIZER,
+    WEIGHTS,
+    code_files,
     differences,
     is_nonempty,
     read_json,
@@ -25,11 +39,19 @@ from ..files import (
 # Seconds to wait for other processes that share a comparison, and claim its folder at the same moment
 CLAIM_PATIENCE = 10.0
 
-# By the file that says what a folder was made from: what a folder without it lacks, and what one with another holds
+# Seconds after which an unfinished folder is what a process that was killed has left
+_LEFT_BEHIND = 3600.0
+
+# By the file that says what a folder was made from: what a folder without it lacks, what one with another holds, and files
+# of which there is one in a folder that was made before folders had a record
 _KINDS = {
-    RECIPE_FILE: ("is no run of `nlq train`", "a run of another recipe"),
-    COMPARISON_FILE: ("holds no comparison", "another comparison"),
+    RECIPE_FILE: ("is no run of `nlq train`", "a run of another recipe", (METRICS_FILE, f"{CHECKPOINT}*/{STATE_FILE}")),
+    COMPARISON_FILE: ("holds no comparison", "another comparison", (MODELS_FILE, RESULTS_FILE, f"*/{MODELS_FILE}")),
 }
+# What is written into a folder
+_NAMES = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS, CARD_FILE, STATE_FILE, PAGE_FILE, TASKS_FILE, "training_args.bin")
+_NAMES += (f"{CHECKPOINT}*", COMPARISON_FILE, MODELS_FILE, RESULTS_FILE, "added_seeds.json", "dataset_fingerprint.txt")
+_NAMES += ("results.md", "report.html", "figures/*.png", "tokenizer/*", f"runs/*/*{PROGRESS}")
 
 
 class FolderIsLocked(ValueError):
@@ -41,7 +63,6 @@ class RunFolder:
     """The folder of a run, of a comparison or of a conversion.
 
     Attributes:
-        path: the folder.
         plan: the file that says what it was made from, `recipe.yaml` or `comparison.yaml`; `None` for any other folder.
     """
 
@@ -66,7 +87,8 @@ class RunFolder:
             self.made_from()
         lock = FileLock(self.path / LOCK_FILE)
         is_new = not self.path.exists()
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
+        refuse_links(self.path)  # the lock, Trainer and TensorBoard open files by their paths
         try:
             lock.acquire(timeout=patience)
         except (Timeout, FileNotFoundError):  # its holder has just removed the folder, in which it had written nothing
@@ -74,11 +96,29 @@ class RunFolder:
                 f"{self.path} is in use by another process; wait for its end, or choose another folder"
             ) from None
         try:
+            for left in self.path.rglob(f".*{UNFINISHED}"):
+                if time.time() - left.stat().st_mtime > _LEFT_BEHIND:
+                    delete(left, is_own=True)
+            if self.plan is not None:
+                self._begin()
             yield
         finally:
             if is_new and not is_nonempty(self.path):
-                shutil.rmtree(self.path, ignore_errors=True)
+                delete(self.path, is_own=True)
             lock.release()
+
+    def _begin(self) -> None:
+        """Begins the record of a folder that has none; raises `ValueError` if it lacks files whose names are needed."""
+        there = {path for pattern in _NAMES for path in self.path.glob(pattern)} | code_files(self.path)
+        names = sorted(path.relative_to(self.path).as_posix() for path in there if path.exists())
+        if recorded(self.path) is None:
+            # TensorBoard appends to the files in `runs` of a run
+            begin_record(self.path, [*(names if self._is_older() else ()), *(["runs"] if self.plan == RECIPE_FILE else [])])
+        refuse_taken(self.path, names)
+
+    def _is_older(self) -> bool:
+        """Tells whether the folder was made before there were records."""
+        return any(any(self.path.glob(pattern)) for pattern in _KINDS[self.plan][2])
 
     def is_held(self) -> bool:
         """Tells whether a process holds the folder."""
@@ -95,6 +135,8 @@ class RunFolder:
         """What the folder was made from; `None` for a new one. Raises `ValueError` if it holds something else."""
         is_taken = is_nonempty(self.path)  # asked first, because another process may write the plan meanwhile
         if (self.path / self.plan).is_file():
+            if self.plan not in (recorded(self.path) or ()) and not self._is_older():
+                raise ValueError(f"{self.path / self.plan} is a file of yours, which stays; choose another --output_dir")
             return read_yaml(self.path / self.plan)
         if is_taken:
             raise ValueError(f"{self.path} exists and {_KINDS[self.plan][0]}; choose another --output_dir")
@@ -135,7 +177,7 @@ class RunFolder:
         elif not any(self.path.glob("*.safetensors")):
             # New, or an attempt failed before it saved any weights: nothing is lost by beginning anew
             if is_main_process:
-                (self.path / "tokenizer.json").unlink(missing_ok=True)
+                delete(self.path / "tokenizer.json")
                 self.write(given)
             return
         if changes := differences(_with_global_batch(before, made_by), _with_global_batch(given, processes)):
@@ -143,6 +185,7 @@ class RunFolder:
 
     def write(self, given: dict[str, Any]) -> None:
         """Writes what the folder is made from."""
+        self._begin()
         write_yaml(self.path / self.plan, given)
 
     def refuse(self, changes: str) -> NoReturn:

@@ -13,7 +13,7 @@ import torch
 
 from modeling_nlq import kernelize
 
-from ..files import write_text
+from ..disk import named, write_text
 from ..models import load_model
 from ..text import check_number, first_line, root_cause
 
@@ -35,7 +35,6 @@ def evaluate_tasks(
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
         batch_size: texts per forward pass.
-        trust_remote_code: as in `load_model`.
 
     Returns:
         lm_eval's results, and by task under `chance` the score of guessing: the mean of one over the number of choices, or
@@ -105,7 +104,7 @@ def write_task_results(results: dict[str, Any], path: str | Path) -> None:
     from lm_eval.utils import handle_non_serializable
 
     text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-    write_text(Path(path), text + "\n")
+    write_text(named(path), text + "\n")
 
 
 def check_tasks(tasks: str | Sequence[str]) -> None:

@@ -32,15 +32,8 @@ from modeling_nlq.modeling_nlq import NLQAttentionLayer
 from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..card import base_model_of, render
-from ..files import (
-    CARD_FILE,
-    CONVERSION_FILE,
-    METRICS_FILE,
-    PLOT_FILE,
-    STATE_FILE,
-    atomic_dir,
-    write_text,
-)
+from ..disk import atomic_dir, write_text
+from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, PLOT_FILE, STATE_FILE
 from ..models import initialize_by_name, source_named
 from ..parameters import Size, auto_class_of, listed, measure, size_of, vocabulary_of
 from ..scrub import without_folders
@@ -74,7 +67,6 @@ def train_recipe(
     A run whose loss becomes infinite or not a number stops there and saves no weights.
 
     Args:
-        resolved: the recipe.
         tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
         callbacks: more callbacks for `Trainer`.
 
@@ -234,8 +226,9 @@ def _train(run: _Run) -> None:
     """Trains from the beginning, or from where the run was interrupted."""
     trainer, arguments = run.trainer, run.resolved.training_arguments
     resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, trainer.is_fsdp_enabled)
-    if trainer.is_world_process_zero():  # its shares of a batch may be others than those of an earlier part of the run
-        RunFolder(Path(arguments.output_dir)).write(run.resolved.given)
+    place = RunFolder(Path(arguments.output_dir))
+    if trainer.is_world_process_zero() and place.made_from() != run.resolved.given:  # its shares of a batch may be others
+        place.write(run.resolved.given)
     if resumed is None:
         trainer.train(resume_from_checkpoint=None)
         return
@@ -340,10 +333,11 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
         size = run.size if run.resolved.recipe.lora is None else size_of(run.trainer.model)
         config = run.trainer.model.config
         card = render(folder.resolve().name, config, size, run.resolved.given, metrics, conversion, has_plot=True)
-        card.save(folder / CARD_FILE)
+        write_text(folder / CARD_FILE, str(card))
     # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
-    state.save_to_json(str(folder / STATE_FILE))
+    with atomic_dir(folder) as unfinished:
+        state.save_to_json(str(unfinished / STATE_FILE))
     write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
 
 

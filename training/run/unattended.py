@@ -5,9 +5,9 @@ The engines of `nlq compare` and `nlq train` start nothing else, on this machine
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..files import CHECKPOINT, LOG, PROGRESS, write_text
+from ..disk import delete, opened, write_text
+from ..files import CHECKPOINT, LOG, PROGRESS
 from ..text import one_line
 from .recipe import resolve_recipe
 from .run_folder import FolderIsLocked, RunFolder
@@ -94,7 +95,7 @@ class Progress(TrainerCallback):
         self._write()
         if error is None:
             with contextlib.suppress(OSError):  # what a finished run leaves there is not read
-                self._file.unlink(missing_ok=True)
+                delete(self._file)
 
     def _go_on(self) -> None:
         self._write()
@@ -128,7 +129,6 @@ def run_in_subprocess(
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
 
     Args:
-        order: the run.
         report: called with the progress of the run, a mapping (see `Progress`), in a thread of its own.
         callbacks: more callbacks for `Trainer`.
 
@@ -157,7 +157,7 @@ def run_in_subprocess(
             if rank == 0 and not order.keeps_checkpoints:
                 for checkpoint in folder.glob(f"{CHECKPOINT}*"):
                     # A finished run needs none, and many runs would fill the disk. Another process may remove them too
-                    shutil.rmtree(checkpoint, ignore_errors=True)
+                    delete(checkpoint)
             return metrics
     except FolderIsLocked:
         raise
@@ -166,8 +166,7 @@ def run_in_subprocess(
 
 
 def _redirect_output(log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    stream = open(log, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open as long as the process lives
+    stream = io.TextIOWrapper(opened(log, "a"), encoding="utf-8", line_buffering=True)  # open as long as the process lives
     for number, standard in ((1, sys.stdout), (2, sys.stderr)):
         standard.flush()
         os.dup2(stream.fileno(), number)

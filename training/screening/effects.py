@@ -84,7 +84,6 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     are noisier than others: then it is right on average, and only the degrees of freedom are too many.
 
     Args:
-        design: the design.
         losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.
     """
     rows, seeds = losses.shape

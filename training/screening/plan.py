@@ -25,9 +25,7 @@ class Screening:
     """The plan of a screening.
 
     Attributes:
-        name, command, given: as in `Comparison`.
         factors: the changes by name.
-        design: the design.
         rates: the low and the high learning rate.
         runs: the runs of the design, as a comparison whose models are its rows, in order.
         sizes: the size of the model with one factor on, by its name, and of the baseline, by `OFF`.

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from ..comparison.outcome import from_json
 from ..comparison.plan import Comparison
 from ..comparison.run import Engine, is_main_process, run_comparison
 from ..comparison.run import run_and_report as confirm_and_report
 from ..comparison.status import CONFIRMATION, SCREENING
-from ..files import COMPARISON_FILE, RESULTS_FILE, write_text
+from ..disk import write_text
+from ..files import COMPARISON_FILE, RESULTS_FILE
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..scrub import without_folders
 from ..storage import publish
+from ..text import from_json
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
 from .sections import ScreeningOutcome, write_report
@@ -41,7 +42,6 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
     """Makes the runs of the design, and those that confirm what survives, and returns the content of `results.json`.
 
     Args:
-        screening: the plan.
         folder: the results folder.
         run, confirm: functions from a comparison and its folder to its results: for the runs of the design, and for those that
             confirm.

@@ -9,13 +9,13 @@ import numpy as np
 import yaml
 from matplotlib.figure import Figure
 
-from ..comparison.figures import BASELINE, save
+from ..comparison.figures import BASELINE, figure_section
 from ..comparison.outcome import Outcome
-from ..comparison.render import Section, bullets, figure, markdown_table, to_markdown, to_page, warning
+from ..comparison.render import Section, bullets, markdown_table, to_markdown, to_page, warning
 from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
 from ..comparison.tables import MASKED_LOSSES, Rows, number, p_value, with_interval
-from ..files import write_text
-from ..text import align
+from ..disk import write_text
+from ..text import Markdown, align, code
 from .design import RATE, Design
 from .effects import Effects
 from .plan import BEST, OFF
@@ -34,9 +34,7 @@ class ScreeningOutcome:
     """The results of a screening, in `results.json`.
 
     Attributes:
-        name, command, comparison: as in `Outcome`.
         factors: the factors by name.
-        design: the design.
         rates: the low and the high learning rate.
         alpha: the level of the tests.
         effects: those of the factors; `None` if a run diverged.
@@ -76,11 +74,11 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all."""
     figures = []
     if results.effects is not None:
-        save(draw_effects(results), folder / "figures" / "effects.png")
-        figures = [figure("Effects", "effects", "How much lower the loss is with each factor on, with 95 % intervals.")]
+        caption = "How much lower the loss is with each factor on, with 95 % intervals."
+        figures = [figure_section(folder, "effects", "Effects", caption, draw_effects(results))]
     sections = _sections(results, figures)
     write_text(folder / "results.md", to_markdown(results.name, sections))
-    write_text(folder / "report.html", to_page(results.name, sections, folder))
+    write_text(folder / "report.html", to_page(results.name, sections))
 
 
 def describe(results: ScreeningOutcome) -> str:
@@ -213,10 +211,10 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
         sections.append(Section("Interactions", [_INTERACTIONS, markdown_table(interaction_rows(results))]))
     if results.confirmation is not None:
         about = "Its own report is in the folder `confirmation`, and the runs of the design are in `screening`."
-        sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), about]))
+        sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), Markdown(about)]))
     changes = [
-        f"`{name}`: `{yaml.safe_dump(found.change, default_flow_style=True).strip()}`"
+        Markdown(f"{code(name)}: {code(yaml.safe_dump(found.change, default_flow_style=True).strip())}")
         for name, found in results.factors.items()
     ]
-    factors = Section("Factors", [bullets(changes), f"`{results.command}`"], is_folded=True)
+    factors = Section("Factors", [bullets(changes), code(results.command)], is_folded=True)
     return [*sections, Section(PROTOCOL, [bullets(protocol(results))], is_folded=True), factors]

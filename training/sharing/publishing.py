@@ -1,14 +1,16 @@
 """`nlq publish`: uploads a model to a repository on the Hub, in one commit of exactly the files that belong to it.
 
 A list of allowed files chooses them: a run folder also holds optimizer states, pickles, logs with names of machines, and any
-other file of the user. `HfApi.upload_folder` would need a copy of the allowed files with the weights.
+other file of the user. A copy of them, with links to the opened weights, is checked and sent.
 """
 
 import fnmatch
 import html
 import json
+import os
 import re
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +27,7 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
@@ -32,7 +35,9 @@ from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_a
 from ..card import converted_base, render
 from ..comparison.outcome import read_outcome
 from ..comparison.report import verdicts
+from ..comparison.results import check_metrics
 from ..comparison.status import CONFIRMATION
+from ..disk import below, named, opened
 from ..files import (
     ADAPTER,
     CARD_FILE,
@@ -55,10 +60,11 @@ from ..files import (
 from ..parameters import check_parameters, size_of
 from ..run.recipe import without_private
 from ..scrub import check_for_traces, without_folders
-from ..text import one_line
+from ..text import Markdown, one_line
 from .adapter import whole_modules, write_adapter
 
 
+_INDEX = WEIGHTS[-1]
 _COMPARISON = ("comparison/results.md", "comparison/figures/*.png")
 # Fields that hold the place a tokenizer or a configuration was loaded from
 _PLACES = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
@@ -122,10 +128,38 @@ def publish(
         ImportError: for an adapter, if PEFT is not installed.
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
-    folder = Path(folder)
-    with tempfile.TemporaryDirectory() as scratch:
-        contents = _collect(folder, repo_id, comparison, card, license, Path(scratch) if adapter else None)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
+        copy, target = named(scratch) / "model", named(scratch) / "adapter" if adapter else None
+        try:
+            _copy(named(folder), copy, files)
+            contents = _collect(copy, Path(folder), repo_id, comparison, card, license, target)
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(copy), str(folder))) from error
         return _send(repo_id, contents, private, revision, dry_run)
+
+
+def _copy(folder: Path, target: Path, files: ExitStack) -> None:
+    """Copies what may be published, and links weights to the files, which stay open; `ValueError` for links as in `opened`."""
+    patterns = (*SETTINGS, *TOKENIZER, *RECORDS, WEIGHTS[0], _INDEX)
+    names = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
+    names |= {path.name for path in code_files(folder) if path.is_file()}
+    if _INDEX in names and WEIGHTS[0] not in names:
+        shards = json.loads(_read(folder / _INDEX)).get("weight_map")
+        names |= {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
+    for name in names:
+        copy = target / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".safetensors"):
+            file = files.enter_context(opened(below(folder, name)))
+            place = f"/proc/self/fd/{file.fileno()}"  # this file, whatever has its name now
+            copy.symlink_to(place if os.path.exists(place) else os.path.realpath(folder / name))
+        else:
+            copy.write_bytes(_read(below(folder, name)))
+
+
+def _read(path: Path) -> bytes:
+    with opened(path) as file:
+        return file.read()
 
 
 def publish_space(
@@ -135,22 +169,21 @@ def publish_space(
 
     Args:
         page: the file, or the folder of a run or comparison that has one.
-        repo_id, private, revision, dry_run: as in `publish`.
 
     Raises:
         ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
         PublishingError: as in `publish`.
     """
-    page = Path(page) / PAGE_FILE if Path(page).is_dir() else Path(page)
+    page = named(page) / PAGE_FILE if Path(page).is_dir() else named(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
-    text = page.read_text(encoding="utf-8", errors="replace")
-    title = re.search(r"<title>(.*?)</title>", text)
+    text = _read(page)
+    title = re.search(r"<title>(.*?)</title>", text.decode(errors="replace"))
     if title is None:
         raise ValueError(f"{page} is no page of `nlq explore`")
     settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
-    contents = {"README.md": card.encode(), "index.html": page}
+    contents = {"README.md": card.encode(), "index.html": text}
     check_for_traces(page.parent, contents)
     return _send(repo_id, contents, private, revision, dry_run, "space")
 
@@ -194,6 +227,7 @@ def _send(
 
 def _collect(
     folder: Path,
+    origin: Path,
     repo_id: str,
     comparison: str | Path | None,
     card: str | Path | None,
@@ -202,9 +236,12 @@ def _collect(
 ) -> dict[str, Path | bytes]:
     """Collects the files to upload by name: as they are, or rewritten where they might name paths of this machine.
 
-    Those of an adapter are made in `adapter_folder`, if one is given, and take the place of the model's.
+    `folder` holds copies of those of `origin`. Those of an adapter are made in `adapter_folder`, if one is given, and take the
+    place of the model's.
     """
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
+    if METRICS_FILE in records:
+        check_metrics(folder / METRICS_FILE, records[METRICS_FILE], required=("steps", "tokens_seen"))
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish")
     settings = read_json(folder / "config.json")
@@ -220,9 +257,13 @@ def _collect(
         given["training"] = without_private(given.get("training") or {})
     contents: dict[str, Path | bytes] = {}
     if adapter_folder is None:
-        files, patterns = {*weights, *code_files(folder)}, (*SETTINGS, *TOKENIZER, *RECORDS)
+        code = code_files(folder)
+        files, patterns = {*weights, *code}, (*SETTINGS, *TOKENIZER, *RECORDS)
         if missing := sorted(path.name for path in files if not path.is_file()):
             raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
+        for path in code:  # Transformers would look for these files on the Hub, too
+            if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - {*os.listdir(folder)}:
+                raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")
     else:
         files, patterns = set(), (*TOKENIZER, *RECORDS)
         contents = {path.name: path for path in _adapter(folder, adapter_folder, model, given, records)}
@@ -241,10 +282,10 @@ def _collect(
 
     text = None
     if comparison is not None:
-        text, report = _report(folder.resolve(), Path(comparison).resolve())
+        text, report = _report(origin.resolve(), Path(comparison).resolve())
         contents |= report
     if card is not None:
-        contents[CARD_FILE] = Path(card).read_bytes()
+        contents[CARD_FILE] = _read(named(card))
     else:
         contents[CARD_FILE] = str(
             render(
@@ -261,22 +302,23 @@ def _collect(
                 is_adapter=adapter_folder is not None,
             )
         ).encode()
-    check_for_traces(folder, contents)
+    check_for_traces(origin, contents)
     return dict(sorted(contents.items()))
 
 
-def _report(run: Path, folder: Path) -> tuple[str, dict[str, Path | bytes]]:
+def _report(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     """The verdicts of a comparison, for the card of a run that may be part of it, and the files of its report."""
     variant, name, scale = (run.parent.name, run.name, run.parents[2].name) if folder in run.parents else (None, None, None)
     files = files_in(folder, ("results.md", "figures/*.png"))
-    contents: dict[str, Path | bytes] = {f"comparison/{path.relative_to(folder).as_posix()}": path for path in files}
-    if isinstance(report := contents.get("comparison/results.md"), Path):
-        contents["comparison/results.md"] = without_folders(report.read_text(encoding="utf-8")).encode()
+    contents = {f"comparison/{path.relative_to(folder).as_posix()}": _read(path) for path in files}
+    if (report := contents.get("comparison/results.md")) is not None:
+        contents["comparison/results.md"] = without_folders(report.decode()).encode()
     results = read_json(folder / RESULTS_FILE)
     if "design" in results:
         raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
-    text = verdicts(read_outcome(results), variant, name, scale if "scales" in results else None)
-    return f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md).", contents
+    text = verdicts(read_outcome(results, folder / RESULTS_FILE), variant, name, scale if "scales" in results else None)
+    text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
+    return Markdown(without_folders(text)), contents
 
 
 def _adapter(
@@ -322,7 +364,7 @@ def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, s
     else:
         added = shapes.keys() - model.state_dict().keys()
         model.added = torch.nn.ParameterList(torch.empty(shapes[key], device="meta") for key in sorted(added))
-    index = ["model.safetensors.index.json"] if found.sharded else []
+    index = [_INDEX] if found.sharded else []
     return model, [folder / file for file in (*index, *found.files_metadata)]
 
 

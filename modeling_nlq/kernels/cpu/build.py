@@ -2,13 +2,17 @@
 
 They are optional and for Linux. They replace PyTorch code that computes the same, and where they cannot be compiled, that code
 stays. Compiling, by `nlq build` or at the first use of an operator, needs a C++ compiler and takes up to a minute. The
-library is kept in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`. The variable `NLQ_CPP=0` turns it off.
+library is kept in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`, where no other user may be able to write. The
+variable `NLQ_CPP=0` turns it off.
 """
 
+import contextlib
+import ctypes
 import functools
 import hashlib
 import os
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -59,15 +63,39 @@ def load(namespace: str) -> bool:
         if not library.exists():
             logger.warning(f"NLQ compiles its C++ code once, which takes up to a minute: {library}")
             compile_library(namespace)
-        torch.ops.load_library(str(library))
+        _open_library(library)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         logger.warning(
             "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled. It needs "
-            "g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that can be written. NLQ_CPP=0 "
-            f"turns it off. {_first_error(error)}"
+            "g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that you can write, and no other "
+            f"user. NLQ_CPP=0 turns it off. {_first_error(error)}"
         )
         return False
     return True
+
+
+def is_private(place: int | Path) -> bool:
+    """Tells whether only this user and root can write a file or folder, given by its path or descriptor.
+
+    The owner's own group may write, as with a umask of 002: one of the owner's name, without other members.
+    """
+    import grp  # which Windows lacks, as the next one
+    import pwd
+
+    status, is_own = os.stat(place), False
+    with contextlib.suppress(KeyError):  # an id without a name
+        owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
+        is_own = owner.pw_gid == group.gr_gid and {group.gr_name, *group.gr_mem} == {owner.pw_name}
+    others = stat.S_IWOTH if is_own else stat.S_IWOTH | stat.S_IWGRP
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & others
+
+
+def _open_library(library: Path) -> None:
+    """Loads the library by the descriptor of the file that was checked; `OSError` if other users can write it."""
+    file = os.open(library, os.O_NOFOLLOW)  # stays open, because the loader knows a library by this path
+    if not (is_private(file) and is_private(library.parent)):
+        raise PermissionError(f"other users can write {library}, or its folder")
+    ctypes.CDLL(f"/proc/self/fd/{file}")
 
 
 def _first_error(error: Exception) -> str:
@@ -80,7 +108,11 @@ def library_file(namespace: str) -> Path:
     """Returns where the library lies, or will. Its name tells builds apart, also those of machines that share the folder."""
     contents = [file.read_bytes() for file in (*_sources(), *sorted(FOLDER.glob("*.h")))]
     parts = (contents, _flags(namespace), _compiler(), torch.__version__, str(_torch_folder()))
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    default = Path.home() / ".cache" / "torch_extensions"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
+    if folder.is_dir() and not is_private(folder):
+        logger.warning_once(f"TORCH_EXTENSIONS_DIR={folder}: other users can write it, so {default} is used")
+        folder = default
     return folder / f"nlq_{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.so"
 
 
@@ -93,13 +125,14 @@ def compile_library(namespace: str) -> None:
     library, torch_folder = library_file(namespace), _torch_folder()
     headers = [f"-I{torch_folder / 'include' / place}" for place in ("", "torch/csrc/api/include")]
     # Processes that compile at the same time each write files of their own; the last one to finish stays
-    library.parent.mkdir(parents=True, exist_ok=True)
+    library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = {source: str(Path(scratch, f"{source.stem}.o")) for source in _sources()}
         list(threads.map(lambda source: _run(namespace, "-c", str(source), "-o", objects[source], *headers), objects))
         result = Path(scratch, "library.so")
         libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
         _run(namespace, "-shared", *objects.values(), "-o", str(result), *libraries)
+        result.chmod(0o755)  # whatever the umask is
         result.replace(library)
 
 

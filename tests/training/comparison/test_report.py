@@ -1,5 +1,6 @@
 """The report of a comparison: its files say what the results say, and the page needs nothing but itself."""
 
+import base64
 import dataclasses
 import json
 import math
@@ -8,6 +9,7 @@ import zlib
 from html.parser import HTMLParser
 from pathlib import Path
 
+import markdown_it
 import numpy as np
 import pytest
 from matplotlib.image import imread
@@ -22,7 +24,6 @@ from modeling_nlq.training.comparison.outcome import (
     History,
     Outcome,
     ScaleOutcome,
-    from_json,
     judge,
     read_outcome,
     to_json,
@@ -36,8 +37,10 @@ from modeling_nlq.training.comparison.report import (
     warning_sentences,
     write_report,
 )
-from modeling_nlq.training.comparison.run import run_and_report
+from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
+from modeling_nlq.training.text import from_json, printable
+from nlq import main
 
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
@@ -180,10 +183,10 @@ def test_golden(report, name, fields):
 
 def test_results_are_read_as_they_were_written(outcome):
     assert read_outcome(json.loads(json.dumps(to_json(outcome)))) == outcome
-    assert from_json(tuple[float, ...], [1.0, 2.0]) == (1.0, 2.0) and from_json(np.ndarray, [1.0, 2.0]).tolist() == [1.0, 2.0]
+    assert from_json(tuple[float, float], [1.0, 2.0]) == (1.0, 2.0) and from_json(np.ndarray, [1.0, 2.0]).tolist() == [1.0, 2.0]
     content = to_json(outcome)
     del content["models"]["base"]["runs"][0]["seed"]
-    with pytest.raises(KeyError, match="seed"):
+    with pytest.raises(ValueError, match=r"^results\.json: .*models\.base\.runs\.0\.seed is missing$"):
         read_outcome(content)
 
 
@@ -230,6 +233,73 @@ def test_names_break_neither_table_nor_figure(outcome, tmp_path):
     assert html_in((tmp_path / "results.md").read_text()) == html_in(verdicts(named)) == []
     assert r"| corpus | a\|b c.txt |" in (tmp_path / "results.md").read_text().splitlines()
     assert r"a|b $\frac$" in Page((tmp_path / "report.html").read_text()).text
+
+
+STRANGE = ["` ![x](../secret_key) `", "![x](secret_key)", "![x](missing.png)", "![x](figures/curves.png)", "[x](javascript:a)"]
+STRANGE += ["![x](http://a.b)", "<img src=secret_key>", "[x]: secret_key\n\n![x]", "```\n![x](secret_key)", "\x1b[2J\ud800"]
+
+
+@pytest.mark.parametrize("text", STRANGE)
+def test_only_figures_of_the_report_are_in_it(outcome, tmp_path, text):
+    (folder := tmp_path / "report").mkdir()
+    for place in (tmp_path, folder):
+        (place / "secret_key").write_text("open sesame")
+    comparison = {**outcome.comparison, "recipe": {**outcome.comparison["recipe"], "dataset": text}}
+    found = changed(outcome.largest, "twin", given={"training": {"run_name": text}}, kernels=[text, "by cpp"])
+    found = changed(found, versions={text: text}, device=text, dataset_fingerprint=text, comparison=comparison)
+    strange = dataclasses.replace(outcome, command=text, comparison=comparison, scales={"": found})
+    write_report(strange, folder)
+    page, figures = Page((folder / "report.html").read_text()), {path.name for path in (folder / "figures").iterdir()}
+    assert all(address.startswith("data:") for address in page.addresses) and page.tags.count("img") == len(figures)
+    assert base64.b64encode(b"open sesame").decode() not in str(page.addresses)
+    assert " ".join(page.text.split()).count(" ".join(printable(" ".join(text.split())).split())) >= 6
+    strange = dataclasses.replace(strange, scales={"": changed(found, name=text)})
+    for markdown in ((folder / "results.md").read_text(), verdicts(strange)):
+        tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(markdown)
+        tokens += [child for token in tokens for child in token.children or ()]
+        assert {token.attrs["src"] for token in tokens if token.type == "image"} <= {f"figures/{name}" for name in figures}
+        assert not {token.type for token in tokens} & {"html_inline", "html_block", "link_open"}
+
+
+def run_folder_with(make_file, folder: Path, **fields) -> Path:
+    """A comparison whose run of seed 1 has other metrics; `...` for a field that it lacks."""
+    plan = load_plan(make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1]), {"explore": False})
+    run_comparison(plan, folder, PlantedEngine(planted))
+    metrics = next(folder.glob("runs/good/*-seed-1/metrics.json"))
+    content = {**json.loads(metrics.read_text()), **fields}.items()
+    metrics.write_text(json.dumps({name: value for name, value in content if value is not ...}))
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("versions", "2.13", "versions='2.13' must be fields and values"),
+        ("versions", {"torch": 2.13}, "versions.torch=2.13 must be text"),
+        ("test_loss", math.inf, "test_loss=inf must be a finite number"),
+        ("test_loss", ..., "test_loss is missing"),
+        ("eval_loss", None, "eval_loss=None must be a finite number"),
+        ("test_loss_parts", [1.0, math.nan], "test_loss_parts.1=nan must be a finite number"),
+        ("steps", [12], "steps=[12] must be a whole number"),
+        ("diverged", "no", "diverged='no' must be true or false"),
+        ("device", ["\x1b[2J"], r"device=['\x1b[2J'] must be text"),
+        ("peak_memory", 10**400, "peak_memory=100000000000000000...0000000000000000000 must be a whole number"),
+    ],
+)
+def test_metrics_of_another_type(make_file, tmp_path, capsys, field, value, message):
+    metrics = run_folder_with(make_file, tmp_path, **{field: value})
+    assert main(["compare", "any", "--output_dir", str(tmp_path), "--status"]) == 1
+    assert capsys.readouterr().err == f"nlq: error: {metrics}: {message}\n"
+
+
+def test_status_gives_a_terminal_no_controls(make_file, tmp_path, capsys):
+    metrics = run_folder_with(make_file, tmp_path)
+    progress = {"state": "\x1b[2J", "step": "\x07", "steps": None, "loss": None, "updated": 0, "host": "\x9b\u202e", "pid": 1}
+    metrics.parent.with_name(f"{metrics.parent.name}.progress.json").write_text(json.dumps({**progress, "error": "a\x1b]0;b"}))
+    metrics.unlink()
+    assert main(["compare", "any", "--output_dir", str(tmp_path), "--status"]) == 0
+    text = capsys.readouterr().out
+    assert text.replace("\n", "").isprintable() and r"\x1b[2J, step \x07 of ?, \x9b\u202e" in text and r"a\x1b]0;b" in text
 
 
 def test_warnings(outcome, tmp_path):

@@ -276,8 +276,16 @@ class TestConvertFaults:
         (nlq_folder / name).unlink(missing_ok=True)
         (nlq_folder / name).symlink_to(tmp_path / "victim" / ("a.jinja" if "." in name else ""))
         before = snapshot(tmp_path)
-        assert "leads out of" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
+        assert "is a link" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
         assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("name", ["../mine", "{}/mine", "a/../../mine"])
+    def test_overwriting_deletes_nothing_elsewhere(self, source, nlq_folder, tmp_path, capsys, name):
+        """The folder says what was written there, and somebody else may have made it."""
+        (tmp_path / "mine").write_text("mine")
+        (nlq_folder / ".files").write_text(name.format(tmp_path) + "\n")
+        assert "leads out of" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
+        assert (tmp_path / "mine").read_text() == "mine"
 
     @parametrize_grid(
         {

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
 from modeling_nlq.training import train
+from modeling_nlq.training.disk import make_new_folder
 from modeling_nlq.training.run import checkpoints
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
 from nlq import main
@@ -48,7 +49,8 @@ class TestCheckpoints:
         message = "nlq: interrupted: the same command goes on from the last checkpoint\n"
         assert capsys.readouterr().err.endswith(message)
         # A checkpoint that is half written must be passed over
-        shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6")
+        make_new_folder(folder / "checkpoint-6")
+        shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6", dirs_exist_ok=True)
         (folder / "checkpoint-6" / "checksums.json").unlink()
         assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
 
@@ -114,6 +116,7 @@ class TestCheckpoints:
             ("config.json", None, "is damaged (.*config.json"),
             ("optimizer.pt", b"", "is damaged (optimizer.pt is not as it was written)"),
             ("checksums.json", None, "is incomplete"),
+            ("checksums.json", b"{}", "is incomplete"),
             ("checksums.json", b"[", "is damaged (.*checksums.json"),
         ],
     )

@@ -1,9 +1,11 @@
 """Documents as users have them: odd names, encodings, copies, datasets that change; and how they are split."""
 
+import bz2
 import gzip
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
@@ -141,6 +143,87 @@ class TestFiles:
         (tmp_path / "folder" / "b.txt").write_text("five\nsix\n\nseven")
         found = read(tmp_path / "folder", validation_fraction=0.5, streaming=streaming)
         assert found == {"one\n  more", "two", "three\nfour", "five\nsix", "seven"}
+
+
+CARD = "---\nconfigs:\n- config_name: default\n  {}\n---\n"
+
+
+class TestFolderOfAStranger:
+    """Of a folder, only its own regular files of text are read, whatever its card says."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        write_documents(tmp_path / "private.jsonl", ["private"] * 30)
+        return write_documents(tmp_path / "folder" / "a.jsonl", RIGHT).parent
+
+    def test_its_card_names_splits_of_its_own_files(self, folder):
+        private = folder.parent / "private.jsonl"
+        fields = [f"data_files: {name}" for name in (private, "../private.jsonl", f"'{private}*'", f"file://{private}")]
+        fields += [r'data_files: "sub/\x2e\x2e/../private.jsonl"', "data_dir: ..", "data_files: &a [a.jsonl, *a]"]
+        fields += ["data_files: [{split: train, path: a.jsonl}, {split: test, path: [a.jsonl, ../private.jsonl]}]"]
+        for field in fields:
+            (folder / "README.md").write_text(CARD.format(field))
+            with pytest.raises(ValueError, match=r"README.md names files outside of the folder|50,000 values"):
+                read(folder)
+        write_documents(folder / "b.jsonl", ["held out"])
+        splits = "[{split: train, path: a*}, {split: validation, path: b.jsonl}]"
+        (folder / "README.md").write_text(CARD.format(f"data_files: {splits}"))
+        found = load_documents(Recipe(model="tiny-linear", dataset=str(folder)))
+        assert (set(found["train"]["text"]), found["validation"]["text"][:]) == (set(RIGHT), ["held out"])
+
+    def test_links_are_not_followed(self, folder):
+        private = folder.parent / "private.jsonl"
+        for target in (private, folder.parent, "a.jsonl"):
+            (folder / "b.jsonl").symlink_to(target)
+            with pytest.raises(ValueError, match=r"b.jsonl is a link"):
+                read(folder)
+            (folder / "b.jsonl").unlink()
+        (folder.parent / "link").symlink_to(folder)  # which the user names
+        assert read(folder.parent / "link") == set(RIGHT)
+        (folder / ".huggingface.yaml").write_text(CARD.format(f"data_files: {private}").strip("-\n"))
+        with pytest.raises(ValueError, match=r"private.jsonl is no file of text that belongs to it"):
+            read(folder)
+
+    def test_a_snapshot_of_the_hub_has_links_to_its_own_blobs(self, folder):
+        snapshot, blobs = folder.parent / "datasets--a--b" / "snapshots" / "0123", folder.parent / "datasets--a--b" / "blobs"
+        (snapshot / "data").mkdir(parents=True)
+        (snapshot / "data" / "a.jsonl").symlink_to(write_documents(blobs / "abc.jsonl", RIGHT))
+        assert read(snapshot) == read(snapshot / "data") == set(RIGHT)
+        (snapshot / "b.jsonl").symlink_to(folder / "a.jsonl")
+        with pytest.raises(ValueError, match=r"b.jsonl is a link"):
+            read(snapshot)
+
+
+def test_what_names_no_dataset(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_documents(tmp_path / "private.jsonl", RIGHT).parent)
+    for name in ("pandas", "csv", "json", "text", "arrow", "webdataset", "imagefolder"):
+        with pytest.raises(ValueError, match=f"dataset '{name}' is a format; name a file, a folder or OWNER/NAME"):
+            read(name)
+    for path in ("/home/private.jsonl", "local:///private.jsonl", "hf://a/b::local:///private.jsonl"):  # in a card of the Hub
+        made = SimpleNamespace(config=SimpleNamespace(data_files={"train": ["hf://datasets/a/b@0/a.jsonl", path]}))
+        monkeypatch.setattr(documents_module, "load_dataset_builder", lambda *_, made=made: made)
+        with pytest.raises(ValueError, match=f"{path} is no file of text that belongs to it"):
+            read("owner/name")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt.gz", "packed.jsonl"])
+def test_a_line_of_too_many_bytes(name, tmp_path):
+    path, line = tmp_path / name, b'{"text": "' + b"a" * (65 * 2**20)
+    path.write_bytes(line if name == "a.jsonl" else gzip.compress(line, 1))
+    for dataset in (path, tmp_path):
+        with pytest.raises(ValueError, match=f"cannot be read: {path.name} has a line of more than 64 MiB"):
+            read(dataset)
+    path.write_bytes(bz2.compress(b"a"))
+    with pytest.raises(ValueError, match="is compressed by bz2; only gzip is read"):
+        read(path)
+
+
+def test_a_template_has_short_formats(tmp_path):
+    path = write_documents(tmp_path / "a.jsonl", RIGHT)
+    for field in (":>999999999", ":>101", ":.101", ":{text}", ":>100.999", ":%Y-%m-%dT", ".__class__", "[0]", "[0].x:>9"):
+        with pytest.raises(ValueError, match="must be a column and 8 characters of format, with numbers up to 100"):
+            read(path, text_template=f"{{text{field}}}")
+    assert read(path, text_template="{text!s:>100}{text:<9.100}") == {f"{text:>100}{text:<9}" for text in RIGHT}
 
 
 @pytest.mark.slow

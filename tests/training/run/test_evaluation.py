@@ -101,6 +101,29 @@ class TestOwnDataset:
         other = evaluation.evaluate(own, dataset="owner/other")
         assert (other.validation_fraction, other.packing, other.block_size) == (0.02, "documents", Recipe.block_size)
 
+    def test_a_record_names_built_in_corpora_and_datasets_of_the_hub(self, own, monkeypatch):
+        """Not what would be read from this machine: a file, a folder, or the working folder by the name of a format."""
+        monkeypatch.chdir(own.parent)
+        Path("own", "folder").mkdir(parents=True)
+        refused = "pandas csv squad own own/folder none/../own /etc/x ../x a/b/c hf://datasets/a/b file:///x a/.. ./a ~/x é/b"
+        allowed = ["python-docstrings", "owner/name", "o-w.n_er/na.me-1"]
+        for dataset in (*allowed, "a/b\n", "", *refused.split()):
+            (own / "recipe.yaml").write_text(yaml.safe_dump({"dataset": dataset, "block_size": 32}))
+            if dataset in allowed:
+                assert evaluation.evaluate(own).dataset == dataset
+                continue
+            such = ", such as --dataset squad" * (dataset == "squad")
+            with pytest.raises(ValueError, match=f"(?s)was trained on .*; name the text to evaluate by --dataset{such}"):
+                evaluation.evaluate(own)
+
+    def test_a_recipe_that_goes_on_from_itself(self, own, monkeypatch):
+        monkeypatch.chdir(own.parent)
+        shutil.copytree("run", "other")
+        for models in ({"run": "run"}, {"run": "./other/../run"}, {"run": "other", "other": "run"}):
+            for folder, model in models.items():
+                Path(folder, "recipe.yaml").write_text(yaml.safe_dump({"model": model, "dataset": f"owner/{folder}"}))
+            assert [record["dataset"] for record in read_trained_on("run")] == [f"owner/{name}" for name in reversed(models)]
+
     def test_documents_it_was_trained_on(self, own):
         with pytest.raises(ValueError, match="was trained on python-stdlib but for a share of"):
             evaluation.evaluate(own, validation_fraction=0.02)

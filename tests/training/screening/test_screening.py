@@ -19,13 +19,13 @@ from support.planted import Interrupted, PlantedEngine
 pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[screening]'")
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.outcome import from_json
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import CONFIRMATION
 from modeling_nlq.training.screening.design import RATE, make_design
 from modeling_nlq.training.screening.effects import analyse_effects
 from modeling_nlq.training.screening.run import run_and_report, run_screening
 from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
+from modeling_nlq.training.text import from_json
 from nlq import main
 
 

@@ -1,10 +1,12 @@
 """The card of a published model."""
 
+import ast
 import json
 import re
 import shutil
 from pathlib import Path
 
+import markdown_it
 import pytest
 import safetensors.torch
 import yaml
@@ -41,14 +43,18 @@ def test_parts_are_named_with_their_source():
     assert "* `forget_gate`: `s_ij + sum" in (text := str(render("model", config, measure(config)))) and "2503.02130" in text
 
 
-@pytest.mark.parametrize("name", ["<img src=x>", "a` <b> `c"])
+@pytest.mark.parametrize("name", ["<img src=x>", "a` <b> `c", "a\n```\n\n<b> ````", "` ![x](http://a.b/c) `"])
 def test_names_are_no_html(name):
     config = load_config("tiny-linear")
-    results = {"tokens_seen": 1, "steps": 1, "eval_loss": 1.0, "base_model": name, "dataset_fingerprint": name}
-    given = {"dataset": name, "tokenizer": name}
+    results = {"tokens_seen": 1, "steps": 1, "eval_loss": 1.0, "base_model": name, "dataset_fingerprint": name, "kernels": name}
+    given = {"dataset": name, "tokenizer": name, "model": name}
     card = render(name, config, measure(config), given=given, metrics=results, comparison=f"| {name} |")
-    assert html_in(card.text) == []
-    assert yaml.safe_load(re.search(r"```yaml\n(.*?)```", card.text, flags=re.DOTALL)[1]) == given
+    assert html_in(card.text) == [] and "<img" not in markdown_it.MarkdownIt("commonmark", {"html": False}).render(card.text)
+    assert yaml.safe_load(re.search(r"(````*)yaml\n(.*?)\1\n", card.text, flags=re.DOTALL)[2]) == given
+    conversion = {"source": name, "base_model": name, "source_class": "A", "switches": {}, "lost": [name], "difference": None}
+    card = render("a/b", config, measure(config), given, results, conversion, is_adapter=True)
+    code = re.search(r"```python\n(.*?)\n```", card.text, flags=re.DOTALL)[1]
+    assert html_in(card.text) == [] and repr(name) in ast.unparse(ast.parse(code))
     assert html_in("a <img src=x>") == ["<img src=x>"]
 
 

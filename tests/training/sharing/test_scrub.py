@@ -15,6 +15,8 @@ import modeling_nlq
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.run import trainer as trainer_module
 from modeling_nlq.training.scrub import check_for_traces, without_folders
+from modeling_nlq.training.sharing import publishing
+from modeling_nlq.training.sharing.publishing import publish
 from nlq import main
 
 
@@ -132,14 +134,104 @@ class TestNothingLeaks:
         assert server.files(f"anna/shards-{is_whole}").keys() == expected
 
 
+# What a name below a model's folder leads to, and what else is changed
+LINKS = ["modeling_nlq.py", "mine.py", "model.safetensors", "config.json", "tokenizer.json", "metrics.json", "loss.png"]
+
+
+@pytest.mark.parametrize("name", [*LINKS, "additional_chat_templates/a.jinja", "../out.safetensors"])
+def test_links_below_the_folder(name, copy_run, tmp_path):
+    """Only files of the folder itself are sent, which may be named by a link."""
+    folder, secret = copy_run(), tmp_path / "out.safetensors"
+    (tmp_path / "named").symlink_to(folder)
+    path = folder / name
+    if name == "mine.py":
+        path.write_text("from .modeling_nlq import NLQForCausalLM\n\n\nclass Mine(NLQForCausalLM):\n    pass\n")
+        change_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "mine.Mine"})
+    elif "/" in name:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "a.jinja").write_text("")
+    assert publish(tmp_path / "named", "anna/x", dry_run=True).files.keys() >= RUN_FILES - {"README.md", ".gitattributes"}
+    if "/" not in name:
+        path.rename(secret)
+        path.symlink_to(secret)
+    elif path.suffix == ".jinja":
+        path.parent.symlink_to(tmp_path / path.parent.name)
+    else:
+        (folder / "model.safetensors").rename(secret)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": name}}))
+    with pytest.raises(
+        ValueError, match=rf"({re.escape(name.removesuffix('/a.jinja'))} is a link|^'\.\./out\.safetensors' leads out of)"
+    ):
+        publish(folder, "anna/x", dry_run=True)
+
+
+def test_a_snapshot_of_the_hub(copy_run, tmp_path):
+    """Its files are links to the `blobs` of its repository."""
+    folder = copy_run()
+    expected = publish(folder, "anna/x", dry_run=True).files.keys()
+    repository = tmp_path / "models--anna--x"
+    (repository / "blobs").mkdir(parents=True)
+    (repository / "snapshots").mkdir()
+    snapshot = folder.rename(repository / "snapshots" / "0123")
+    for name in ("config.json", "model.safetensors", "modeling_nlq.py", "tokenizer.json"):
+        (snapshot / name).rename(repository / "blobs" / name.encode().hex())
+        (snapshot / name).symlink_to(f"../../blobs/{name.encode().hex()}")
+    assert publish(snapshot, "anna/x", dry_run=True).files.keys() == expected
+
+
+def test_what_was_checked_is_sent(copy_run, monkeypatch):
+    folder, sent = copy_run(), {}
+    expected = {name: (folder / name).read_bytes() for name in ("modeling_nlq.py", "model.safetensors", "tokenizer.json")}
+
+    def swap(repo_id, contents, *_):
+        for name in expected:
+            (folder / "new").write_text("secret")
+            (folder / "new").rename(folder / name)
+        sent.update({name: contents[name].read_bytes() for name in expected})
+
+    monkeypatch.setattr(publishing, "_send", swap)
+    publish(folder, "anna/x")
+    assert sent == expected
+
+
+def test_a_text_is_no_import(copy_run):
+    """A file that only a docstring names stays here; as Transformers' loader would miss it, its author is told."""
+    folder = copy_run()
+    (folder / "settings.py").write_text("KEY = 'secret'\n")
+    code = folder / "modeling_nlq.py"
+    code.write_text(f'{code.read_text()}\n_TEXT = """\nfrom .settings import KEY\n"""\n')
+    with pytest.raises(ValueError, match=f"^{code}: a text looks like an import of settings.py, which is not sent"):
+        publish(folder, "anna/x", dry_run=True)
+    code.write_text(f"{code.read_text()}\nfrom .settings import KEY\n")
+    assert "settings.py" in publish(folder, "anna/x", dry_run=True).files
+
+
 def test_paths_are_cut_wherever_they_stand():
     given = {"/data/private/key": [{"deep": [*PATHS, *NO_PATHS, 3, None]}]}
     assert without_folders(given) == {"key": [{"deep": [*PATHS.values(), *NO_PATHS, 3, None]}]}
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-32-be"])
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer.json", "added_tokens.json", "notes.md"])
+def test_tokens_in_any_file(name, encoding, tmp_path):
+    for before in ("", "Bearer ", "key_"):
+        with pytest.raises(ValueError, match=f"^{name}, line 2: holds what looks like a token"):
+            check_for_traces(tmp_path, {name: f"\n{before}hf_{'x' * 34}".encode(encoding)})
+
+
+@pytest.mark.parametrize(
+    "address", ["https://user:pass@host/x", "https://key@host", "s3://key:word@bucket", "x://a:b%40c@[::1]"]
+)
+def test_passwords_in_addresses(address, tmp_path):
+    with pytest.raises(ValueError, match=r"^recipe\.yaml, line 1: holds an address with a password") as error:
+        check_for_traces(tmp_path, {"recipe.yaml": f"dataset: {address}".encode()})
+    assert address not in str(error.value)
+
+
 def test_what_reveals_nothing(tmp_path):
     """The end of an address, the beginning of another name, and whatever is a token of a vocabulary."""
-    text = f"https://example.org{tmp_path} {tmp_path}-2 `cd /path/to/models` hf_hub_download hf_transfer {'0a1b' * 10}"
+    text = f"https://example.org{tmp_path} {tmp_path}-2 `cd /path/to/models` hf_hub_download hf_transfer {'0a1b' * 10} "
+    text += "ssh://git@github.com/a https://medium.com/@me https://a.b:80/?x=c@d https://{user}:{word}@host"
     check_for_traces(tmp_path, {"README.md": text.encode(), "tokenizer.json": str(tmp_path).encode()})
     with pytest.raises(ValueError, match=r"^README.md, line 2: names '.*/x', a path of this machine"):
         check_for_traces(tmp_path, {"README.md": f"{text}\n(file://{tmp_path}/x).".encode()})

@@ -1,0 +1,209 @@
+"""What is opened, written and deleted below a folder that the user named: no link is followed, and only own files change."""
+
+import ast
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.paths import REPOSITORY
+
+from modeling_nlq.training import disk
+from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, RECIPE_FILE
+from modeling_nlq.training.run.run_folder import RunFolder
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A folder of the user beside `results`, which nothing may read or change."""
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "victim" / "file").write_text("mine")
+    (tmp_path / "results").mkdir()
+    yield tmp_path / "victim"
+    assert [path.name for path in (tmp_path / "victim").iterdir()] == ["file"]
+    assert (tmp_path / "victim" / "file").read_text() == "mine"
+
+
+ACTIONS = {
+    "read": disk.read_text,
+    "append": lambda path: disk.opened(path, "a"),
+    "write": lambda path: disk.write_text(path, "new"),
+    "delete": disk.delete,
+    "folder": disk.make_folder,
+}
+
+
+class TestLinks:
+    @pytest.mark.parametrize("action", ACTIONS)
+    @pytest.mark.parametrize("below", ["file", "new", "new/file"])
+    @pytest.mark.parametrize("is_relative", [False, True])
+    def test_a_folder_that_is_a_link(self, victim, monkeypatch, action, below, is_relative):
+        monkeypatch.chdir(victim.parent)
+        place = Path("results" if is_relative else victim.parent / "results")
+        (place / "link").symlink_to(victim)
+        with pytest.raises(ValueError, match=f"{place}/link is a link, which is not followed"):
+            ACTIONS[action](place / "link" / below)
+
+    @pytest.mark.parametrize("action", ["read", "append"])
+    @pytest.mark.parametrize("to", ["../victim/file", "no-such-file", "link"])
+    def test_a_file_that_is_a_link(self, victim, action, to):
+        link = victim.parent / "results" / "link"
+        link.symlink_to(to)
+        with pytest.raises(ValueError, match="results/link is a link"):
+            ACTIONS[action](link)
+
+    def test_a_link_is_itself_replaced_or_deleted(self, victim):
+        results = victim.parent / "results"
+        for name, target in (("file", "file"), ("folder", ""), ("deleted", "")):
+            (results / name).symlink_to(victim / target)
+        disk.write_text(results / "file", "new")
+        disk.delete(results / "deleted")
+        assert (results / "file").read_text() == "new" and not (results / "file").is_symlink()
+        disk.delete(results)  # what is below it, too
+        assert not results.exists()
+
+    @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+    def test_only_regular_files_are_read(self, tmp_path, make):
+        make(tmp_path / "file")
+        with pytest.raises(ValueError, match="is no regular file"):
+            disk.read_text(tmp_path / "file")
+
+    def test_links_of_the_user(self, victim):
+        """A path that is itself a link works as what it points to, also where it does not exist yet."""
+        link = victim.parent / "scratch"
+        link.symlink_to(victim.parent / "results")
+        disk.write_text(disk.named(link / "new" / "file"), "new")
+        assert disk.read_text(disk.named(link) / "new" / "file") == "new"
+        assert disk.named("a/b") == Path("a/b")  # as it is in messages
+
+    @pytest.mark.parametrize("to, is_read", [("blobs", True), ("../models--b/blobs", False), ("blobs/..", False)])
+    @pytest.mark.parametrize("name", ["config.json", "below/config.json"])
+    def test_a_snapshot_of_the_hub(self, tmp_path, to, is_read, name):
+        for repository in ("models--a", "models--b"):
+            (tmp_path / repository / "blobs").mkdir(parents=True)
+            for blob in (tmp_path / repository / "blobs" / "0a", tmp_path / repository / "0a"):
+                blob.write_text("blob")
+        file = tmp_path / "models--a" / "snapshots" / "main" / name
+        file.parent.mkdir(parents=True)
+        file.symlink_to(os.path.relpath(tmp_path / "models--a", file.parent) + f"/{to}/0a")
+        if not is_read:
+            with pytest.raises(ValueError, match="is a link"):
+                disk.read_text(file)
+            return
+        assert disk.read_text(file) == "blob"
+        blob = tmp_path / "models--a" / "blobs" / "0a"
+        blob.unlink()
+        blob.symlink_to(tmp_path / "models--b" / "0a")
+        with pytest.raises(ValueError, match="0a is a link"):
+            disk.read_text(file)
+
+    @pytest.mark.parametrize("plan", [RECIPE_FILE, COMPARISON_FILE, None])
+    @pytest.mark.parametrize("link", ["runs/a", "runs/a/checkpoint-5", "figures", "config.json", "runs", ".lock", "a.log"])
+    def test_a_link_in_a_folder_of_results(self, victim, plan, link):
+        """Before anything is written, for the libraries that write there would follow it."""
+        results = RunFolder(victim.parent / "results", plan)
+        with results.held():
+            if plan is not None:
+                results.claim({"name": "a"})
+        (results.path / link).unlink(missing_ok=True)
+        (results.path / link).parent.mkdir(parents=True, exist_ok=True)
+        (results.path / link).symlink_to(victim / ("file" if "." in link else ""))
+        with pytest.raises(ValueError, match=f"{link} is a link"), results.held():
+            raise AssertionError
+
+
+class TestRecord:
+    @pytest.mark.parametrize("plan", [RECIPE_FILE, COMPARISON_FILE])
+    @pytest.mark.parametrize("others", [(), ("tokenizer.json",), ("model.safetensors", "config.json")])
+    def test_a_plan_of_the_user_stays(self, tmp_path, plan, others):
+        for name in (plan, *others):
+            (tmp_path / name).write_text("name: a  # mine")
+        before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        with pytest.raises(ValueError, match=f"{plan} is a file of yours, which stays"), RunFolder(tmp_path, plan).held():
+            raise AssertionError
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
+
+    @pytest.mark.parametrize("name", ["README.md", "tokenizer.json", METRICS_FILE, "figures/losses.png", "checkpoint-7"])
+    def test_a_name_that_is_taken(self, tmp_path, name):
+        """Both before a run begins, and where the file came later."""
+        place = RunFolder(tmp_path, COMPARISON_FILE)
+        with place.held():
+            place.claim({"name": "a"})
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text("mine")
+            with pytest.raises(ValueError, match=f"{name} is a file of yours, whose name is needed"):
+                disk.write_text(tmp_path / name, "ours")
+            disk.delete(tmp_path / name)
+        with pytest.raises(ValueError, match=f"{name} is a file of yours"), place.held():
+            raise AssertionError
+        assert (tmp_path / name).read_text() == "mine"
+
+    def test_own_files_are_replaced_and_deleted(self, tmp_path):
+        place = RunFolder(tmp_path / "run")
+        for value in (1, 2):  # the first attempt failed before it had any weights
+            with place.held():
+                place.claim_run({"a": value}, 1, True)
+                disk.write_text(place.path / "tokenizer.json", str(value))
+        for _ in range(2):
+            disk.make_new_folder(place.path / "checkpoint-5")
+            (place.path / "checkpoint-5" / "state").touch(exist_ok=False)
+        disk.delete(place.path / "checkpoint-5")
+        assert (place.path / "tokenizer.json").read_text() == "2" and not (place.path / "checkpoint-5").exists()
+
+    def test_folders_that_were_made_before_there_were_records(self, tmp_path):
+        for name in (RECIPE_FILE, METRICS_FILE, "tokenizer.json", "notes.txt"):
+            (tmp_path / name).write_text("{}")
+        with RunFolder(tmp_path).held():
+            disk.write_text(tmp_path / "tokenizer.json", "new")
+            disk.delete(tmp_path / "notes.txt")
+        assert (tmp_path / "tokenizer.json").read_text() == "new" and (tmp_path / "notes.txt").exists()
+
+    def test_processes_that_write_the_same_files(self, tmp_path):
+        disk.begin_record(tmp_path)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda number: disk.write_text(tmp_path / f"{number % 3}", "text"), range(60)))
+        assert {*disk.recorded(tmp_path)} == {"0", "1", "2"}
+
+    def test_what_a_killed_process_left(self, tmp_path):
+        old, new = (tmp_path / "figures" / f".{name}.x{disk.UNFINISHED}" for name in ("old", "new"))
+        for folder in (old, new):
+            folder.mkdir(parents=True)
+            (folder / "half").write_text("half")
+        os.utime(old, (0, 0))
+        with RunFolder(tmp_path, None).held():
+            assert new.exists() and not old.exists()
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_of_libraries_have_the_usual_permissions(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        with disk.atomic_dir(tmp_path) as folder:
+            (folder / "weights").touch(0o600)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == mode
+
+
+def test_nothing_else_opens_writes_or_deletes():
+    """Every call of the standard library that does so, by file; what is not in `disk.py` says why it may."""
+    calls = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "unlink", "rmtree", "rmdir", "rename", "mkdir"}
+    calls |= {"makedirs", "copyfile", "copytree", "symlink_to", "chmod", "touch", "remove"}
+    allowed = {
+        "training/run/documents.py",  # datasets: files that were listed below the folder that the user named
+        "training/storage.py",  # a copy of an address in a temporary folder
+        "training/run/ray_jobs.py",  # the same, on a node
+        "training/sharing/publishing.py",  # a copy in a temporary folder
+        "training/trust.py",  # the folder of its list, closed to others
+    }
+    found = set()
+    for file in sorted((REPOSITORY / "training").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                text = ast.unparse(node.func)
+                name, own = text.rpartition(".")[2], ("read_text", "write_text")
+                is_package = any(word in text for word in ("__file__", "parent / name", "_EXAMPLES"))
+                if name in calls and text not in own and not is_package and not text.startswith("hook"):
+                    found.add(file.relative_to(REPOSITORY).as_posix())
+    assert found - allowed == {"training/disk.py"}
