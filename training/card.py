@@ -198,7 +198,7 @@ def _auto_class(config: PreTrainedConfig) -> str:
 def _origin(conversion: dict[str, Any]) -> str:
     if conversion["source_class"] == "checkpoint":
         return "a checkpoint of the code of arXiv 2603.13381, or of nanoGPT"
-    quantised = f", weights of type {conversion['dequantised']}" if conversion.get("dequantised") else ""
+    quantised = f", weights of type {code(conversion['dequantised'])}" if conversion.get("dequantised") else ""
     return f"{code(conversion['base_model'] or conversion['source'])} ({code(conversion['source_class'])}{quantised})"
 
 

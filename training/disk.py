@@ -151,7 +151,10 @@ def begin_record(folder: Path, names: Sequence[str] = ()) -> None:
 
 def recorded(folder: Path) -> list[str] | None:
     """The names of the files that were written into a folder; `None` if it has no record."""
-    return read_text(folder / RECORD).splitlines() if os.path.lexists(folder / RECORD) else None
+    if not os.path.lexists(folder / RECORD):
+        return None
+    # Somebody else may have written it: only names below the folder count
+    return [name for name in read_text(folder / RECORD).splitlines() if {"", ".", ".."}.isdisjoint(name.split("/"))]
 
 
 def not_recorded(folder: Path, names: Iterable[str]) -> list[str]:

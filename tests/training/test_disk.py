@@ -165,8 +165,13 @@ class TestRecord:
             list(pool.map(lambda number: disk.write_text(tmp_path / f"{number % 3}", "text"), range(60)))
         assert {*disk.recorded(tmp_path)} == {"0", "1", "2"}
 
+    def test_a_record_that_somebody_else_wrote(self, tmp_path):
+        (tmp_path / disk.RECORD).write_text(".\n..\n/etc\n../a\na/../../b\na//b\n\nc/d\n")
+        assert disk.recorded(tmp_path) == ["c/d"]
+        assert disk.not_recorded(tmp_path, ["README.md", "c/d", "c/d/e"]) == ["README.md"]
+
     def test_what_a_killed_process_left(self, tmp_path):
-        old, new = (tmp_path / "figures" / f".{name}.x{disk.UNFINISHED}" for name in ("old", "new"))
+        old, new = (tmp_path / "figures" / f".{name}.x1234567{disk.UNFINISHED}" for name in ("old", "new"))
         for folder in (old, new):
             folder.mkdir(parents=True)
             (folder / "half").write_text("half")

@@ -11,6 +11,7 @@ from support.client_cases import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from modeling_nlq import NLQConfig
+from modeling_nlq.training.run.recipe import load_recipe
 from nlq import main
 
 
@@ -29,6 +30,15 @@ KERNELS += [{"model_type": "llava", "attn_implementation": {"text_config": "evil
 
 def change_json(file: Path, **fields) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"attn_implementation": "evil/kernel"}, {"switches": {"decoder": {"_attn_implementation": "evil/kernel"}}}]
+)
+def test_a_kernel_that_a_recipe_names(fields, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-linear", **fields}))
+    with pytest.raises(ValueError, match="evil/kernel' is code of the Hub, which only a caller may name"):
+        load_recipe(tmp_path / "recipe.yaml")
 
 
 @pytest.mark.parametrize("what", ["model", "tokenizer"])

@@ -13,6 +13,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import TrainingArguments
 
+from modeling_nlq.configuration_nlq import check_kernels
+
 from ...configuration import find
 from ..disk import named
 from ..files import check_keys, merged, read_section, read_yaml
@@ -81,6 +83,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
         recipe_source = str(find("recipes", str(recipe)))
         recipe = read_yaml(named(recipe_source))
     check_trusted(recipe, overrides, recipe_source, trust_parts)
+    check_kernels(given, str(path))
     defaults = {"test_fraction": 0.02, "record_stability": recipe.get("objective") != "seq2seq"}
     recipe = _merged({**defaults, **recipe}, given, str(path), recipe_source)
     if any(given.get(section) for section in _SECTIONS) and isinstance(given["recipe"], str):
@@ -131,6 +134,7 @@ def load_outline(given: Mapping[str, Any]) -> Comparison:
     shared, scales = read_rates("learning_rates", given.get("learning_rates")), {}
     for name, entry, fields in _scales_in(given, "comparison.yaml", entries):
         variants = {}
+        check_names("comparison.yaml: model", fields["models"])
         for model, own in fields["models"].items():
             rates = read_rates("learning_rates", own.get("learning_rates")) or shared
             variants[model] = Variant(own, rates, has_own_start=_has_own_start(entry, model))

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..card import base_model_of, render
-from ..disk import atomic_dir, begin_record, below, delete, files_below, named, recorded, write_text
+from ..disk import atomic_dir, begin_record, delete, files_below, named, recorded, write_text
 from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, VOCABULARIES, files_in, is_nonempty, model_files
 from ..models import read_record, source_named
 from ..parameters import size_of
@@ -196,7 +196,7 @@ def _convert(
         _write_records(folder, target, new, done)
         written = files_below(folder)
     for file in {*recorded(target)} - {*written}:  # of an older model
-        delete(below(target, file))
+        delete(target / file)
     return done
 
 

@@ -87,7 +87,7 @@ def explore(
         raise ValueError("--target: only an encoder with a decoder has a target")
     done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
-        write_text(named(output), done.page)
+        write_text(Path(output) if output == PAGE_FILE else named(output), done.page)
     return done
 
 

@@ -228,6 +228,8 @@ def _list_files(folder: Path) -> set[str]:
     for path in found:
         if path.is_symlink():
             opened(path).close()
+    if folder / ".huggingface.yaml" in found:
+        raise ValueError(f"{folder / '.huggingface.yaml'} is not read; describe the files in {CARD_FILE}")
     match = REGEX_YAML_BLOCK.search(read_text(card)) if card in found else None
     for config in (parse_yaml(match[2]).get("configs") or []) if match else []:
         if re.search(r"'[/~]|\.\.[/']|:[/:]", str((config.get("data_files"), config.get("data_dir")))):

@@ -17,7 +17,7 @@ from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, Tr
 from transformers.integrations import get_reporting_integration_callbacks
 
 from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
-from modeling_nlq.configuration_nlq import AUTOMATIC
+from modeling_nlq.configuration_nlq import AUTOMATIC, check_kernels
 
 from ...configuration import find
 from ..disk import named, read_text
@@ -314,11 +314,12 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
 
 
 def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str, trust_parts: bool) -> None:
-    """Raises `ValueError` if a recipe that was read from YAML holds the code of parts, as the record of a run does.
+    """Raises `ValueError` if a recipe read from YAML holds the code of parts, as the record of a run does, or names a kernel.
 
     Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps from
     elsewhere. The processes that this program starts do not get their recipes as YAML (see `RunSpec` in `unattended`).
     """
+    check_kernels(content, source)
     parts = content.get("parts")
     if isinstance(parts, Mapping) and not trust_parts and "parts" not in overrides:
         files = ", ".join(map(str, parts))

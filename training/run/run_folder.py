@@ -96,8 +96,8 @@ class RunFolder:
                 f"{self.path} is in use by another process; wait for its end, or choose another folder"
             ) from None
         try:
-            for left in self.path.rglob(f".*{UNFINISHED}"):
-                if time.time() - left.stat().st_mtime > _LEFT_BEHIND:
+            for left in self.path.rglob(f".*.????????{UNFINISHED}"):
+                if left.is_dir() and time.time() - left.stat().st_mtime > _LEFT_BEHIND:
                     delete(left, is_own=True)
             if self.plan is not None:
                 self._begin()

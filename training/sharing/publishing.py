@@ -147,14 +147,14 @@ def _copy(folder: Path, target: Path, files: ExitStack) -> None:
         shards = json.loads(_read(folder / _INDEX)).get("weight_map")
         names |= {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
     for name in names:
-        copy = target / name
+        source, copy = below(folder, name), target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".safetensors"):
-            file = files.enter_context(opened(below(folder, name)))
+            file = files.enter_context(opened(source))
             place = f"/proc/self/fd/{file.fileno()}"  # this file, whatever has its name now
             copy.symlink_to(place if os.path.exists(place) else os.path.realpath(folder / name))
         else:
-            copy.write_bytes(_read(below(folder, name)))
+            copy.write_bytes(_read(source))
 
 
 def _read(path: Path) -> bytes:

@@ -280,11 +280,11 @@ class TestConvertFaults:
         assert snapshot(tmp_path) == before
 
     @pytest.mark.parametrize("name", ["../mine", "{}/mine", "a/../../mine"])
-    def test_overwriting_deletes_nothing_elsewhere(self, source, nlq_folder, tmp_path, capsys, name):
+    def test_overwriting_deletes_nothing_elsewhere(self, source, nlq_folder, tmp_path, name):
         """The folder says what was written there, and somebody else may have made it."""
         (tmp_path / "mine").write_text("mine")
         (nlq_folder / ".files").write_text(name.format(tmp_path) + "\n")
-        assert "leads out of" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
+        assert run_nlq("convert", source, nlq_folder, "--overwrite") == 0
         assert (tmp_path / "mine").read_text() == "mine"
 
     @parametrize_grid(

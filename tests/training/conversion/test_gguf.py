@@ -99,7 +99,7 @@ def test_quantised(quantisation, llama, tmp_path, capsys):
     record = json.loads((tmp_path / "nlq" / "conversion.json").read_text())
     assert (told, record["dequantised"]) == ((True, quantisation) if quantisation.startswith("Q") else (False, None))
     assert record["difference"] == 0
-    assert (f"weights of type {quantisation}" in (tmp_path / "nlq" / "README.md").read_text()) == told
+    assert (f"weights of type `{quantisation}`" in (tmp_path / "nlq" / "README.md").read_text()) == told
     config = json.loads((tmp_path / "nlq" / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "float32"
     reader = gguf.GGUFReader(file)

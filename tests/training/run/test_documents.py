@@ -181,7 +181,7 @@ class TestFolderOfAStranger:
         (folder.parent / "link").symlink_to(folder)  # which the user names
         assert read(folder.parent / "link") == set(RIGHT)
         (folder / ".huggingface.yaml").write_text(CARD.format(f"data_files: {private}").strip("-\n"))
-        with pytest.raises(ValueError, match=r"private.jsonl is no file of text that belongs to it"):
+        with pytest.raises(ValueError, match=r"\.huggingface\.yaml is not read; describe the files in README\.md"):
             read(folder)
 
     def test_a_snapshot_of_the_hub_has_links_to_its_own_blobs(self, folder):
