@@ -121,9 +121,13 @@ def make_new_folder(path: Path) -> None:
 
 
 def refuse_links(folder: Path) -> None:
-    """Raises `ValueError` if there is a link below a folder, for libraries that open files there by their paths."""
-    if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
-        raise ValueError(_LINK.format(link))
+    """Raises `ValueError` if there is a link below a folder, for libraries that open files there by their paths.
+
+    Links of the Hub's cache may stay, as in `opened`.
+    """
+    for path in folder.rglob("*"):
+        if path.is_symlink() and _blob_of(path) is None:
+            raise ValueError(_LINK.format(path))
 
 
 def read_text(path: Path) -> str:

@@ -25,7 +25,7 @@ from modeling_nlq import NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ..configuration import find, suggestion
-from .disk import named, opened, read_text
+from .disk import named, opened, read_text, refuse_links
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml, relative_imports
 from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
 from .text import first_line, one_line
@@ -180,7 +180,9 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of the libraries that read its files."""
+    """Names a model or tokenizer in the errors of the libraries that read its files; refuses links in its folder."""
+    if os.path.isdir(name):
+        refuse_links(named(name))
     try:
         yield
     except UnpicklingError:  # PyTorch's message advises to run what it holds

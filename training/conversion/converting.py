@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..card import base_model_of, render
-from ..disk import atomic_dir, begin_record, delete, files_below, named, recorded, write_text
+from ..disk import atomic_dir, begin_record, delete, files_below, named, recorded, refuse_links, write_text
 from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, VOCABULARIES, files_in, is_nonempty, model_files
 from ..models import read_record, source_named
 from ..parameters import size_of
@@ -117,6 +117,8 @@ def convert(
     if to != "nlq" and switches:
         raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
+    if os.path.isdir(source):
+        refuse_links(named(source))
     with RunFolder(target, plan=None).held():
         card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
         replaced = {*model_files(target), *files_in(target, ("pytorch_model*.bin*", *card))}

@@ -287,6 +287,16 @@ class TestConvertFaults:
         assert run_nlq("convert", source, nlq_folder, "--overwrite") == 0
         assert (tmp_path / "mine").read_text() == "mine"
 
+    @pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors"])
+    def test_links_in_the_source(self, nlq_folder, tmp_path, capsys, name):
+        """What they point to would be in the new folder, and be published."""
+        (tmp_path / name).write_bytes((nlq_folder / name).read_bytes() if (nlq_folder / name).exists() else b"secret")
+        (nlq_folder / name).unlink(missing_ok=True)
+        (nlq_folder / name).symlink_to(tmp_path / name)
+        for command in (["convert", nlq_folder, tmp_path / "target", "--to", "gpt2"], ["generate", nlq_folder, "a"]):
+            assert f"{name} is a link" in nlq_fails(capsys, *command)
+        assert not (tmp_path / "target").exists()
+
     @parametrize_grid(
         {
             "existing": [False, True],
