@@ -142,13 +142,21 @@ LIBRARY_KEYS = {
 }
 
 
-def check_kernels(settings: Any, source: str, is_name: bool = False) -> None:
-    """Raises `ValueError` if a saved configuration names a kernel of the Hub, whose code Transformers would fetch and run."""
-    if is_name and isinstance(settings, str) and "/" in settings:
-        raise ValueError(f"{source}: attn_implementation={settings!r} is code of the Hub, which only a caller may name")
+def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
+    """Raises `ValueError` if a file chooses a kernel from the Hub, whose code Transformers would download and run.
+
+    Args:
+        settings: the content of the file, or the value of `field`.
+        source: the file, for the message.
+        field: such as `attn_implementation`.
+    """
+    if field is not None and isinstance(settings, str) and "/" in settings:
+        raise ValueError(
+            f"{source}: {field}={settings!r} is code from the Hub; a file cannot choose it, pass it as an argument"
+        )
     fields = vars(settings) if isinstance(settings, PreTrainedConfig) else settings
     for name, value in fields.items() if isinstance(fields, dict) else ():
-        check_kernels(value, source, is_name or "_implementation" in str(name))
+        check_kernels(value, source, name if "_implementation" in str(name) else field)
 
 
 class NLQConfigMixin:

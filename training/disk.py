@@ -1,8 +1,8 @@
-"""Opening, writing and deleting files, below folders in which somebody else may have put links.
+"""Opens, writes and deletes files in folders in which somebody else may have put symbolic links.
 
-`opened`, `atomic_dir` and `delete` are the only ways in which this package opens, writes (appends, renames) and deletes. Each
-walks a path folder by folder and decides on what it has opened, so that no link is followed. The links of a path that the user
-named are the user's own: `named` follows them once, where a command takes the path.
+`open_file`, `atomic_dir` and `delete` are the only functions of this package that open, write (append, rename) and delete. Each
+opens the folders of a path one below the other with `O_NOFOLLOW`, so that no link is followed. Links in a path that the user
+typed are followed once, by `resolve_user_path`, where a command takes the path.
 """
 
 import errno
@@ -17,90 +17,115 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, NoReturn
 
 
-UNFINISHED = ".unfinished"  # files and folders that end so are not written to the end
-# In a folder of results: the names of what was written there, a line for each. Other files are neither replaced nor deleted
-RECORD = ".files"
+UNFINISHED = ".unfinished"  # suffix of temporary files and folders
+# In a folder of results: the names of the files that this package wrote, one per line. No other file is replaced or deleted
+MANIFEST = ".nlq-manifest"
 _MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-# With O_PATH, a folder that may be entered need not be readable
+# O_PATH needs no permission to list the folder
 _FOLDER = _NO_LINK | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", 0)
+_LINK = "{} is a symbolic link, which nlq does not follow inside a folder; replace it by what it points to, or remove it"
+# A link that huggingface_hub makes, and its target: from a snapshot to its repository's `blobs`, or from there to a file that
+# repositories share, whose name is a hash
+_HUB_LINK = re.compile(
+    r"(.*/\w+--[^/]+)/snapshots/.+\0\1/blobs/[^/]+|(.*)/\w+--[^/]+/blobs/[^/]+\0\2/blobs/[0-9a-f]{2}/[0-9a-f]{64}", re.DOTALL
+)
 
 
-def named(path: str | Path) -> Path:
-    """The path of a file or folder that the user named, without the links in it, which are followed here."""
+def resolve_user_path(path: str | Path) -> Path:
+    """Follows the links in a path that the user typed; a path without links stays as it is."""
     resolved = Path(os.path.realpath(path))
     return Path(path) if resolved == Path(os.path.abspath(path)) else resolved
 
 
-def below(folder: Path, name: str) -> Path:
-    """The path of a file in a folder by a name that somebody else gave; raises `ValueError` if it would lead out of there."""
-    if {"", ".", ".."} & {*name.split("/")} or PurePath(name).parts != PurePosixPath(name).parts:
-        raise ValueError(f"{name!r} leads out of {folder}; rename that file")
+def safe_join(folder: Path, name: str) -> Path:
+    """Joins a folder and a name that somebody else chose; raises `ValueError` if the result is outside the folder."""
+    if not _is_inside(name) or PurePath(name).parts != PurePosixPath(name).parts:
+        raise ValueError(f"{name!r} is a path outside {folder}; rename that file")
     return folder / name
 
 
-def opened(path: Path, mode: str = "r", permissions: int = 0o666) -> IO[bytes]:
-    """Opens a file, to read it (`r`) or to append to it (`a`); then it and its folders are made if need be.
+def _is_inside(name: str) -> bool:
+    return {"", ".", ".."}.isdisjoint(name.split("/"))
 
-    In a snapshot of the Hub's cache, a link to that repository's own `blobs` is followed.
+
+def open_file(path: Path, mode: str = "r", permissions: int = 0o666) -> IO[bytes]:
+    """Opens a file to read (`r`) or to append (`a`), which creates the file and its folders if they do not exist.
+
+    Links that huggingface_hub makes in its cache are followed.
 
     Raises:
-        ValueError: if the path has a link, or is no regular file.
+        ValueError: if the path contains another link, or is not a regular file.
         OSError: if it cannot be opened.
     """
     try:
-        with _entered(path, makes=mode == "a") as (folder, name):
-            # A pipe without a writer would wait for ever
+        with _open_parent(path, makes=mode == "a") as (folder, name):
+            # O_NONBLOCK: opening a pipe would wait for its other end
             flags = _MODES[mode] | _NO_LINK | getattr(os, "O_NONBLOCK", 0)
             descriptor = os.open(name, flags, permissions, dir_fd=folder)
     except OSError as error:
-        if error.errno == errno.ELOOP and (blob := _blob_of(path)) is not None and mode == "r":
-            return opened(blob)
-        _refuse_link(error, path)
+        if mode == "r" and error.errno == errno.ELOOP and (blob := _hub_blob(path)) is not None:
+            return open_file(blob)
+        _reraise(error, path)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     return os.fdopen(descriptor, f"{mode}b")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Reads a file; raises as `open_file`."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: Path) -> str:
+    """Reads a text in UTF-8; raises as `open_file`, and `UnicodeDecodeError`, which is a `ValueError`."""
+    return read_bytes(path).decode("utf-8")
 
 
 @contextmanager
 def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
-    """A temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
+    """Yields a temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
 
-    Libraries write there, in a folder that is new. What they write is as readable as the user's other files.
+    Libraries, which open files by path, write into it. Its files get the permissions of the umask.
 
     Args:
-        folder: made if it does not exist.
+        folder: created if it does not exist.
         last: the file that moves after all others, so that its presence shows that they are complete.
 
     Raises:
-        ValueError: if a file would replace one that the folder's record does not name, or a path has a link. No file moves
-            then.
+        ValueError: if a path contains a link, or a file would replace one that is not in the manifest. Then no file moves.
     """
     place = folder if os.path.lexists(folder) else folder.parent
-    with _entered(place / UNFINISHED, makes=True):  # refuses links, and makes the folder
-        pass
+    make_folder(place)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=UNFINISHED, dir=place) as name:
         unfinished = Path(name)
         yield unfinished
         paths = sorted(files_below(unfinished), key=lambda path: Path(path).name == last)
-        _add_to_record(folder, paths)
-        mode = _usual_mode(unfinished)
+        _register(folder, paths)
+        mode = _default_mode(unfinished)
         for path in paths:
-            os.chmod(unfinished / path, mode)  # safetensors and `tempfile` make files that only their owner can read
-            with _entered(unfinished / path) as source, _entered(folder / path, makes=True) as target:
+            os.chmod(unfinished / path, mode)  # safetensors and tempfile create files with mode 0600
+            with _open_parent(unfinished / path) as source, _open_parent(folder / path, makes=True) as target:
                 os.replace(source[1], target[1], src_dir_fd=source[0], dst_dir_fd=target[0])
 
 
-def delete(path: Path, is_own: bool = False) -> None:
-    """Deletes a file, or a folder with all that is in it, if it is there. Of a link, the link itself goes.
+def write_text(path: Path, text: str) -> None:
+    """Writes a file completely or not at all; raises as `atomic_dir`."""
+    with atomic_dir(path.parent) as folder:
+        (folder / path.name).write_text(text, encoding="utf-8")
 
-    Below a folder with a record, only what was written by this package is deleted, as the record says or `is_own`.
+
+def delete(path: Path, force: bool = False) -> None:
+    """Deletes a file, a folder with its content, or a link itself, if it exists.
+
+    Below a folder with a manifest, only what is in the manifest is deleted, unless `force` is set.
     """
-    root = _root_of(path.parent)
-    if root is not None and not is_own and not_recorded(root, [path.relative_to(root).as_posix()]):
+    root = _manifest_folder(path.parent)
+    if root is not None and not force and not_in_manifest(root, [path.relative_to(root).as_posix()]):
         return
-    with suppress(FileNotFoundError), _entered(path) as (folder, name):
+    with suppress(FileNotFoundError), _open_parent(path) as (folder, name):
         if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             shutil.rmtree(name, dir_fd=folder)
         else:
@@ -108,92 +133,79 @@ def delete(path: Path, is_own: bool = False) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and those above it, if need be."""
-    with _entered(path / UNFINISHED, makes=True):
+    """Creates a folder and its parents if they do not exist; raises `ValueError` if one of them is a link."""
+    with _open_parent(path / UNFINISHED, makes=True):
         pass
 
 
-def make_new_folder(path: Path) -> None:
-    """Makes a folder in which a library may write, in place of one that this package has made there before."""
+def make_empty_folder(path: Path) -> None:
+    """Creates a folder for a library to write into, and replaces one that this package created there before."""
     delete(path)
-    _add_to_record(path.parent, [path.name])
+    _register(path.parent, [path.name])
     make_folder(path)
 
 
-def refuse_links(folder: Path) -> None:
-    """Raises `ValueError` if there is a link below a folder, for libraries that open files there by their paths.
-
-    Links of the Hub's cache may stay, as in `opened`.
-    """
-    for path in folder.rglob("*"):
-        if path.is_symlink() and _blob_of(path) is None:
+def check_no_symlinks(paths: Iterable[Path]) -> None:
+    """Raises `ValueError` if a path is a link, because libraries would follow it; those of huggingface_hub's cache may stay."""
+    for path in paths:
+        if path.is_symlink() and _hub_blob(path) is None:
             raise ValueError(_LINK.format(path))
 
 
-def read_text(path: Path) -> str:
-    """Reads a text in UTF-8; raises as `opened`, and `UnicodeDecodeError`, which is a `ValueError`."""
-    with opened(path) as file:
-        return file.read().decode("utf-8")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; raises as `atomic_dir`."""
-    with atomic_dir(path.parent) as folder:
-        (folder / path.name).write_text(text, encoding="utf-8")
+def paths_below(folder: Path) -> list[Path]:
+    """Lists the files, folders and links below a folder. Other processes may delete some of them at the same time."""
+    return [Path(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
 def files_below(folder: Path) -> list[str]:
-    """The paths of all files below a folder, relative to it. Links are not followed, and are no files."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    """Lists all files below a folder, relative to it and without links."""
+    files = (path for path in paths_below(folder) if path.is_file() and not path.is_symlink())
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
-def begin_record(folder: Path, names: Sequence[str] = ()) -> None:
-    """Begins the record of a folder, with the names of files that were written there before there were records."""
-    with opened(folder / RECORD, "a") as file:
+def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
+    """Adds names of files to the manifest of a folder, which is created if it does not exist."""
+    with open_file(folder / MANIFEST, "a") as file:
         file.write("".join(f"{name}\n" for name in names).encode())
 
 
-def recorded(folder: Path) -> list[str] | None:
-    """The names of the files that were written into a folder; `None` if it has no record."""
-    if not os.path.lexists(folder / RECORD):
+def read_manifest(folder: Path) -> list[str] | None:
+    """Returns the names in the manifest of a folder, or `None` without a manifest. Names outside the folder are ignored."""
+    if not os.path.lexists(folder / MANIFEST):
         return None
-    # Somebody else may have written it: only names below the folder count
-    return [name for name in read_text(folder / RECORD).splitlines() if {"", ".", ".."}.isdisjoint(name.split("/"))]
+    return list(filter(_is_inside, read_text(folder / MANIFEST).splitlines()))
 
 
-def not_recorded(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of some files below a folder that its record does not name, nor a folder that they lie in."""
-    known = {*(recorded(folder) or ())}
+def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
+    """Returns those names that the manifest of a folder does not contain, neither themselves nor one of their parents."""
+    known = {*(read_manifest(folder) or ())}
     return [name for name in names if known.isdisjoint((name, *map(str, PurePosixPath(name).parents)))]
 
 
-def refuse_taken(folder: Path, names: Iterable[str]) -> None:
-    """Raises `ValueError` if the record of a folder lacks one of some files that are there, whose names are needed."""
-    if taken := not_recorded(folder, names):  # read after them, for another process adds a name before it writes the file
-        raise ValueError(f"{folder / taken[0]} is a file of yours, whose name is needed; move it away")
+def check_not_taken(folder: Path, existing: Iterable[str]) -> None:
+    """Raises `ValueError` if an existing file is not in the manifest of its folder, because it would be replaced."""
+    if taken := not_in_manifest(folder, existing):
+        raise ValueError(f"{folder / taken[0]} exists and was not written by nlq; move it, or choose another folder")
 
 
-def _add_to_record(folder: Path, names: Sequence[str]) -> None:
-    """Adds names of files to the record of their folder or of the nearest one above that has one.
-
-    Raises:
-        ValueError: if a file of such a name is there and the record does not have it.
-    """
-    if (root := _root_of(folder)) is None:
+def _register(folder: Path, names: Sequence[str]) -> None:
+    """Adds names to the nearest manifest, if there is one; raises as `check_not_taken`."""
+    if (root := _manifest_folder(folder)) is None:
         return
-    paths = [(folder / name).relative_to(root).as_posix() for name in names if name != RECORD]
-    refuse_taken(root, [path for path in paths if os.path.lexists(root / path)])
-    if new := not_recorded(root, paths):
-        begin_record(root, new)
+    paths = [(folder / name).relative_to(root).as_posix() for name in names]
+    # The manifest is read after the files are listed: another process adds a name first, and then writes the file
+    check_not_taken(root, [path for path in paths if os.path.lexists(root / path)])
+    if new := not_in_manifest(root, paths):
+        add_to_manifest(root, new)
 
 
-def _root_of(folder: Path) -> Path | None:
-    """The nearest folder that has a record: `folder` itself or one above it."""
-    return next((root for root in (folder, *folder.parents) if os.path.lexists(root / RECORD)), None)
+def _manifest_folder(folder: Path) -> Path | None:
+    """Returns the nearest folder with a manifest: `folder` or one of its parents."""
+    return next((root for root in (folder, *folder.parents) if os.path.lexists(root / MANIFEST)), None)
 
 
-def _usual_mode(folder: Path) -> int:
-    """The permissions of a new file, which a process could only ask for by changing them for all of its threads."""
+def _default_mode(folder: Path) -> int:
+    """Returns the permissions of a new file. Python can read the umask only by changing it for all threads."""
     probe = os.open(folder / UNFINISHED, os.O_CREAT | os.O_WRONLY, 0o666)
     try:
         return stat.S_IMODE(os.fstat(probe).st_mode)
@@ -202,21 +214,20 @@ def _usual_mode(folder: Path) -> int:
 
 
 @contextmanager
-def _entered(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
-    """Opens the folder of a path, step by step from the beginning, and yields its descriptor and the last name of the path.
+def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
+    """Opens the parent of a path without following links, and yields its descriptor and the last component of the path.
 
     Args:
-        path: may be relative.
-        makes: whether folders that do not exist are made.
+        path: absolute, or relative to the working directory.
+        makes: create parents that do not exist.
 
     Raises:
-        ValueError: if a folder is a link.
-        OSError: if there is none.
+        ValueError: if a parent is a link.
+        OSError: if a parent does not exist or is not a folder.
     """
     *steps, name = path.parts
     if os.open not in os.supports_dir_fd:  # on Windows
-        if any(step.is_symlink() for step in path.parents):
-            raise ValueError(_LINK.format(path.parent))
+        check_no_symlinks(path.parents)
         if makes:
             path.parent.mkdir(parents=True, exist_ok=True)
         yield None, str(path)
@@ -230,7 +241,7 @@ def _entered(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]
             try:
                 following = os.open(step, _FOLDER, dir_fd=descriptor)
             except OSError as error:
-                _refuse_link(error, Path(*path.parts[:index]))
+                _reraise(error, Path(*path.parts[:index]))
             os.close(descriptor)
             descriptor = following
         yield descriptor, name
@@ -238,23 +249,15 @@ def _entered(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]
         os.close(descriptor)
 
 
-# A link of the Hub's cache and its target: from a snapshot into its repository's `blobs`, or from there to a file that
-# repositories share, whose name is the hash of its content
-_HUB_LINK = re.compile(
-    r"(.*/\w+--[^/]+)/snapshots/.+\0\1/blobs/[^/]+|(.*)/\w+--[^/]+/blobs/[^/]+\0\2/blobs/[0-9a-f]{2}/[0-9a-f]{64}", re.DOTALL
-)
-_LINK = "{} is a link, which is not followed below a folder that you name; put there what it points to, or remove it"
-
-
-def _refuse_link(error: OSError, path: Path) -> NoReturn:
-    """Raises `ValueError` if a path could not be opened because it is a link, and otherwise the error of the whole path."""
+def _reraise(error: OSError, path: Path) -> NoReturn:
+    """Raises `ValueError` if the error comes from a link, otherwise the same error with the whole path."""
     if path.is_symlink():
         raise ValueError(_LINK.format(path)) from None
     raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
-def _blob_of(path: Path) -> Path | None:
-    """The file to which a link of the Hub's cache points, if it is one that the cache itself makes."""
+def _hub_blob(path: Path) -> Path | None:
+    """Returns the target of a link that huggingface_hub made in its cache, and `None` for any other link."""
     source = os.path.abspath(path)
     target = os.path.normpath(os.path.join(os.path.dirname(source), os.readlink(source)))
     return Path(target) if _HUB_LINK.fullmatch(f"{source}\0{target}") else None

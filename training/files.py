@@ -14,7 +14,7 @@ import yaml
 from modeling_nlq.configuration_nlq import default_auto_map, saved_auto_map
 
 from ..configuration import suggestion
-from .disk import RECORD, UNFINISHED, opened, read_text, write_text
+from .disk import MANIFEST, UNFINISHED, read_bytes, read_text, write_text
 from .text import QUOTE_IT
 
 
@@ -76,9 +76,9 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 
 def is_nonempty(path: Path) -> bool:
-    """Tells whether a path is a file, or a folder with more than its lock, its record and what is unfinished."""
+    """Tells whether a path is a file, or a folder with more than a lock, a manifest and temporary files."""
     try:
-        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, RECORD) for content in path.iterdir())
+        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, MANIFEST) for content in path.iterdir())
     except FileNotFoundError:
         return False
     except NotADirectoryError:
@@ -178,9 +178,10 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if it is no JSON or holds no fields, naming the file.
     """
+    data = read_bytes(path)
     try:
-        content = json.loads(read_text(path))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it must hold fields and values, not {type(content).__name__}")
@@ -253,10 +254,9 @@ def relative_imports(path: Path) -> set[str]:
     Raises:
         ValueError: if the file is a link, or no Python.
     """
-    with opened(path) as file:
-        try:
-            nodes = ast.walk(ast.parse(file.read()))
-        except SyntaxError as error:
-            raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
+    try:
+        nodes = ast.walk(ast.parse(read_bytes(path)))
+    except SyntaxError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
     names = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module}
     return set(filter(str.isidentifier, names))

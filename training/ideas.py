@@ -7,7 +7,7 @@ from pathlib import Path
 from modeling_nlq import ATTENTION_PARTS, load_attention_parts
 
 from ..configuration import suggestion
-from .disk import named, write_text
+from .disk import resolve_user_path, write_text
 from .files import parse_yaml
 from .text import check_name
 
@@ -29,7 +29,7 @@ def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
     Raises:
         ValueError: for an unknown idea, a file that exists, and a name that no part can have.
     """
-    file = named(file)
+    file = resolve_user_path(file)
     if source not in IDEAS:
         raise ValueError(f"--from {source!r} is unknown; {suggestion(source, IDEAS, is_short=True)}")
     if file.stem in (*ATTENTION_PARTS, "without"):  # the name of the baseline

@@ -25,7 +25,7 @@ from modeling_nlq import NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ..configuration import find, suggestion
-from .disk import named, opened, read_text, refuse_links
+from .disk import check_no_symlinks, open_file, read_text, resolve_user_path, safe_join
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml, relative_imports
 from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
 from .text import first_line, one_line
@@ -113,8 +113,8 @@ def weights_fingerprint(name: str) -> dict[str, str]:
     if not Path(name).is_dir():
         return {"commit": extract_commit_hash(cached_file(name, CONFIG_NAME), None)}
     hashes = {}
-    for path in sorted({path for pattern in WEIGHTS for path in named(name).glob(pattern)}):
-        with opened(path) as file:
+    for path in sorted({path for pattern in WEIGHTS for path in resolve_user_path(name).glob(pattern)}):
+        with open_file(path) as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
 
@@ -127,7 +127,7 @@ def read_record(name: str, file: str) -> dict[str, Any] | None:
         return None
     if path is None:
         return None
-    place = named(Path(path).parent) / file
+    place = resolve_user_path(Path(path).parent) / file
     return read_yaml(place) if file.endswith(".yaml") else read_json(place)
 
 
@@ -166,9 +166,9 @@ def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = F
         run_parts(file)
     for name in filter(is_saved_model if trust else os.path.isdir, models):
         if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
-            for module in sorted(relative_imports(named(path))):
+            for module in sorted(relative_imports(resolve_user_path(path))):
                 own = cached_file(name, f"{module}.py")
-                text = read_text(named(own))  # its hash says whether it runs
+                text = read_text(resolve_user_path(own))  # its hash says whether it runs
                 run_parts(own, text, only_known=not trust)
 
 
@@ -178,11 +178,22 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
+def check_model_folder(name: str) -> None:
+    """Raises `ValueError` if a model's folder has a link, or the index of its weights names a file outside the folder."""
+    if not os.path.isdir(name):
+        return
+    folder = resolve_user_path(name)
+    check_no_symlinks([*folder.iterdir(), *folder.glob("additional_chat_templates/*")])
+    for index in folder.glob("*.index.json"):
+        shards = read_json(index).get("weight_map")
+        for file in {*map(str, shards.values())} if isinstance(shards, dict) else ():
+            safe_join(folder, file)
+
+
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of the libraries that read its files; refuses links in its folder."""
-    if os.path.isdir(name):
-        refuse_links(named(name))
+    """Names a model or tokenizer in the errors of the libraries that read its files; raises as `check_model_folder`."""
+    check_model_folder(name)
     try:
         yield
     except UnpicklingError:  # PyTorch's message advises to run what it holds

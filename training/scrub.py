@@ -6,7 +6,7 @@ from typing import Any
 
 from huggingface_hub import get_token
 
-from .disk import opened
+from .disk import read_bytes
 from .files import TOKENIZER
 
 
@@ -43,11 +43,6 @@ def _cut(match: re.Match) -> str:
     return path.rstrip("/").rpartition("/")[2] or path
 
 
-def _read(path: Path) -> bytes:
-    with opened(path) as file:
-        return file.read()
-
-
 def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
     """Looks for tokens, addresses with a password, and the home folder, the working folder and the folder that is published.
 
@@ -68,7 +63,7 @@ def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
         if name.endswith(".safetensors"):
             continue
         is_vocabulary = name in set(TOKENIZER) - {"chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"}
-        data = _read(content) if isinstance(content, Path) else content
+        data = read_bytes(content) if isinstance(content, Path) else content
         text = data.replace(b"\0", b"").decode(errors="replace")  # also UTF-16, which puts zeros between letters
         for number, line in enumerate(text.splitlines(), start=1):
             if _TOKEN.search(line) or (token and token in line):

@@ -5,7 +5,6 @@ rest, and `publish` sends what has changed.
 """
 
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import fsspec
 
-from .disk import atomic_dir, below, delete, files_below, named
+from .disk import check_no_symlinks, files_below, paths_below, resolve_user_path, safe_join
 from .files import LOCK_FILE, METRICS_FILE, STATE_FILE
 from .text import one_line
 
@@ -31,7 +30,7 @@ def is_address(name: str | Path) -> bool:
 
 def normalized(name: str | Path) -> str:
     """A path, without the links that the user has in it; an address as it is."""
-    return str(name) if is_address(name) else str(named(name))
+    return str(name) if is_address(name) else str(resolve_user_path(name))
 
 
 class WorkingCopy:
@@ -41,7 +40,7 @@ class WorkingCopy:
         location: the storage: an absolute path, or an address that `fsspec` knows.
 
     Raises:
-        ValueError: if no package is installed that knows the address.
+        ValueError: if no package is installed that knows the address, or there is a symbolic link below a local one.
     """
 
     def __init__(self, location: str, folder: Path):
@@ -53,13 +52,15 @@ class WorkingCopy:
         except (ImportError, ValueError) as error:
             raise ValueError(f"{location} cannot be opened: {one_line(error)}; pip install that package") from error
         self.path, self._known = path.rstrip("/"), {}
+        if "file" in self.system.protocol:
+            check_no_symlinks(paths_below(Path(self.path)))
 
     def files(self, name: str = "") -> list[str]:
         """The name of a file of the storage, or those of the files below a folder; `ValueError` for a key such as `a/../b`."""
         found = self.system.find(f"{self.path}/{name}".rstrip("/"))
         keys = [path.removeprefix(f"{self.path}/") for path in found if not path.endswith("/")]  # that stands for a folder
         for key in keys:
-            below(self.folder, key)
+            safe_join(self.folder, key)
         return keys
 
     def pull(self, name: str = "", has_large: bool = True) -> None:
@@ -82,11 +83,7 @@ class WorkingCopy:
         for file in sorted(names, key=lambda file: Path(file).name in _LAST):
             changed = (self.folder / file).stat().st_mtime_ns
             if self._known.get(file) != changed:
-                if is_address(self.location):
-                    self.system.put_file(str(self.folder / file), f"{self.path}/{file}")
-                else:
-                    with atomic_dir(Path(self.path, file).parent) as folder:
-                        shutil.copyfile(self.folder / file, folder / Path(file).name)
+                self.system.put_file(str(self.folder / file), f"{self.path}/{file}")
                 self._known[file] = changed
         self.delete(file for file in self._known.keys() - set(names) if f"{file}/".startswith(f"{name}/".lstrip("/")))
 
@@ -94,11 +91,8 @@ class WorkingCopy:
         """Deletes files of the storage; one that is not there is passed over. A folder goes with its last file."""
         for name in names:
             self._known.pop(name, None)
-            if is_address(self.location):
-                with suppress(FileNotFoundError):
-                    self.system.rm_file(f"{self.path}/{name}")
-            else:
-                delete(Path(self.path, name))
+            with suppress(FileNotFoundError):
+                self.system.rm_file(f"{self.path}/{name}")
             if "file" in self.system.protocol:
                 with suppress(OSError):
                     Path(self.path, name).parent.rmdir()
@@ -118,7 +112,7 @@ def open_folder(name: str | Path) -> Path:
         return Path(normalized(name))
     _temporary.append(tempfile.TemporaryDirectory(prefix="nlq-"))
     # Messages that name it show the address
-    folder = named(_temporary[-1].name) / str(name).strip("/").replace("://", "/")
+    folder = resolve_user_path(_temporary[-1].name) / str(name).strip("/").replace("://", "/")
     folder.mkdir(parents=True)
     _copies.append(WorkingCopy(str(name), folder))
     return fetch(folder, has_large=False)

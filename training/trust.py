@@ -13,13 +13,13 @@ from modeling_nlq import AttentionPart, load_attention_parts
 from modeling_nlq.kernels.cpu.build import is_private
 from modeling_nlq.parts_user_nlq import published_text, text_of
 
-from .disk import named, opened
+from .disk import open_file, resolve_user_path
 
 
 logger = logging.get_logger(__name__)
 
 # A line for each file; what a folder says of itself counts for nothing
-TRUSTED_PARTS = named(constants.HF_HOME) / "nlq" / "trusted_parts"
+TRUSTED_PARTS = resolve_user_path(constants.HF_HOME) / "nlq" / "trusted_parts"
 
 
 def run_parts(source: str | Path, text: str | None = None, only_known: bool = False) -> list[type[AttentionPart]]:
@@ -53,7 +53,7 @@ def _known() -> list[str]:
 
 def _open(mode: str) -> IO[bytes]:
     """Opens the list; raises `OSError` if another user could have written it, and `ValueError` if it is a link."""
-    file = opened(TRUSTED_PARTS, mode, 0o600)
+    file = open_file(TRUSTED_PARTS, mode, 0o600)
     if is_private(file.fileno()) and is_private(TRUSTED_PARTS.parent):
         return file
     file.close()

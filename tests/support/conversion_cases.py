@@ -154,7 +154,9 @@ def check_folder(folder, is_gpt2=False):
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= names
     temporary = (
-        name for name in names - {".files", ".lock"} if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))
+        name
+        for name in names - {".nlq-manifest", ".lock"}
+        if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))
     )
     assert not [*temporary]
     card = (folder / "README.md").read_text()
@@ -177,7 +179,7 @@ def check_folder(folder, is_gpt2=False):
 
 def snapshot(folder):
     """Every file and folder below, and what is in it, but for locks and records."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.name not in (".files", ".lock"))
+    paths = (path for path in sorted(folder.rglob("*")) if path.name not in (".nlq-manifest", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
 

@@ -27,7 +27,7 @@ def victim(tmp_path):
 
 ACTIONS = {
     "read": disk.read_text,
-    "append": lambda path: disk.opened(path, "a"),
+    "append": lambda path: disk.open_file(path, "a"),
     "write": lambda path: disk.write_text(path, "new"),
     "delete": disk.delete,
     "folder": disk.make_folder,
@@ -42,7 +42,7 @@ class TestLinks:
         monkeypatch.chdir(victim.parent)
         place = Path("results" if is_relative else victim.parent / "results")
         (place / "link").symlink_to(victim)
-        with pytest.raises(ValueError, match=f"{place}/link is a link, which is not followed"):
+        with pytest.raises(ValueError, match=f"{place}/link is a symbolic link"):
             ACTIONS[action](place / "link" / below)
 
     @pytest.mark.parametrize("action", ["read", "append"])
@@ -50,7 +50,7 @@ class TestLinks:
     def test_a_file_that_is_a_link(self, victim, action, to):
         link = victim.parent / "results" / "link"
         link.symlink_to(to)
-        with pytest.raises(ValueError, match="results/link is a link"):
+        with pytest.raises(ValueError, match="results/link is a symbolic link"):
             ACTIONS[action](link)
 
     def test_a_link_is_itself_replaced_or_deleted(self, victim):
@@ -66,16 +66,16 @@ class TestLinks:
     @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
     def test_only_regular_files_are_read(self, tmp_path, make):
         make(tmp_path / "file")
-        with pytest.raises(ValueError, match="is no regular file"):
+        with pytest.raises(ValueError, match="is not a regular file"):
             disk.read_text(tmp_path / "file")
 
     def test_links_of_the_user(self, victim):
         """A path that is itself a link works as what it points to, also where it does not exist yet."""
         link = victim.parent / "scratch"
         link.symlink_to(victim.parent / "results")
-        disk.write_text(disk.named(link / "new" / "file"), "new")
-        assert disk.read_text(disk.named(link) / "new" / "file") == "new"
-        assert disk.named("a/b") == Path("a/b")  # as it is in messages
+        disk.write_text(disk.resolve_user_path(link / "new" / "file"), "new")
+        assert disk.read_text(disk.resolve_user_path(link) / "new" / "file") == "new"
+        assert disk.resolve_user_path("a/b") == Path("a/b")  # as it is in messages
 
     @pytest.mark.parametrize("to, is_read", [("blobs", True), ("../models--b/blobs", False), ("blobs/..", False)])
     @pytest.mark.parametrize("name", ["config.json", "below/config.json"])
@@ -88,14 +88,14 @@ class TestLinks:
         file.parent.mkdir(parents=True)
         file.symlink_to(os.path.relpath(tmp_path / "models--a", file.parent) + f"/{to}/0a")
         if not is_read:
-            with pytest.raises(ValueError, match="is a link"):
+            with pytest.raises(ValueError, match="is a symbolic link"):
                 disk.read_text(file)
             return
         assert disk.read_text(file) == "blob"
         blob = tmp_path / "models--a" / "blobs" / "0a"
         blob.unlink()
         blob.symlink_to(tmp_path / "models--b" / "0a")
-        with pytest.raises(ValueError, match="0a is a link"):
+        with pytest.raises(ValueError, match="0a is a symbolic link"):
             disk.read_text(file)
 
     @pytest.mark.parametrize("plan", [RECIPE_FILE, COMPARISON_FILE, None])
@@ -109,7 +109,7 @@ class TestLinks:
         (results.path / link).unlink(missing_ok=True)
         (results.path / link).parent.mkdir(parents=True, exist_ok=True)
         (results.path / link).symlink_to(victim / ("file" if "." in link else ""))
-        with pytest.raises(ValueError, match=f"{link} is a link"), results.held():
+        with pytest.raises(ValueError, match=f"{link} is a symbolic link"), results.held():
             raise AssertionError
 
 
@@ -120,7 +120,7 @@ class TestRecord:
         for name in (plan, *others):
             (tmp_path / name).write_text("name: a  # mine")
         before = {path.name: path.read_text() for path in tmp_path.iterdir()}
-        with pytest.raises(ValueError, match=f"{plan} is a file of yours, which stays"), RunFolder(tmp_path, plan).held():
+        with pytest.raises(ValueError, match=f"{plan} was not written by nlq"), RunFolder(tmp_path, plan).held():
             raise AssertionError
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
@@ -132,10 +132,10 @@ class TestRecord:
             place.claim({"name": "a"})
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / name).write_text("mine")
-            with pytest.raises(ValueError, match=f"{name} is a file of yours, whose name is needed"):
+            with pytest.raises(ValueError, match=f"{name} exists and was not written by nlq"):
                 disk.write_text(tmp_path / name, "ours")
             disk.delete(tmp_path / name)
-        with pytest.raises(ValueError, match=f"{name} is a file of yours"), place.held():
+        with pytest.raises(ValueError, match=f"{name} exists and was not written by nlq"), place.held():
             raise AssertionError
         assert (tmp_path / name).read_text() == "mine"
 
@@ -146,7 +146,7 @@ class TestRecord:
                 place.claim_run({"a": value}, 1, True)
                 disk.write_text(place.path / "tokenizer.json", str(value))
         for _ in range(2):
-            disk.make_new_folder(place.path / "checkpoint-5")
+            disk.make_empty_folder(place.path / "checkpoint-5")
             (place.path / "checkpoint-5" / "state").touch(exist_ok=False)
         disk.delete(place.path / "checkpoint-5")
         assert (place.path / "tokenizer.json").read_text() == "2" and not (place.path / "checkpoint-5").exists()
@@ -160,15 +160,15 @@ class TestRecord:
         assert (tmp_path / "tokenizer.json").read_text() == "new" and (tmp_path / "notes.txt").exists()
 
     def test_processes_that_write_the_same_files(self, tmp_path):
-        disk.begin_record(tmp_path)
+        disk.add_to_manifest(tmp_path)
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda number: disk.write_text(tmp_path / f"{number % 3}", "text"), range(60)))
-        assert {*disk.recorded(tmp_path)} == {"0", "1", "2"}
+        assert {*disk.read_manifest(tmp_path)} == {"0", "1", "2"}
 
     def test_a_record_that_somebody_else_wrote(self, tmp_path):
-        (tmp_path / disk.RECORD).write_text(".\n..\n/etc\n../a\na/../../b\na//b\n\nc/d\n")
-        assert disk.recorded(tmp_path) == ["c/d"]
-        assert disk.not_recorded(tmp_path, ["README.md", "c/d", "c/d/e"]) == ["README.md"]
+        (tmp_path / disk.MANIFEST).write_text(".\n..\n/etc\n../a\na/../../b\na//b\n\nc/d\n")
+        assert disk.read_manifest(tmp_path) == ["c/d"]
+        assert disk.not_in_manifest(tmp_path, ["README.md", "c/d", "c/d/e"]) == ["README.md"]
 
     def test_what_a_killed_process_left(self, tmp_path):
         old, new = (tmp_path / "figures" / f".{name}.x1234567{disk.UNFINISHED}" for name in ("old", "new"))
@@ -207,7 +207,7 @@ def test_nothing_else_opens_writes_or_deletes():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 text = ast.unparse(node.func)
-                name, own = text.rpartition(".")[2], ("read_text", "write_text")
+                name, own = text.rpartition(".")[2], ("read_text", "read_bytes", "write_text")
                 is_package = any(word in text for word in ("__file__", "parent / name", "_EXAMPLES"))
                 if name in calls and text not in own and not is_package and not text.startswith("hook"):
                     found.add(file.relative_to(REPOSITORY).as_posix())

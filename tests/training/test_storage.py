@@ -76,7 +76,7 @@ def test_keys_that_lead_out_of_the_folder(key, tmp_path, monkeypatch):
     found = [f"{copy.path}/{name}" for name in ("good", "sub/", key)]
     monkeypatch.setattr(type(copy.system), "find", lambda *_, **__: found)
     monkeypatch.setattr(type(copy.system), "get", lambda self, names, targets: fetched.append(names))
-    with pytest.raises(ValueError, match=rf"^'{key}' leads out of"):
+    with pytest.raises(ValueError, match=rf"^'{key}' is a path outside"):
         copy.pull()
     assert fetched == [] and list(tmp_path.iterdir()) == []
     del found[-1]

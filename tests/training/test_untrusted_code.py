@@ -37,7 +37,7 @@ def change_json(file: Path, **fields) -> None:
 )
 def test_a_kernel_that_a_recipe_names(fields, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-linear", **fields}))
-    with pytest.raises(ValueError, match="evil/kernel' is code of the Hub, which only a caller may name"):
+    with pytest.raises(ValueError, match="evil/kernel' is code from the Hub; a file cannot choose it"):
         load_recipe(tmp_path / "recipe.yaml")
 
 
@@ -90,5 +90,5 @@ def test_a_kernel_that_a_configuration_names(fields, tmp_path, monkeypatch, caps
     for command in commands:
         assert main([word.format(tmp_path / "model") for word in command]) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
-        assert "is code of the Hub" in line or (command[0] == "publish" and "model_type" not in fields) or "llava" in line
+        assert "is code from the Hub" in line or (command[0] == "publish" and "model_type" not in fields) or "llava" in line
     assert NLQConfig.from_dict({}, attn_implementation="mine/kernel")._attn_implementation == "mine/kernel"

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
 
-from ..disk import atomic_dir, opened
+from ..disk import atomic_dir, read_bytes
 from .inference import Interval
 from .outcome import History, RunOutcome, ScaleOutcome
 from .render import Section
@@ -44,8 +44,7 @@ def figure_section(folder: Path, name: str, title: str, caption: str, figure: Fi
     """Writes a figure as `figures/NAME.png`, whole or not at all, and returns its section."""
     with atomic_dir(folder / "figures") as unfinished:
         figure.savefig(path := unfinished / f"{name}.png", dpi=150)
-        with opened(path) as file:
-            drawn = file.read()
+        drawn = read_bytes(path)
     return Section(title, [caption], figure=(name, drawn))
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -23,7 +22,7 @@ from tqdm.auto import tqdm
 from ..disk import make_folder
 from ..files import LOG
 from ..run.data import prepare_data
-from ..run.run_folder import FolderIsLocked, RunFolder
+from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
 from ..run.unattended import RunFailed, RunSpec, beside, run_in_subprocess
 from ..storage import is_address, origin
 from ..text import bar_options
@@ -106,10 +105,10 @@ class LocalEngine:
         started_from = progress.n
         progress.set_postfix_str(f"{run.name}{then}")
         try:
-            while isinstance(message := receiver.recv(), dict):
-                loss = "" if message["loss"] is None else f"loss {message['loss']:.3f}, "  # first, for a line may be cut
+            while isinstance(message := receiver.recv(), RunProgress):
+                loss = "" if message.loss is None else f"loss {message.loss:.3f}, "  # first, for a line may be cut
                 progress.set_postfix_str(f"{loss}{run.name}{then}", refresh=False)
-                progress.update(started_from + message["step"] - progress.n)
+                progress.update(started_from + message.step - progress.n)
         except EOFError:
             raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}") from None
         except BaseException:
@@ -143,7 +142,7 @@ def environment_of_one_run() -> Iterator[None]:
 def _train_and_report(spec: RunSpec, sender) -> None:
     """What the process of a run does: sends its progress, and at last `None` or the error."""
 
-    def report(progress: dict[str, Any]) -> None:
+    def report(progress: RunProgress) -> None:
         try:
             sender.send(progress)
         except OSError:  # the comparison was killed; another process goes on from the last checkpoint

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ...configuration import find
-from ..disk import named
+from ..disk import resolve_user_path
 from ..files import check_keys, merged, read_section, read_yaml
 from ..parameters import Size, matching_intermediate_size, measure
 from ..run.recipe import check_recipe, check_trusted, override_words, resolve_recipe, without_private
@@ -69,7 +69,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
         ValueError: for an unknown field, name or value.
     """
     path = find("comparisons", str(source))
-    given = read_yaml(named(path))
+    given = read_yaml(resolve_user_path(path))
     misplaced = TrainingArguments.__dataclass_fields__.keys() - {*ComparisonFields.__annotations__, *_SET_BY_RUN}
     if fields := [key for key in given if key in misplaced]:
         raise ValueError(f"{path}: unknown field {fields[0]!r}; set it in the section 'training'")
@@ -81,7 +81,7 @@ def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, tr
     recipe, recipe_source = given["recipe"], f"{path}: recipe"
     if not isinstance(recipe, dict):
         recipe_source = str(find("recipes", str(recipe)))
-        recipe = read_yaml(named(recipe_source))
+        recipe = read_yaml(resolve_user_path(recipe_source))
     check_trusted(recipe, overrides, recipe_source, trust_parts)
     check_kernels(given, str(path))
     defaults = {"test_fraction": 0.02, "record_stability": recipe.get("objective") != "seq2seq"}
@@ -129,23 +129,29 @@ def read_comparison(file: ComparisonFile) -> Comparison:
 
 
 def load_outline(given: Mapping[str, Any]) -> Comparison:
-    """A comparison without its models: names, rates and seeds, as the `comparison.yaml` of a results folder has them."""
+    """Reads names, rates and seeds of a comparison from the `comparison.yaml` of a results folder, without making its models.
+
+    Raises:
+        ValueError: for a field that is missing or of another type.
+    """
+    _check_models("comparison.yaml", read_section(given.get("models"), "comparison.yaml: models"), given.get("baseline"))
+    read_section(given.get("scales"), "comparison.yaml: scales")
     entries = {name: entry or {} for name, entry in (given.get("scales") or {"": {}}).items()}
     shared, scales = read_rates("learning_rates", given.get("learning_rates")), {}
     for name, entry, fields in _scales_in(given, "comparison.yaml", entries):
         variants = {}
-        check_names("comparison.yaml: model", fields["models"])
+        check_seeds("comparison.yaml", fields.get("seeds"))
         for model, own in fields["models"].items():
             rates = read_rates("learning_rates", own.get("learning_rates")) or shared
             variants[model] = Variant(own, rates, has_own_start=_has_own_start(entry, model))
         scales[name] = Scale(fields["name"], given["baseline"], variants, fields["seeds"], fields, stop=given.get("stop"))
-    return Comparison(given["name"], given["baseline"], scales, "", dict(given))
+    return Comparison(str(given.get("name")), given["baseline"], scales, "", dict(given))
 
 
 def read_default_folder(source: str) -> Path:
     """The results folder of a comparison unless another one is given, by the name in its file: nothing else is read."""
     path = find("comparisons", source)
-    return default_folder(_own_name(path, read_yaml(named(path))))
+    return default_folder(_own_name(path, read_yaml(resolve_user_path(path))))
 
 
 def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, Any], source: str, recipe_source: str) -> Scale:
@@ -191,7 +197,7 @@ def _scales_in(
         own = {field: entry[field] for field in ("tokens_per_parameter", "seeds") if entry.get(field) is not None}
         fields = {field: value for field, value in given.items() if field != "scales"} | own
         fields["models"] = _models_of_scale(where, given["models"], entry)
-        fields["name"] = f"{given['name']}, {name}" if name else given["name"]
+        fields["name"] = f"{given.get('name')}, {name}" if name else given.get("name")
         yield name, entry, fields
 
 

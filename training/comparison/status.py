@@ -3,10 +3,10 @@
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yaml
-from ..text import align
+from ..run.run_folder import RunProgress
+from ..text import align, from_json
 from .plan import Scale
 from .reading import load_outline
 from .results import RunStore, in_turn
@@ -58,19 +58,19 @@ def _describe(scale: Scale, finished: RunStore) -> list[str]:
         name = f"{path.parent.name}/{path.name.removesuffix(PROGRESS)}"
         with suppress(FileNotFoundError):  # the run was finished just now
             if not (finished.folder / "runs" / name / METRICS_FILE).is_file():
-                begun.append(_describe_run(name, read_json(path)))
+                begun.append(_describe_run(name, from_json(RunProgress, read_json(path), f"{path}: ")))
     return [*align(rows), f"{count} of {total} runs finished, {len(begun)} begun, {total - count - len(begun)} waiting", *begun]
 
 
-def _describe_run(name: str, content: dict[str, Any]) -> str:
+def _describe_run(name: str, progress: RunProgress) -> str:
     """Says how far a run is that has begun and is not finished."""
-    silence = max(0.0, time.time() - content["updated"])
-    is_lost = content["state"] == "running" and silence > _SILENCE
+    silence = max(0.0, time.time() - progress.updated)
+    is_lost = progress.state == "running" and silence > _SILENCE
     parts = [
-        "interrupted" if is_lost else content["state"],
-        f"step {content['step']} of {content['steps'] or '?'}",
-        *([] if content["loss"] is None else [f"loss {content['loss']:.4f}"]),
-        f"{content['host']}, process {content['pid']}, {silence:.0f} s ago",
-        *([content["error"]] if content["error"] else []),
+        "interrupted" if is_lost else progress.state,
+        f"step {progress.step} of {progress.steps or '?'}",
+        *([] if progress.loss is None else [f"loss {progress.loss:.4f}"]),
+        f"{progress.host}, process {progress.pid}, {silence:.0f} s ago",
+        *([progress.error] if progress.error else []),
     ]
     return f"{name}: {', '.join(parts)}"

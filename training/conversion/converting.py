@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTr
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..card import base_model_of, render
-from ..disk import atomic_dir, begin_record, delete, files_below, named, recorded, refuse_links, write_text
+from ..disk import add_to_manifest, atomic_dir, delete, files_below, read_manifest, resolve_user_path, write_text
 from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, VOCABULARIES, files_in, is_nonempty, model_files
-from ..models import read_record, source_named
+from ..models import check_model_folder, read_record, source_named
 from ..parameters import size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
@@ -110,19 +110,18 @@ def convert(
             outputs, or a family that has no such model. Nothing has been written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
-    source, target = str(source), named(target)
+    source, target = str(source), resolve_user_path(target)
     switches = {**(switches or {}), **({"query_projection": "upcycled"} if upcycle else {})}
     if to not in (known := ("nlq", *sorted(FAMILIES))):
         raise ValueError(f"to={to!r} must be one of {', '.join(known)}")
     if to != "nlq" and switches:
         raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
     _check_target(source, target, overwrite)
-    if os.path.isdir(source):
-        refuse_links(named(source))
+    check_model_folder(source)
     with RunFolder(target, plan=None).held():
         card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
         replaced = {*model_files(target), *files_in(target, ("pytorch_model*.bin*", *card))}
-        begin_record(target, sorted(path.relative_to(target).as_posix() for path in replaced))  # --overwrite allows that
+        add_to_manifest(target, sorted(path.relative_to(target).as_posix() for path in replaced))  # --overwrite allows that
         return _convert(source, target, to, switches, tokenizer, allow_lossy)
 
 
@@ -197,7 +196,7 @@ def _convert(
             done.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
         _write_records(folder, target, new, done)
         written = files_below(folder)
-    for file in {*recorded(target)} - {*written}:  # of an older model
+    for file in {*read_manifest(target)} - {*written}:  # of an older model
         delete(target / file)
     return done
 

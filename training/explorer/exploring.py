@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
 
 from ..conversion.renaming import to_nlq
-from ..disk import named, read_text, write_text
+from ..disk import read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE
 from ..models import load_model
 from ..parameters import parts_in, positions_of
@@ -71,7 +71,7 @@ def explore(
         raise ValueError("give either --text TEXT or --file FILE")
     check_number("max_tokens", max_tokens, 2)
     if file is not None:
-        text = read_text(named(file))
+        text = read_text(resolve_user_path(file))
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
     shown, source = _tokens(tokenizer, text), None
     if not shown:
@@ -87,7 +87,8 @@ def explore(
         raise ValueError("--target: only an encoder with a decoder has a target")
     done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
-        write_text(Path(output) if output == PAGE_FILE else named(output), done.page)
+        # The user did not type the default name, which may be a link
+        write_text(Path(output) if output == PAGE_FILE else resolve_user_path(output), done.page)
     return done
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from ..disk import files_below, opened, write_text
+from ..disk import files_below, open_file, write_text
 from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, read_json
 from ..models import config_differences
 from .record import RunRecord, best_checkpoint
@@ -35,7 +35,7 @@ class ChecksumCallback(TrainerCallback):
 
 
 def _checksum(path: Path) -> str:
-    with opened(path) as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 

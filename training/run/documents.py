@@ -19,12 +19,13 @@ import xxhash
 from datasets import Dataset, DatasetBuilder, Features, IterableDataset, Value, concatenate_datasets, load_dataset_builder
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.exceptions import DatasetNotFoundError
+from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher
 from datasets.utils.extract import Extractor
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from transformers.utils import logging
 
-from ..disk import opened, read_text
+from ..disk import open_file, read_text
 from ..files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format, parse_yaml
 from ..text import first_line, is_disk_full, root_cause
 from .recipe import Recipe
@@ -106,6 +107,11 @@ class Documents(dict[str, Dataset | IterableDataset]):
         self.fingerprint = fingerprint
 
 
+def is_format(name: str) -> bool:
+    """Tells whether `datasets` has a builder of this name, such as `csv`, which reads the files of the working directory."""
+    return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
+
+
 def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     """Loads the documents in the splits `train`, `validation` and, if the recipe asks for one, `test`.
 
@@ -128,13 +134,17 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
         splits = {"train": rows.to_iterable_dataset() if recipe.streaming else rows}
     elif Path(name).exists():
         splits, content = _load_local(recipe)
-    elif name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}"):
+    elif is_format(name):
         raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
     else:
         builder = _find_files(recipe, name, lambda path: path.startswith(("hf://", "https://")) and "::" not in path)
         splits = _load(recipe, _read_rows, builder, recipe.streaming)
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
+    # Images and the like are files that the rows name, perhaps outside the dataset; reading a row would open them
+    media = [column for column, feature in (splits["train"].features or {}).items() if require_decoding(feature)]
+    if media:
+        splits = {split: rows.remove_columns(media) for split, rows in splits.items()}
     if recipe.text_template is not None:
         splits = {split: _join_columns(rows, recipe) for split, rows in splits.items()}
     known = splits["train"].column_names
@@ -227,7 +237,7 @@ def _list_files(folder: Path) -> set[str]:
     found, card = set(folder.rglob("*")), folder / CARD_FILE
     for path in found:
         if path.is_symlink():
-            opened(path).close()
+            open_file(path).close()
     if folder / ".huggingface.yaml" in found:
         raise ValueError(f"{folder / '.huggingface.yaml'} is not read; describe the files in {CARD_FILE}")
     match = REGEX_YAML_BLOCK.search(read_text(card)) if card in found else None

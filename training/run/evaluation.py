@@ -17,7 +17,7 @@ from ..models import load_model
 from ..parameters import context_of, objective_of, positions_of
 from ..text import check_number
 from .data import make_blocks, make_collator
-from .documents import load_documents
+from .documents import is_format, load_documents
 from .masked import Masking, MaskingTrainer, check_mask_token
 from .pairs import chrf_of
 from .recipe import UNREAD, Recipe
@@ -178,7 +178,7 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
     is_name = not local and re.fullmatch(f"{part}(/{part})?", dataset, re.ASCII)
     if dataset in BUILT_IN_CORPORA or (is_name and "/" in dataset):
         return dataset
-    such = f", such as --dataset {dataset}" if is_name else ""
+    such = f", such as --dataset {dataset}" if is_name and not is_format(dataset) else ""
     raise ValueError(f"model {model!r} was trained on {local}{dataset}; name the text to evaluate by --dataset{such}")
 
 

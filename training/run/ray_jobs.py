@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 import modeling_nlq
 
-from ..disk import delete, named
+from ..disk import delete, resolve_user_path
 from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER, read_json, read_section
 from ..models import weights_fingerprint
 from ..storage import WorkingCopy, is_address
@@ -31,7 +31,7 @@ from ..text import first_line, one_line
 from .data import prepare_data, save_blocks
 from .documents import load_documents
 from .recipe import Recipe
-from .run_folder import FolderIsLocked
+from .run_folder import FolderIsLocked, RunProgress
 from .unattended import RunFailed, RunSpec, run_in_subprocess
 
 
@@ -224,10 +224,10 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     with suppress(OSError):
         os.chdir(job["cwd"])  # on a file system that the nodes share, relative paths in a recipe lead to the same files
     is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    scratch = named(tempfile.gettempdir()) / f"nlq-{job['id']}"  # the same on all nodes
+    scratch = resolve_user_path(tempfile.gettempdir()) / f"nlq-{job['id']}"  # the same on all nodes
     copy = WorkingCopy(job["place"], scratch)
 
-    def report(content: dict[str, Any]) -> None:
+    def report(content: RunProgress) -> None:
         job["board"].write.remote(spec.name, content)
         copy.push(f"{name}{LOG}")
         copy.push(f"{name}{PROGRESS}")
@@ -290,12 +290,12 @@ class _Board:
     """An actor that knows how far each run is: runs write, the driver reads. Its name is that of the folder of results."""
 
     def __init__(self):
-        self._progress: dict[str, dict[str, Any]] = {}
+        self._progress: dict[str, RunProgress] = {}
 
-    def write(self, name: str, progress: dict[str, Any]) -> None:
+    def write(self, name: str, progress: RunProgress) -> None:
         self._progress[name] = progress
 
-    def read(self) -> dict[str, dict[str, Any]]:
+    def read(self) -> dict[str, RunProgress]:
         return self._progress
 
 
@@ -364,7 +364,7 @@ def make_runs(
                 reports = ray.get(board.read.remote())
             reports = {spec.name: reports[spec.name] for spec in running.values() if spec.name in reports}
             progress.set_postfix_str(f"{len(_nodes())} nodes, {len(reports)} runs at work", refresh=False)
-            progress.update(done + sum(report["step"] for report in reports.values()) - progress.n)
+            progress.update(done + sum(report.step for report in reports.values()) - progress.n)
     finally:
         for reference, spec in running.items():
             with suppress(Exception):

@@ -20,7 +20,7 @@ from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import AUTOMATIC, check_kernels
 
 from ...configuration import find
-from ..disk import named, read_text
+from ..disk import read_text, resolve_user_path
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, load_config, read_record
 from ..parameters import KINDS, context_of, freeze_all_but, objective_of, positions_of, shapes_of, vocabulary_of
@@ -308,7 +308,7 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
         ValueError: for an unknown recipe, field or value, and code in the file that is not trusted.
     """
     path = find("recipes", str(source))
-    content = read_yaml(named(path))
+    content = read_yaml(resolve_user_path(path))
     check_trusted(content, overrides or {}, str(path), trust_parts)
     return resolve_recipe(content, overrides, str(path))
 
@@ -394,7 +394,7 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
             path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
             if path is None:
                 raise ValueError(f"parts: there is no file {name}")
-            texts[path.name] = read_text(named(path))
+            texts[path.name] = read_text(resolve_user_path(path))
     for name, text in texts.items():
         run_parts(name, text)
     return dict(texts)

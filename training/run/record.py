@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import CONFIG_NAME
 
-from ..disk import atomic_dir, make_new_folder
+from ..disk import atomic_dir, make_empty_folder
 from ..files import CHECKPOINT
 from .masked import MaskingTrainer
 from .parametrization import Factors, split_groups
@@ -171,7 +171,7 @@ class RecordingTrainer(MaskingTrainer):
     def _save_checkpoint(self, model, trial) -> None:
         """Saves as `Trainer` does, into a folder that is new."""
         if self.args.should_save:
-            make_new_folder(Path(self.args.output_dir, f"{CHECKPOINT}{self.state.global_step}"))
+            make_empty_folder(Path(self.args.output_dir, f"{CHECKPOINT}{self.state.global_step}"))
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
 

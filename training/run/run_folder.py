@@ -2,14 +2,23 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from filelock import FileLock, Timeout
 
-from ..disk import UNFINISHED, begin_record, delete, make_folder, recorded, refuse_links, refuse_taken
+from ..disk import (
+    UNFINISHED,
+    add_to_manifest,
+    check_no_symlinks,
+    check_not_taken,
+    delete,
+    make_folder,
+    paths_below,
+    read_manifest,
+)
 from ..files import (
     CARD_FILE,
     CHECKPOINT,
@@ -42,16 +51,39 @@ CLAIM_PATIENCE = 10.0
 # Seconds after which an unfinished folder is what a process that was killed has left
 _LEFT_BEHIND = 3600.0
 
-# By the file that says what a folder was made from: what a folder without it lacks, what one with another holds, and files
-# of which there is one in a folder that was made before folders had a record
+# By the file that says what a folder was made from: the messages for a folder without it and with another one, and patterns of
+# files that show that this package wrote it, for folders from before the manifest
 _KINDS = {
     RECIPE_FILE: ("is no run of `nlq train`", "a run of another recipe", (METRICS_FILE, f"{CHECKPOINT}*/{STATE_FILE}")),
     COMPARISON_FILE: ("holds no comparison", "another comparison", (MODELS_FILE, RESULTS_FILE, f"*/{MODELS_FILE}")),
 }
-# What is written into a folder
+# Files that this package writes into a folder
 _NAMES = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS, CARD_FILE, STATE_FILE, PAGE_FILE, TASKS_FILE, "training_args.bin")
 _NAMES += (f"{CHECKPOINT}*", COMPARISON_FILE, MODELS_FILE, RESULTS_FILE, "added_seeds.json", "dataset_fingerprint.txt")
 _NAMES += ("results.md", "report.html", "figures/*.png", "tokenizer/*", f"runs/*/*{PROGRESS}")
+
+
+@dataclass
+class RunProgress:
+    """The content of a run's `.progress.json`.
+
+    Attributes:
+        host, pid: the machine and the process that train.
+        state: `running` or `failed`.
+        step, steps: optimizer steps that are done, and all of them; `None` before training begins.
+        loss: training loss of the last step that was logged.
+        updated: seconds since 1970.
+        error: type and message of the error that ended the run.
+    """
+
+    host: str
+    pid: int
+    state: str = "running"
+    step: int = 0
+    steps: int | None = None
+    loss: float | None = None
+    updated: float = 0.0
+    error: str | None = None
 
 
 class FolderIsLocked(ValueError):
@@ -88,7 +120,7 @@ class RunFolder:
         lock = FileLock(self.path / LOCK_FILE)
         is_new = not self.path.exists()
         make_folder(self.path)
-        refuse_links(self.path)  # the lock, Trainer and TensorBoard open files by their paths
+        check_no_symlinks(paths_below(self.path))  # the lock, Trainer and TensorBoard open files by their paths
         try:
             lock.acquire(timeout=patience)
         except (Timeout, FileNotFoundError):  # its holder has just removed the folder, in which it had written nothing
@@ -96,28 +128,28 @@ class RunFolder:
                 f"{self.path} is in use by another process; wait for its end, or choose another folder"
             ) from None
         try:
-            for left in self.path.rglob(f".*.????????{UNFINISHED}"):
-                if left.is_dir() and time.time() - left.stat().st_mtime > _LEFT_BEHIND:
-                    delete(left, is_own=True)
+            for left in paths_below(self.path):
+                with suppress(FileNotFoundError):
+                    if left.match(f".*.????????{UNFINISHED}") and time.time() - left.stat().st_mtime > _LEFT_BEHIND:
+                        delete(left, force=True)
             if self.plan is not None:
-                self._begin()
+                self._begin_manifest()
             yield
         finally:
             if is_new and not is_nonempty(self.path):
-                delete(self.path, is_own=True)
+                delete(self.path, force=True)
             lock.release()
 
-    def _begin(self) -> None:
-        """Begins the record of a folder that has none; raises `ValueError` if it lacks files whose names are needed."""
+    def _begin_manifest(self) -> None:
+        """Creates the manifest if there is none; raises `ValueError` if a file that is not in it would be replaced."""
         there = {path for pattern in _NAMES for path in self.path.glob(pattern)} | code_files(self.path)
         names = sorted(path.relative_to(self.path).as_posix() for path in there if path.exists())
-        if recorded(self.path) is None:
-            # TensorBoard appends to the files in `runs` of a run
-            begin_record(self.path, [*(names if self._is_older() else ()), *(["runs"] if self.plan == RECIPE_FILE else [])])
-        refuse_taken(self.path, names)
+        if read_manifest(self.path) is None:
+            add_to_manifest(self.path, names if self._is_older() else ())
+        check_not_taken(self.path, names)
 
     def _is_older(self) -> bool:
-        """Tells whether the folder was made before there were records."""
+        """Tells whether the folder was made before folders had a manifest."""
         return any(any(self.path.glob(pattern)) for pattern in _KINDS[self.plan][2])
 
     def is_held(self) -> bool:
@@ -135,8 +167,8 @@ class RunFolder:
         """What the folder was made from; `None` for a new one. Raises `ValueError` if it holds something else."""
         is_taken = is_nonempty(self.path)  # asked first, because another process may write the plan meanwhile
         if (self.path / self.plan).is_file():
-            if self.plan not in (recorded(self.path) or ()) and not self._is_older():
-                raise ValueError(f"{self.path / self.plan} is a file of yours, which stays; choose another --output_dir")
+            if self.plan not in (read_manifest(self.path) or ()) and not self._is_older():
+                raise ValueError(f"{self.path / self.plan} was not written by nlq; choose another --output_dir")
             return read_yaml(self.path / self.plan)
         if is_taken:
             raise ValueError(f"{self.path} exists and {_KINDS[self.plan][0]}; choose another --output_dir")
@@ -185,7 +217,7 @@ class RunFolder:
 
     def write(self, given: dict[str, Any]) -> None:
         """Writes what the folder is made from."""
-        self._begin()
+        self._begin_manifest()
         write_yaml(self.path / self.plan, given)
 
     def refuse(self, changes: str) -> NoReturn:

@@ -13,7 +13,7 @@ import torch
 
 from modeling_nlq import kernelize
 
-from ..disk import named, write_text
+from ..disk import resolve_user_path, write_text
 from ..models import load_model
 from ..text import check_number, first_line, root_cause
 
@@ -104,7 +104,7 @@ def write_task_results(results: dict[str, Any], path: str | Path) -> None:
     from lm_eval.utils import handle_non_serializable
 
     text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-    write_text(named(path), text + "\n")
+    write_text(resolve_user_path(path), text + "\n")
 
 
 def check_tasks(tasks: str | Sequence[str]) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..disk import delete, opened, write_text
+from ..disk import delete, open_file, write_text
 from ..files import CHECKPOINT, LOG, PROGRESS
 from ..text import one_line
 from .recipe import resolve_recipe
-from .run_folder import FolderIsLocked, RunFolder
+from .run_folder import FolderIsLocked, RunFolder, RunProgress
 from .trainer import train_recipe
 
 
@@ -64,21 +64,15 @@ def beside(folder: Path, suffix: str, rank: int = 0) -> Path:
 
 
 class Progress(TrainerCallback):
-    """Reports the progress of a run as long as a `with` block lasts, also between its steps.
-
-    It is a mapping of `state` (`running` or `failed`), `step`, `steps` (how many there are), `loss` (of the last step that was
-    logged), `host`, `pid`, `updated` (seconds since 1970) and `error`. A run that is finished leaves no file of it, unless it
-    was killed at that moment.
+    """Writes the progress of a run to a file during a `with` block, and deletes the file if the block ends without an error.
 
     Args:
-        file: written every `pace` seconds.
-        pace: the seconds between two reports.
+        file: written every `pace` seconds, also between two steps.
         report: called with the same content, after the file was written.
     """
 
-    def __init__(self, file: Path, pace: float, report: Callable[[dict[str, Any]], None] | None = None):
-        self.content = {"state": "running", "step": 0, "steps": None, "loss": None, "host": socket.gethostname()}
-        self.content |= {"pid": os.getpid(), "updated": None, "error": None}
+    def __init__(self, file: Path, pace: float, report: Callable[[RunProgress], None] | None = None):
+        self.content = RunProgress(socket.gethostname(), os.getpid())
         self._file, self._pace, self._report = file, pace, report
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True)
@@ -91,7 +85,7 @@ class Progress(TrainerCallback):
         self._is_over.set()
         self._thread.join()
         if error is not None:
-            self.content.update(state="failed", error=f"{kind.__name__}: {one_line(error)}")
+            self.content.state, self.content.error = "failed", f"{kind.__name__}: {one_line(error)}"
         self._write()
         if error is None:
             with contextlib.suppress(OSError):  # what a finished run leaves there is not read
@@ -103,25 +97,25 @@ class Progress(TrainerCallback):
             self._write()
 
     def _write(self) -> None:
-        self.content["updated"] = time.time()
+        self.content.updated = time.time()
         with contextlib.suppress(Exception):  # the run itself may still end well
-            write_text(self._file, json.dumps(self.content) + "\n")
+            write_text(self._file, json.dumps(dataclasses.asdict(self.content)) + "\n")
             if self._report is not None:
-                self._report(dict(self.content))
+                self._report(dataclasses.replace(self.content))
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.content.update(step=state.global_step, steps=state.max_steps)
+        self.content.step, self.content.steps = state.global_step, state.max_steps
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.content["step"] = state.global_step
+        self.content.step = state.global_step
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.content["loss"] = (logs or {}).get("loss", self.content["loss"])
+        self.content.loss = (logs or {}).get("loss", self.content.loss)
 
 
 def run_in_subprocess(
     order: RunSpec,
-    report: Callable[[dict[str, Any]], None] | None = None,
+    report: Callable[[RunProgress], None] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> dict[str, Any]:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
@@ -129,7 +123,7 @@ def run_in_subprocess(
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
 
     Args:
-        report: called with the progress of the run, a mapping (see `Progress`), in a thread of its own.
+        report: called with the progress of the run, in a thread of its own.
         callbacks: more callbacks for `Trainer`.
 
     Returns:
@@ -166,7 +160,7 @@ def run_in_subprocess(
 
 
 def _redirect_output(log: Path) -> None:
-    stream = io.TextIOWrapper(opened(log, "a"), encoding="utf-8", line_buffering=True)  # open as long as the process lives
+    stream = io.TextIOWrapper(open_file(log, "a"), encoding="utf-8", line_buffering=True)  # open as long as the process lives
     for number, standard in ((1, sys.stdout), (2, sys.stderr)):
         standard.flush()
         os.dup2(stream.fileno(), number)

@@ -37,7 +37,7 @@ from ..comparison.outcome import read_outcome
 from ..comparison.report import verdicts
 from ..comparison.results import check_metrics
 from ..comparison.status import CONFIRMATION
-from ..disk import below, named, opened
+from ..disk import open_file, read_bytes, resolve_user_path, safe_join
 from ..files import (
     ADAPTER,
     CARD_FILE,
@@ -129,9 +129,9 @@ def publish(
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
-        copy, target = named(scratch) / "model", named(scratch) / "adapter" if adapter else None
+        copy, target = resolve_user_path(scratch) / "model", resolve_user_path(scratch) / "adapter" if adapter else None
         try:
-            _copy(named(folder), copy, files)
+            _copy(resolve_user_path(folder), copy, files)
             contents = _collect(copy, Path(folder), repo_id, comparison, card, license, target)
         except ValueError as error:
             raise ValueError(str(error).replace(str(copy), str(folder))) from error
@@ -139,27 +139,22 @@ def publish(
 
 
 def _copy(folder: Path, target: Path, files: ExitStack) -> None:
-    """Copies what may be published, and links weights to the files, which stay open; `ValueError` for links as in `opened`."""
+    """Copies what may be published, with links to the weights, which stay open; raises as `open_file`."""
     patterns = (*SETTINGS, *TOKENIZER, *RECORDS, WEIGHTS[0], _INDEX)
     names = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
     names |= {path.name for path in code_files(folder) if path.is_file()}
     if _INDEX in names and WEIGHTS[0] not in names:
-        shards = json.loads(_read(folder / _INDEX)).get("weight_map")
+        shards = json.loads(read_bytes(folder / _INDEX)).get("weight_map")
         names |= {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
     for name in names:
-        source, copy = below(folder, name), target / name
+        source, copy = safe_join(folder, name), target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".safetensors"):
-            file = files.enter_context(opened(source))
+            file = files.enter_context(open_file(source))
             place = f"/proc/self/fd/{file.fileno()}"  # this file, whatever has its name now
             copy.symlink_to(place if os.path.exists(place) else os.path.realpath(folder / name))
         else:
-            copy.write_bytes(_read(source))
-
-
-def _read(path: Path) -> bytes:
-    with opened(path) as file:
-        return file.read()
+            copy.write_bytes(read_bytes(source))
 
 
 def publish_space(
@@ -174,10 +169,10 @@ def publish_space(
         ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
         PublishingError: as in `publish`.
     """
-    page = named(page) / PAGE_FILE if Path(page).is_dir() else named(page)
+    page = resolve_user_path(page) / PAGE_FILE if Path(page).is_dir() else resolve_user_path(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
-    text = _read(page)
+    text = read_bytes(page)
     title = re.search(r"<title>(.*?)</title>", text.decode(errors="replace"))
     if title is None:
         raise ValueError(f"{page} is no page of `nlq explore`")
@@ -285,7 +280,7 @@ def _collect(
         text, report = _report(origin.resolve(), Path(comparison).resolve())
         contents |= report
     if card is not None:
-        contents[CARD_FILE] = _read(named(card))
+        contents[CARD_FILE] = read_bytes(resolve_user_path(card))
     else:
         contents[CARD_FILE] = str(
             render(
@@ -310,7 +305,7 @@ def _report(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     """The verdicts of a comparison, for the card of a run that may be part of it, and the files of its report."""
     variant, name, scale = (run.parent.name, run.name, run.parents[2].name) if folder in run.parents else (None, None, None)
     files = files_in(folder, ("results.md", "figures/*.png"))
-    contents = {f"comparison/{path.relative_to(folder).as_posix()}": _read(path) for path in files}
+    contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
     if (report := contents.get("comparison/results.md")) is not None:
         contents["comparison/results.md"] = without_folders(report.decode()).encode()
     results = read_json(folder / RESULTS_FILE)

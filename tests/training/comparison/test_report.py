@@ -39,6 +39,7 @@ from modeling_nlq.training.comparison.report import (
 )
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
+from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.text import from_json, printable
 from nlq import main
 
@@ -292,14 +293,27 @@ def test_metrics_of_another_type(make_file, tmp_path, capsys, field, value, mess
     assert capsys.readouterr().err == f"nlq: error: {metrics}: {message}\n"
 
 
+@pytest.mark.parametrize("field, value", [("seeds", 1), ("seeds", None), ("models", [1]), ("baseline", {}), ("scales", "a")])
+def test_status_of_a_plan_with_another_type(make_file, tmp_path, capsys, field, value):
+    run_folder_with(make_file, tmp_path)
+    plan = tmp_path / "comparison.yaml"
+    plan.write_text(json.dumps({**read_yaml(plan), field: value}))
+    assert main(["compare", "any", "--output_dir", str(tmp_path), "--status"]) == 1
+    assert re.fullmatch(rf"nlq: error: comparison.yaml: {field}.* must .*\n", capsys.readouterr().err)
+
+
 def test_status_gives_a_terminal_no_controls(make_file, tmp_path, capsys):
     metrics = run_folder_with(make_file, tmp_path)
-    progress = {"state": "\x1b[2J", "step": "\x07", "steps": None, "loss": None, "updated": 0, "host": "\x9b\u202e", "pid": 1}
-    metrics.parent.with_name(f"{metrics.parent.name}.progress.json").write_text(json.dumps({**progress, "error": "a\x1b]0;b"}))
+    progress = {"state": "\x1b[2J", "step": 7, "steps": None, "loss": None, "updated": 0, "host": "\x9b\u202e", "pid": 1}
+    path = metrics.parent.with_name(f"{metrics.parent.name}.progress.json")
+    path.write_text(json.dumps({**progress, "error": "a\x1b]0;b"}))
     metrics.unlink()
     assert main(["compare", "any", "--output_dir", str(tmp_path), "--status"]) == 0
     text = capsys.readouterr().out
-    assert text.replace("\n", "").isprintable() and r"\x1b[2J, step \x07 of ?, \x9b\u202e" in text and r"a\x1b]0;b" in text
+    path.write_text(json.dumps({"host": "node"}))
+    assert main(["compare", "any", "--output_dir", str(tmp_path), "--status"]) == 1
+    assert capsys.readouterr().err == f"nlq: error: {path}: pid is missing\n"
+    assert text.replace("\n", "").isprintable() and r"\x1b[2J, step 7 of ?, \x9b\u202e" in text and r"a\x1b]0;b" in text
 
 
 def test_warnings(outcome, tmp_path):

@@ -276,16 +276,23 @@ class TestConvertFaults:
         (nlq_folder / name).unlink(missing_ok=True)
         (nlq_folder / name).symlink_to(tmp_path / "victim" / ("a.jinja" if "." in name else ""))
         before = snapshot(tmp_path)
-        assert "is a link" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
+        assert "is a symbolic link" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
         assert snapshot(tmp_path) == before
 
     @pytest.mark.parametrize("name", ["../mine", "{}/mine", "a/../../mine"])
     def test_overwriting_deletes_nothing_elsewhere(self, source, nlq_folder, tmp_path, name):
         """The folder says what was written there, and somebody else may have made it."""
         (tmp_path / "mine").write_text("mine")
-        (nlq_folder / ".files").write_text(name.format(tmp_path) + "\n")
+        (nlq_folder / ".nlq-manifest").write_text(name.format(tmp_path) + "\n")
         assert run_nlq("convert", source, nlq_folder, "--overwrite") == 0
         assert (tmp_path / "mine").read_text() == "mine"
+
+    def test_weights_outside_the_source(self, nlq_folder, tmp_path, capsys):
+        (nlq_folder / "model.safetensors").rename(tmp_path / "private.safetensors")
+        index = {"metadata": {}, "weight_map": {"lm_head.weight": "../private.safetensors"}}
+        (nlq_folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        for command in (["convert", nlq_folder, tmp_path / "target", "--to", "gpt2"], ["generate", nlq_folder, "a"]):
+            assert "'../private.safetensors' is a path outside" in nlq_fails(capsys, *command)
 
     @pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors"])
     def test_links_in_the_source(self, nlq_folder, tmp_path, capsys, name):
@@ -294,7 +301,7 @@ class TestConvertFaults:
         (nlq_folder / name).unlink(missing_ok=True)
         (nlq_folder / name).symlink_to(tmp_path / name)
         for command in (["convert", nlq_folder, tmp_path / "target", "--to", "gpt2"], ["generate", nlq_folder, "a"]):
-            assert f"{name} is a link" in nlq_fails(capsys, *command)
+            assert f"{name} is a symbolic link" in nlq_fails(capsys, *command)
         assert not (tmp_path / "target").exists()
 
     @parametrize_grid(

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils import logging
 
 from modeling_nlq.training import train
-from modeling_nlq.training.disk import make_new_folder
+from modeling_nlq.training.disk import make_empty_folder
 from modeling_nlq.training.run import checkpoints
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
 from nlq import main
@@ -49,7 +49,7 @@ class TestCheckpoints:
         message = "nlq: interrupted: the same command goes on from the last checkpoint\n"
         assert capsys.readouterr().err.endswith(message)
         # A checkpoint that is half written must be passed over
-        make_new_folder(folder / "checkpoint-6")
+        make_empty_folder(folder / "checkpoint-6")
         shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6", dirs_exist_ok=True)
         (folder / "checkpoint-6" / "checksums.json").unlink()
         assert last_complete_checkpoint(folder) == folder / "checkpoint-4"

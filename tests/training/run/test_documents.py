@@ -175,7 +175,7 @@ class TestFolderOfAStranger:
         private = folder.parent / "private.jsonl"
         for target in (private, folder.parent, "a.jsonl"):
             (folder / "b.jsonl").symlink_to(target)
-            with pytest.raises(ValueError, match=r"b.jsonl is a link"):
+            with pytest.raises(ValueError, match=r"b.jsonl is a symbolic link"):
                 read(folder)
             (folder / "b.jsonl").unlink()
         (folder.parent / "link").symlink_to(folder)  # which the user names
@@ -184,13 +184,18 @@ class TestFolderOfAStranger:
         with pytest.raises(ValueError, match=r"\.huggingface\.yaml is not read; describe the files in README\.md"):
             read(folder)
 
+    def test_images_that_rows_name_stay_closed(self, folder):
+        (folder / "README.md").write_text("---\ndataset_info:\n  features:\n  - {name: text, dtype: image}\n---\n")
+        with pytest.raises(ValueError, match=r"has no column 'text'"):
+            read(folder)
+
     def test_a_snapshot_of_the_hub_has_links_to_its_own_blobs(self, folder):
         snapshot, blobs = folder.parent / "datasets--a--b" / "snapshots" / "0123", folder.parent / "datasets--a--b" / "blobs"
         (snapshot / "data").mkdir(parents=True)
         (snapshot / "data" / "a.jsonl").symlink_to(write_documents(blobs / "abc.jsonl", RIGHT))
         assert read(snapshot) == read(snapshot / "data") == set(RIGHT)
         (snapshot / "b.jsonl").symlink_to(folder / "a.jsonl")
-        with pytest.raises(ValueError, match=r"b.jsonl is a link"):
+        with pytest.raises(ValueError, match=r"b.jsonl is a symbolic link"):
             read(snapshot)
 
 

@@ -49,7 +49,7 @@ def test_finished_run(order, run):
     assert "/not/on/this/machine" in (folder / "recipe.yaml").read_text()
     assert "train_runtime" in folder.with_name("one.log").read_text()
     assert not folder.with_name("one.progress.json").exists() and not list(folder.glob("checkpoint-*"))
-    assert reports[0]["state"] == "running" and [reports[-1][name] for name in ("step", "steps")] == [8, 8]
+    assert reports[0].state == "running" and (reports[-1].step, reports[-1].steps) == (8, 8)
 
 
 @pytest.mark.slow

@@ -159,9 +159,8 @@ def test_links_below_the_folder(name, copy_run, tmp_path):
     else:
         (folder / "model.safetensors").rename(secret)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": {"x": name}}))
-    with pytest.raises(
-        ValueError, match=rf"({re.escape(name.removesuffix('/a.jinja'))} is a link|^'\.\./out\.safetensors' leads out of)"
-    ):
+    what = "is a path outside" if ".." in name else "is a symbolic link"
+    with pytest.raises(ValueError, match=rf"{re.escape(name.removesuffix('/a.jinja'))}'? {what}"):
         publish(folder, "anna/x", dry_run=True)
 
 
