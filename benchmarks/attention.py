@@ -4,10 +4,11 @@
     python benchmarks/attention.py --backends nlq_cpp                     # the C++ code, on a CPU with AVX-512
     python benchmarks/attention.py --device cuda --backends nlq_tiled flex_attention
 
-The candidates of a length take turns in one process, so that other work of the machine slows all of them alike. Times are
-medians; the ratio is the median of the rounds' ratios, with its quartiles. Memory is the peak of one forward and backward pass
-beyond its inputs: that of PyTorch's allocator on CUDA, that of a fresh process on the CPU. Before anything is timed, outputs
-and gradients must be those of `eager` in float32 within the rounding of the dtype. The output is Markdown.
+The candidates of a length take turns in one process, so that other work of the machine slows all of them alike. Times
+are medians; the ratio is the median of the rounds' ratios, with its quartiles. Memory is the peak of one forward and
+backward pass beyond its inputs: that of PyTorch's allocator on CUDA, that of a fresh process on the CPU. Before
+anything is timed, outputs and gradients must be those of `eager` in float32 within the rounding of the dtype. The
+output is Markdown.
 """
 
 import argparse
@@ -47,7 +48,9 @@ class Problem:
         self.gradient = torch.randn(shape, **options).transpose(1, 2)
         self.flex_mask = None
         if "flex_attention" in arguments.backends:
-            block_mask = create_block_mask(lambda b, h, q, k: k <= q, None, None, length, length, device=arguments.device)
+            block_mask = create_block_mask(
+                lambda b, h, q, k: k <= q, None, None, length, length, device=arguments.device
+            )
             visibility = make_visibility(length, length, 0, torch.device(arguments.device))
             self.flex_mask = FlexMask(block_mask, visibility.visible_count)
 
@@ -91,7 +94,9 @@ def make_candidates(arguments: argparse.Namespace) -> list[Candidate]:
     return candidates
 
 
-def measure_times(problem: Problem, candidates: list[Candidate], direction: str, rounds: int) -> dict[Candidate, list[float]]:
+def measure_times(
+    problem: Problem, candidates: list[Candidate], direction: str, rounds: int
+) -> dict[Candidate, list[float]]:
     """Returns the seconds of each candidate in each round."""
     clock, times = Clock(problem.inputs[0].device.type), {candidate: [] for candidate in candidates}
     repeats = {}
@@ -111,7 +116,7 @@ def process_memory(field: str) -> int:
 
 
 def peak_memory(arguments: argparse.Namespace, candidate: Candidate, length: int, dtype: torch.dtype) -> int:
-    """Returns the peak bytes of one forward and backward pass beyond its inputs; on the CPU in a process of its own."""
+    """Returns the peak bytes of one forward and backward pass beyond its inputs, on the CPU in a separate process."""
     Problem(arguments, 64, dtype).run(candidate, DIRECTIONS[1])  # libraries load their kernels
     problem, is_cuda = Problem(arguments, length, dtype), arguments.device == "cuda"
     if is_cuda:
@@ -121,8 +126,12 @@ def peak_memory(arguments: argparse.Namespace, candidate: Candidate, length: int
     return (torch.cuda.max_memory_allocated() if is_cuda else process_memory("VmHWM")) - before
 
 
-def print_table(title: str, lengths: list[int], candidates: list[Candidate], cell: Callable[[int, Candidate], str]) -> None:
-    print(f"\n| {title} | " + " | ".join(f"{length:,}" for length in lengths) + " |\n|---" + "|---:" * len(lengths) + "|")
+def print_table(
+    title: str, lengths: list[int], candidates: list[Candidate], cell: Callable[[int, Candidate], str]
+) -> None:
+    print(
+        f"\n| {title} | " + " | ".join(f"{length:,}" for length in lengths) + " |\n|---" + "|---:" * len(lengths) + "|"
+    )
     for candidate in candidates:
         cells = " | ".join(cell(length, candidate) for length in lengths)
         print(f"| {candidate[1]}, {candidate[0]} | {cells} |", flush=True)

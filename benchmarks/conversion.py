@@ -3,9 +3,10 @@
     python benchmarks/conversion.py
     python benchmarks/conversion.py --folder /data/tmp --layers 40
 
-It writes random bfloat16 weights of a Llama and of a GPT-NeoX in eight shards, converts each with and without `--upcycle`, and
-back, each in a process of its own, and prints the peak of its resident memory (Linux only). That counts the pages of the files
-that are mapped. The limit is twice the largest shard plus 1 GiB; a peak above it ends the benchmark with exit status 1.
+It writes random bfloat16 weights of a Llama and of a GPT-NeoX in eight shards, converts each with and without
+`--upcycle`, and back, each in a process of its own, and prints the peak of its resident memory (Linux only). That
+counts the pages of the files that are mapped. The limit is twice the largest shard plus 1 GiB; a peak above it ends
+the benchmark with exit status 1.
 """
 
 import argparse
@@ -32,7 +33,9 @@ SHARDS = 8
 GIB = 2**30
 SHAPE = {"vocab_size": 32000, "hidden_size": 2048, "num_attention_heads": 16, "max_position_embeddings": 4096}
 CONFIGURATIONS = {
-    "llama": lambda layers: LlamaConfig(**SHAPE, num_key_value_heads=4, intermediate_size=5632, num_hidden_layers=layers),
+    "llama": lambda layers: LlamaConfig(
+        **SHAPE, num_key_value_heads=4, intermediate_size=5632, num_hidden_layers=layers
+    ),
     "gpt_neox": lambda layers: GPTNeoXConfig(**SHAPE, intermediate_size=8192, num_hidden_layers=layers),
 }
 
@@ -49,7 +52,9 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
     )
     generator = torch.Generator().manual_seed(0)
     for file, names in split.filename_to_tensors.items():
-        tensors = {name: torch.empty(state[name].shape).normal_(0, 0.02, generator=generator).bfloat16() for name in names}
+        tensors = {
+            name: torch.empty(state[name].shape).normal_(0, 0.02, generator=generator).bfloat16() for name in names
+        }
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -60,7 +65,8 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
 def check_equal(source: Path, back: Path, config: PreTrainedConfig) -> None:
     """Raises `AssertionError` if a weight differs from what it was before it went there and back."""
     model = empty_model(AutoModelForCausalLM._model_mapping[type(config)], config)
-    weights = [find_weights(str(folder), model) for folder in (source, back)]  # refused if they are not those of the model
+    # Refused if they are not those of the model
+    weights = [find_weights(str(folder), model) for folder in (source, back)]
     for name in weights[0].stored:
         before, after = (each.load([name])[name] for each in weights)
         assert torch.equal(before, after), name

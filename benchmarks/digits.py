@@ -1,10 +1,11 @@
-"""Encoders on images: scikit-learn's 8 x 8 digits as 16 patches; softmax, sigmoid and relu, linear and nonlinear queries.
+"""Encoders on images: scikit-learn's 8 x 8 digits as 16 patches; softmax, sigmoid and relu, linear and nonlinear
+queries.
 
     pip install scikit-learn && python benchmarks/digits.py
 
 Each patch of 2 x 2 pixels is one token: a linear layer makes its embedding, and the encoder gets `inputs_embeds`. The
-classifier reads the mean of all tokens. Of six folds, each is once the test, with the next one for validation: in each, every
-model searches for its own learning rate. The models of a fold share the seed and the order of the images.
+classifier reads the mean of all tokens. Of six folds, each is once the test, with the next one for validation: in
+each, every model searches for its own learning rate. The models of a fold share the seed and the order of the images.
 `docs/encoders.md` has the results.
 """
 
@@ -49,8 +50,12 @@ def train(fold: int, rate: float, activation: str, queries: str) -> tuple[float,
     """Trains on four folds, and returns the loss on the next one, and the loss and accuracy on `fold` itself."""
     digits = load_digits()
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(digits.images, digits.target)
-    test, validation, *others = (part for _, part in itertools.islice(itertools.cycle(list(folds)), fold, fold + FOLDS))
-    images = Dataset.from_dict({"pixels": digits.images.astype("float32"), "labels": digits.target}).with_format("torch")
+    test, validation, *others = (
+        part for _, part in itertools.islice(itertools.cycle(list(folds)), fold, fold + FOLDS)
+    )
+    images = Dataset.from_dict({"pixels": digits.images.astype("float32"), "labels": digits.target}).with_format(
+        "torch"
+    )
     set_seed(fold)
     quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
     schedule = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 50, "num_train_epochs": 30}
@@ -78,11 +83,14 @@ def main() -> None:
             found[names].append((RATES.best(losses), *runs[RATES.best(losses)][1:]))
     test_losses = {names: {fold: run[1] for fold, run in enumerate(runs)} for names, runs in found.items()}
     effects = analyse(test_losses, ("softmax", "linear"), at_boundary=at_boundary).effects
-    print("| activation, queries | rates | test loss | accuracy (%) | improvement of the loss (%) | Holm p | verdict |")
+    print(
+        "| activation, queries | rates | test loss | accuracy (%) | improvement of the loss (%) | Holm p | verdict |"
+    )
     print("|---|---|---|---|---|---|---|")
     for names, runs in found.items():
         rates, losses, accuracies = map(sorted, zip(*runs))
-        row = f"| {', '.join(names)} | {rates[0]:g} to {rates[-1]:g} | {mean(losses):.4f} | {100 * mean(accuracies):.2f} |"
+        cells = (", ".join(names), f"{rates[0]:g} to {rates[-1]:g}", f"{mean(losses):.4f}")
+        row = f"| {' | '.join(cells)} | {100 * mean(accuracies):.2f} |"
         if effect := effects.get(names):
             improvement = with_interval(effect.loss_improvement, effect.loss_improvement_interval, "+.1f")
             row += f" {improvement} | {p_value(effect.holm_p)} | {effect.verdict} |"

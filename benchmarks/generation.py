@@ -2,13 +2,14 @@
 
     python benchmarks/generation.py                                # decoding and a long context, on the CPU in float32
     python benchmarks/generation.py --kernelize                    # NLQ's models as `nlq generate` has them
-    python benchmarks/generation.py --settings static              # with a static cache, compiled; takes minutes to compile
-    python benchmarks/generation.py --device cuda --dtype bfloat16 --preset gpt3-small --settings decode static   # on a GPU
+    python benchmarks/generation.py --settings static              # with a static cache, compiled; takes minutes to
+    compile python benchmarks/generation.py --device cuda --dtype bfloat16 --preset gpt3-small --settings decode static
+    # on a GPU
 
-The candidates take turns in one process. A ratio is the median over the rounds of speed against the reference's in the same
-round, with its quartiles. A streamer reads the clock when a token arrives: the first one tells the time of the prompt, the
-others the time of a token. Before anything is timed, each candidate's tokens with a cache must be the best ones without it, up
-to the rounding of the dtype.
+The candidates take turns in one process. A ratio is the median over the rounds of speed against the reference's in the
+same round, with its quartiles. A streamer reads the clock when a token arrives: the first one tells the time of the
+prompt, the others the time of a token. Before anything is timed, each candidate's tokens with a cache must be the best
+ones without it, up to the rounding of the dtype.
 """
 
 import argparse
@@ -117,7 +118,8 @@ def make_model(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
 def generate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting, new: int, **options) -> torch.Tensor:
     """Returns the prompt and `new` tokens after it."""
     if setting.is_compiled:
-        # Launching a model's kernels one by one takes a GPU longer than the kernels themselves; CUDA graphs replay them
+        # Launching a model's kernels one by one takes a GPU longer than the kernels themselves; CUDA graphs replay
+        # them
         mode = "reduce-overhead" if tokens.is_cuda else "default"
         compiled = CompileConfig(fullgraph=True, mode=mode)
         compiled._compile_all_devices = True  # Transformers compiles on GPUs only, unless it is told to
@@ -126,7 +128,7 @@ def generate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting, new
 
 
 def gate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting) -> None:
-    """Raises `ValueError` if a token that a cache chose is not, without one, the best up to the rounding of the dtype."""
+    """Raises `ValueError` if a token chosen with a cache is not the best one without a cache, up to rounding."""
     new = 8
     text = generate(model, tokens[:, :64], setting, new)
     with torch.no_grad():
@@ -148,9 +150,9 @@ def turn(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting) -> tupl
 def compare(setting: Setting, names: list[str], arguments: argparse.Namespace) -> None:
     """Prints the table of one setting."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(1, SHAPES[arguments.preset]["vocab_size"], (setting.batch, setting.prompt), generator=generator).to(
-        arguments.device
-    )
+    tokens = torch.randint(
+        1, SHAPES[arguments.preset]["vocab_size"], (setting.batch, setting.prompt), generator=generator
+    ).to(arguments.device)
     names = list(dict.fromkeys([setting.reference, *names]))
     torch._dynamo.config.recompile_limit = 8 * len(names)  # the models of one class share their code, and so a limit
     times: dict[str, list[tuple[float, float]]] = {}
@@ -201,7 +203,9 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["decode", "context"])
     parser.add_argument("--candidates", nargs="+", choices=names, default=names)
     parser.add_argument("--preset", choices=SHAPES, default="small")
-    parser.add_argument("--kernelize", action="store_true", help="with the product of few rows in C++, for NLQ's models")
+    parser.add_argument(
+        "--kernelize", action="store_true", help="with the product of few rows in C++, for NLQ's models"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])

@@ -1,14 +1,15 @@
-"""Compares linear attention with PyTorch's softmax: training time by length, and time and memory of decoding by context.
+"""Compares linear attention with PyTorch's softmax: training time by length, and time and memory of decoding by
+context.
 
     python benchmarks/linear.py                      # both, on the CPU, in float32
     python benchmarks/linear.py --plot docs/images   # and the picture of decoding
     python benchmarks/linear.py --device cuda
 
-Training: attention alone, forward and backward, on random queries, keys and values. Decoding: a whole model of two layers with
-rotary positions, which generates tokens after a context of a given length. The softmax model's cache holds random keys and
-values, because computing them would take minutes. The candidates take turns in one process, and times are medians over the
-rounds. Memory is that of the cache. Before anything is timed, the chunked form must give the outputs and gradients of the
-parallel one.
+Training: attention alone, forward and backward, on random queries, keys and values. Decoding: a whole model of two
+layers with rotary positions, which generates tokens after a context of a given length. The softmax model's cache holds
+random keys and values, because computing them would take minutes. The candidates take turns in one process, and times
+are medians over the rounds. Memory is that of the cache. Before anything is timed, the chunked form must give the
+outputs and gradients of the parallel one.
 """
 
 import argparse
@@ -37,7 +38,9 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def train_step(name: str, inputs: list[torch.Tensor], gradient: torch.Tensor, form: str = "chunked") -> list[torch.Tensor]:
+def train_step(
+    name: str, inputs: list[torch.Tensor], gradient: torch.Tensor, form: str = "chunked"
+) -> list[torch.Tensor]:
     """Returns the output of one forward and backward pass, and the gradients of query, key and value."""
     if name == "softmax":
         output = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True).transpose(1, 2)
@@ -91,7 +94,8 @@ def report_training(arguments: argparse.Namespace) -> None:
 def report_growth(arguments: argparse.Namespace) -> None:
     """Prints how the time of linear attention grows with the length. The lengths take turns."""
     print(
-        f"growth: forward and backward, as a multiple of length {arguments.growth[0]}; linear would be the ratio of the lengths"
+        f"growth: forward and backward, as a multiple of length {arguments.growth[0]}; linear would be the ratio of "
+        "the lengths"
     )
     cases = {length: make_inputs(arguments, length) for length in arguments.growth}
     for name in ("linear", "linear, fixed decay"):
@@ -130,7 +134,9 @@ def fill(arguments: argparse.Namespace, model: NLQForCausalLM, context: int) -> 
     if model.config.attention_activation == "softmax":
         shape = (1, arguments.heads, context, HEAD_DIM)
         for index in range(model.config.num_hidden_layers):
-            cache.update(torch.randn(shape, device=arguments.device), torch.randn(shape, device=arguments.device), index)
+            cache.update(
+                torch.randn(shape, device=arguments.device), torch.randn(shape, device=arguments.device), index
+            )
     else:
         model.model(torch.randint(8192, (1, context), device=arguments.device), past_key_values=cache)
     return cache
@@ -191,7 +197,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192], help="beside softmax")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192], help="beside softmax"
+    )
     parser.add_argument(
         "--growth", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="lengths of linear alone"
     )
@@ -201,7 +209,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="folder for the picture")
     arguments = parser.parse_args()
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.device}, {arguments.heads} heads of "
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.device}, {arguments.heads} heads "
+        "of "
         f"{HEAD_DIM}"
     )
     gate(arguments)

@@ -16,7 +16,8 @@ import modeling_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
 
 
-# About how long one turn of a candidate lasts, and the most repeats in it. In shorter turns the clock's own noise would show
+# About how long one turn of a candidate lasts, and the most repeats in it. In shorter turns the clock's own noise
+# would show
 TURN_SECONDS, MOST_REPEATS = 0.02, 50
 # More than the L2 cache of any GPU (50 MB on an H100), as in `triton.testing.do_bench`
 FLUSHED_BYTES = 256 * 2**20
@@ -24,7 +25,9 @@ MATMUL_SIZE = 8192
 
 
 def attention_layer(name: str) -> SimpleNamespace:
-    """Makes a stand-in for an attention layer: the attributes that backends read, for the canonical normaliser of `name`."""
+    """Makes a stand-in for an attention layer: the attributes that backends read, for the canonical normaliser of
+    `name`.
+    """
     activation = get_attention_activation(name)
     return SimpleNamespace(
         activation=activation,
@@ -49,7 +52,9 @@ def describe(device: str) -> str:
     """Describes the device (`"cpu"` or `"cuda"`), the versions and the commit."""
     if device == "cuda":
         drivers = read_command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
-        name = f"{torch.cuda.get_device_name()}, driver {drivers[0] if drivers else 'unknown'}, CUDA {torch.version.cuda}"
+        name = (
+            f"{torch.cuda.get_device_name()}, driver {drivers[0] if drivers else 'unknown'}, CUDA {torch.version.cuda}"
+        )
     else:
         name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     commit = read_command("git", "rev-parse", "--short", "HEAD") or "unknown"
@@ -62,9 +67,9 @@ def describe(device: str) -> str:
 class Clock:
     """Measures the seconds of a function on a device.
 
-    On CUDA it measures like `triton.testing.do_bench`: by events around each of several calls, with the L2 cache overwritten
-    before each call. It does not wait between calls, so launching a kernel costs nothing if the previous one takes longer. A
-    turn is the median of its calls.
+    On CUDA it measures like `triton.testing.do_bench`: by events around each of several calls, with the L2 cache
+    overwritten before each call. It does not wait between calls, so launching a kernel costs nothing if the previous
+    one takes longer. A turn is the median of its calls.
     """
 
     def __init__(self, device: str):
@@ -99,14 +104,14 @@ class Clock:
 
 
 def make_matmul(device: str, dtype: torch.dtype, size: int = MATMUL_SIZE) -> tuple[Callable[[], object], int]:
-    """Makes the roofline: a product of two square matrices by the vendor's library, and its floating-point operations."""
+    """Makes the roofline: a product of two square matrices by the vendor's library, and its number of operations."""
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(left)
     return lambda: torch.matmul(left, right, out=product), 2 * size**3
 
 
 def matmul_rate(device: str, dtype: torch.dtype, size: int = MATMUL_SIZE) -> float:
-    """Returns the floating-point operations per second of that product, the median of several turns after a warm-up."""
+    """Returns the operations per second of that product, the median of several turns after a warm-up."""
     clock = Clock(device)
     function, operations = make_matmul(device, dtype, size)
     function()
@@ -123,8 +128,8 @@ def quartiles(numerator: list[float], denominator: list[float]) -> list[float]:
 def compiled_without_fallback() -> contextlib.AbstractContextManager:
     """Makes `torch.compile` compile every shape and function anew.
 
-    By default it runs a function uncompiled after eight recompilations, and compiles for any length after the second one. It
-    reports neither.
+    By default it runs a function uncompiled after eight recompilations, and compiles for any length after the second
+    one. It reports neither.
     """
     return torch._dynamo.config.patch(
         recompile_limit=1000,
@@ -137,8 +142,8 @@ def compiled_without_fallback() -> contextlib.AbstractContextManager:
 def attempt(name: str, function: Callable[[], object]) -> str | None:
     """Runs a function that may fail on an untried device, and returns the reason of a failure in a few words.
 
-    The traceback goes to stderr. A candidate that fails must not cost the figures of all others, so the caller shows the reason
-    in place of its figure.
+    The traceback goes to stderr. A candidate that fails must not cost the figures of all others, so the caller shows
+    the reason in place of its figure.
     """
     try:
         function()

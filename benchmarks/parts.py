@@ -3,11 +3,12 @@
     python benchmarks/parts.py
     python benchmarks/parts.py --parts forget_gate --rounds 5
 
-The model has 12 million parameters. It has softmax, and for a forget gate sigmoid too. A step is forward, backward and fused
-AdamW on random tokens. A token is one of those that greedy `generate` adds to a prompt that leaves room for them, so all of
-them see about as many keys. The candidates take turns in one process. A multiple is the median over the rounds of the time
-against that of the model without the part in the same round, with its quartiles. Before anything is timed, each candidate must
-give the logits of `eager`, and generate the same tokens with a cache and without.
+The model has 12 million parameters. It has softmax, and for a forget gate sigmoid too. A step is forward, backward and
+fused AdamW on random tokens. A token is one of those that greedy `generate` adds to a prompt that leaves room for
+them, so all of them see about as many keys. The candidates take turns in one process. A multiple is the median over
+the rounds of the time against that of the model without the part in the same round, with its quartiles. Before
+anything is timed, each candidate must give the logits of `eager`, and generate the same tokens with a cache and
+without.
 """
 
 import argparse
@@ -45,7 +46,8 @@ def candidates_of(parts: list[str]) -> dict[str, tuple[str, dict[str, str]]]:
     if "forget_gate" in parts:
         found["sigmoid"] = ("sigmoid", SIGMOID)
         found |= {
-            f"sigmoid, forget_gate={value}": ("sigmoid", {"forget_gate": value, **SIGMOID}) for value in PARTS["forget_gate"]
+            f"sigmoid, forget_gate={value}": ("sigmoid", {"forget_gate": value, **SIGMOID})
+            for value in PARTS["forget_gate"]
         }
     return found
 
@@ -68,7 +70,9 @@ def gate_on_eager(name: str, model: NLQForCausalLM, tokens: torch.Tensor, settin
     gate(model, tokens[:1], setting)
 
 
-def print_table(candidates: dict[str, tuple[str, dict]], steps: dict[str, list[float]], tokens: dict[str, list[float]]) -> None:
+def print_table(
+    candidates: dict[str, tuple[str, dict]], steps: dict[str, list[float]], tokens: dict[str, list[float]]
+) -> None:
     """Prints the times of the candidates, given the seconds of their rounds."""
     print("| | a step, ms | multiple (quartiles) | a token, ms | multiple (quartiles) |\n|---|---|---|---|---|")
     for name, (baseline, _) in candidates.items():
@@ -95,7 +99,9 @@ def main(words: list[str] | None = None) -> int:
 
     candidates = candidates_of(arguments.parts)
     setting = Setting(1, arguments.length - arguments.new, arguments.new, "softmax")
-    tokens = torch.randint(SHAPE["vocab_size"], (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        SHAPE["vocab_size"], (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(0)
+    )
     prompt, trained, models, steps = tokens[:1, : setting.prompt], {}, {}, {}
     for name, (_, switches) in candidates.items():
         models[name], trained[name] = (make_model(switches, arguments.length) for _ in range(2))
@@ -109,10 +115,13 @@ def main(words: list[str] | None = None) -> int:
             step_times[name].append(seconds(lambda step=step: step(tokens), "cpu"))
         for name, model in models.items():
             token_times[name].append(turn(model, prompt, setting)[1])
-    processor = [line.partition(":")[2].strip() for line in read_command("lscpu").splitlines() if line.startswith("Model name")]
+    processor = [
+        line.partition(":")[2].strip() for line in read_command("lscpu").splitlines() if line.startswith("Model name")
+    ]
     print(
         f"{models['softmax'].num_parameters():,} parameters, {arguments.batch} x {arguments.length} tokens, float32; "
-        f"{', '.join(processor) or 'processor unknown'}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{', '.join(processor) or 'processor unknown'}, {torch.get_num_threads()} threads, torch "
+        f"{torch.__version__}, "
         f"medians of {arguments.rounds} rounds\n"
     )
     print_table(candidates, step_times, token_times)

@@ -3,11 +3,12 @@
     python benchmarks/pretrained.py                       # the file that `make test-weights` fetches
     python benchmarks/pretrained.py --source runs/llama --dtypes bfloat16
 
-It measures loading from a folder, a prompt, each token that greedy `generate` adds to it, and a training step (forward,
-backward and fused AdamW, on one text). The models take turns in one process. A multiple is the median over the rounds of the
-time against Llama's in the same round, with its quartiles. For its peak of resident memory, which only Linux tells, each model
-does each of these things once in a process of its own, `--processes` times; the median is printed. Before anything is timed,
-both must give the same logits. bfloat16 means weights, gradients and optimizer in it.
+It measures loading from a folder, a prompt, each token that greedy `generate` adds to it, and a training step
+(forward, backward and fused AdamW, on one text). The models take turns in one process. A multiple is the median over
+the rounds of the time against Llama's in the same round, with its quartiles. For its peak of resident memory, which
+only Linux tells, each model does each of these things once in a process of its own, `--processes` times; the median is
+printed. Before anything is timed, both must give the same logits. bfloat16 means weights, gradients and optimizer in
+it.
 """
 
 import argparse
@@ -59,13 +60,17 @@ def make_step(model: PreTrainedModel):
 def gate(folders: dict[str, Path], length: int) -> None:
     """Raises `SystemExit` if the models give other logits."""
     with torch.no_grad():
-        logits = [(model := load(folder, torch.float32))(random_tokens(model, length)).logits for folder in folders.values()]
+        logits = [
+            (model := load(folder, torch.float32))(random_tokens(model, length)).logits for folder in folders.values()
+        ]
     error = float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
     if not error <= TOLERANCE:
         raise SystemExit(f"correctness gate: the logits differ by {error:.1e} of the largest; nothing is timed")
 
 
-def measure_times(folders: dict[str, Path], dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, dict[str, list]]:
+def measure_times(
+    folders: dict[str, Path], dtype: torch.dtype, arguments: argparse.Namespace
+) -> dict[str, dict[str, list]]:
     """Returns the seconds of all rounds: what -> model -> seconds."""
     setting = Setting(1, arguments.prompt, arguments.new, REFERENCE, shows_prompt=True)
     models = {name: load(folder, dtype) for name, folder in folders.items()}
@@ -129,7 +134,9 @@ def report(dtype: str, times: dict[str, dict[str, list]], peaks: dict[str, dict[
 
 def processor() -> str:
     lines = read_command("lscpu").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("Model name")), platform.machine()
+    )
 
 
 def main(words: list[str] | None = None) -> None:
@@ -156,11 +163,14 @@ def main(words: list[str] | None = None) -> None:
         convert(folders[OURS], folders[REFERENCE], to="llama")
         gate(folders, arguments.context)
         print(
-            f"{processor()}, {arguments.threads} threads; torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"{processor()}, {arguments.threads} threads; torch {torch.__version__}, transformers "
+            f"{transformers.__version__}, "
             f"nlq {modeling_nlq.__version__}; prompt of {arguments.prompt:,}, {arguments.new} new tokens, training on "
             f"{arguments.context} tokens; {arguments.rounds} rounds\n"
         )
-        print(f"| | | {REFERENCE}, ms | {OURS}, ms | multiple (quartiles) | {REFERENCE}, MiB | {OURS}, MiB | multiple |")
+        print(
+            f"| | | {REFERENCE}, ms | {OURS}, ms | multiple (quartiles) | {REFERENCE}, MiB | {OURS}, MiB | multiple |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for name in arguments.dtypes:
             dtype = getattr(torch, name)

@@ -3,9 +3,10 @@
     python benchmarks/stability.py
     python benchmarks/stability.py --model gpt3-small-linear --length 1024 --device cuda
 
-A step is forward, backward and fused AdamW on a batch of random tokens. A record is `attention_statistics` of two sequences.
-They take turns, so that a busy machine slows both alike. The last column is the additional training time with a record every
-`Recipe.stability_steps` steps. Before anything is timed, the recorded entropy must equal that of the weights the model returns.
+A step is forward, backward and fused AdamW on a batch of random tokens. A record is `attention_statistics` of two
+sequences. They take turns, so that a busy machine slows both alike. The last column is the additional training time
+with a record every `Recipe.stability_steps` steps. Before anything is timed, the recorded entropy must equal that of
+the weights the model returns.
 """
 
 import argparse

@@ -4,20 +4,21 @@
     python benchmarks/training_step.py --device cuda   # gpt3-small in bfloat16, compiled
     python benchmarks/training_step.py --encoders      # beside EuroBertForMaskedLM
 
-A step is forward, backward and fused AdamW on random tokens. The implementations take turns, so that a busy machine slows all
-of them alike. The table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, NLQ's model must reproduce
-GPT-2's loss from its weights. litgpt is measured if it is installed. It requires an older NumPy than `datasets`, so install it
-with `pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse`.
+A step is forward, backward and fused AdamW on random tokens. The implementations take turns, so that a busy machine
+slows all of them alike. The table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, NLQ's
+model must reproduce GPT-2's loss from its weights. litgpt is measured if it is installed. It requires an older NumPy
+than `datasets`, so install it with `pip install --no-deps litgpt lightning lightning-utilities torchmetrics
+jsonargparse`.
 
-bfloat16 means the same as `bf16: true` for `Trainer`: weights, gradients and the optimizer in float32, the forward pass under
-`torch.autocast`. All candidates are in memory at once: 1.5 GB each of weights and optimizer at the size of gpt3-small.
-Activations and gradients exist in a candidate's own turn only.
+bfloat16 means the same as `bf16: true` for `Trainer`: weights, gradients and the optimizer in float32, the forward
+pass under `torch.autocast`. All candidates are in memory at once: 1.5 GB each of weights and optimizer at the size of
+gpt3-small. Activations and gradients exist in a candidate's own turn only.
 
-Model FLOPs utilisation (MFU) is the number of FLOPs that the model needs, divided by the number that the device could do in the
-same time. `nlq params` gives the FLOPs of a token, forward and backward: 6 for each weight of a matrix, including the LM head,
-and 12 * context * hidden_size for each layer's attention, whose causal half is not discounted (Chowdhery et al. 2022, arXiv
-2204.02311, appendix B). The rate of the device is `--peak`, or else that of a large product of matrices in the same dtype at
-the start of the run. On the CPU the column exists only with `--peak`.
+Model FLOPs utilisation (MFU) is the number of FLOPs that the model needs, divided by the number that the device could
+do in the same time. `nlq params` gives the FLOPs of a token, forward and backward: 6 for each weight of a matrix,
+including the LM head, and 12 * context * hidden_size for each layer's attention, whose causal half is not discounted
+(Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The rate of the device is `--peak`, or else that of a large
+product of matrices in the same dtype at the start of the run. On the CPU the column exists only with `--peak`.
 """
 
 import argparse
@@ -157,7 +158,9 @@ def make_encoders(shape: dict) -> dict[str, PreTrainedModel]:
     theirs = EuroBertConfig(**sizes, max_position_embeddings=shape["context"], **dict.fromkeys(_TOKENS, 0))
     candidates = {"eurobert (sdpa)": EuroBertForMaskedLM._from_config(theirs, attn_implementation="sdpa")}
     for activation in ("softmax", "sigmoid", "relu"):
-        config = NLQConfig.from_dict({**FAMILIES["eurobert"].read(theirs).to_dict(), "attention_activation": activation})
+        config = NLQConfig.from_dict(
+            {**FAMILIES["eurobert"].read(theirs).to_dict(), "attention_activation": activation}
+        )
         candidates[f"nlq linear/{activation}"] = NLQForMaskedLM._from_config(config, attn_implementation="nlq")
     return candidates
 
@@ -225,14 +228,17 @@ def seconds(function: Callable, device: str) -> float:
     return time.perf_counter() - start
 
 
-def report(rows: dict[str, list[float]], baseline: str, tokens: int, utilization: dict[str, float] | None = None) -> None:
+def report(
+    rows: dict[str, list[float]], baseline: str, tokens: int, utilization: dict[str, float] | None = None
+) -> None:
     """Prints the table.
 
     Args:
         rows: seconds of each candidate's rounds.
         baseline: the candidate that the others are compared with.
         tokens: number of tokens in a step.
-        utilization: for each candidate, the share of the peak that one token per second takes; adds a column of the MFU.
+        utilization: for each candidate, the share of the peak that one token per second takes; adds a column of the
+            MFU.
     """
     reference = statistics.median(rows[baseline])
     width = max(map(len, rows))
@@ -261,7 +267,7 @@ class StepTimes(TrainerCallback):
 
 
 def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Returns median step times of a bare loop and of `Trainer` around the same model, batch and optimizer, in turns."""
+    """Returns median step times of a bare loop and of `Trainer` with the same model, batch and optimizer."""
     model = NLQForCausalLM(nlq_config(shape, query_projection="linear"))
     samples = [
         {"input_ids": row, "labels": row}
@@ -306,7 +312,9 @@ def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[floa
     return rows
 
 
-def time_steps(steps: dict[str, Callable], tokens: torch.Tensor, rounds: int, device: str) -> tuple[dict, dict[str, str]]:
+def time_steps(
+    steps: dict[str, Callable], tokens: torch.Tensor, rounds: int, device: str
+) -> tuple[dict, dict[str, str]]:
     """Returns the seconds of each candidate's steps, in turns, and the reasons of failures on a GPU."""
     failures = {}
     for _ in range(2):  # to compile and to warm up
@@ -344,9 +352,13 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         choices=sorted({activation_of(switches) for switches in SWITCHES.values()}),
         help="only models with these [all]",
     )
-    parser.add_argument("--encoders", action="store_true", help="encoders beside EuroBERT, instead of decoders beside GPT-2")
+    parser.add_argument(
+        "--encoders", action="store_true", help="encoders beside EuroBERT, instead of decoders beside GPT-2"
+    )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--trainer_steps", type=int, default=8, help="steps per round of the comparison with Trainer; 0: none")
+    parser.add_argument(
+        "--trainer_steps", type=int, default=8, help="steps per round of the comparison with Trainer; 0: none"
+    )
     arguments = parser.parse_args(words)
     for name, default in DEFAULTS[arguments.device].items():
         if getattr(arguments, name) is None:
@@ -368,7 +380,10 @@ def main(words: list[str] | None = None) -> int:
     if arguments.peak is not None:
         peak, source = 1e12 * arguments.peak, "as given"
     elif is_cuda:
-        peak, source = matmul_rate(arguments.device, getattr(torch, arguments.dtype)), "a product of matrices, measured now"
+        peak, source = (
+            matmul_rate(arguments.device, getattr(torch, arguments.dtype)),
+            "a product of matrices, measured now",
+        )
 
     candidates = make_encoders(shape) if arguments.encoders else make_decoders(shape, arguments.activations)
     baseline = next(iter(candidates))
@@ -390,13 +405,18 @@ def main(words: list[str] | None = None) -> int:
     if peak is not None:
         print(f"peak {peak / 1e12:.4g} TFLOP/s ({source}); {flops[LIKE_LITGPT]:,} FLOPs a token with linear queries")
     if is_cuda:
-        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, all candidates' weights and optimizers in it")
+        print(
+            f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, all candidates' weights and optimizers "
+            "in it"
+        )
     report(rows, baseline, tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})
     for name, reason in failures.items():
         print(f"{name}: no figure, {reason}")
     if arguments.trainer_steps and not (is_cuda or arguments.encoders):
         print()
-        report(compare_trainer(shape, max(arguments.rounds // 2, 2), arguments.trainer_steps), "bare loop", tokens.numel())
+        report(
+            compare_trainer(shape, max(arguments.rounds // 2, 2), arguments.trainer_steps), "bare loop", tokens.numel()
+        )
     return int(bool(failures))
 
 

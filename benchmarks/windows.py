@@ -1,10 +1,11 @@
-"""Time and memory of `nlq_tiled` with a sliding window, forward and backward, by length, beside the same without a window.
+"""Time and memory of `nlq_tiled` with a sliding window, forward and backward, by length, beside the same without a
+window.
 
     python benchmarks/windows.py                     # window 256, lengths from 2,048 to 32,768, on the CPU in float32
 
-The lengths and candidates take turns in one process, and times are medians over the rounds. Memory is measured in a fresh
-process: the peak of one forward and backward pass, minus what the process held before. Before anything is timed, the outputs
-and gradients must equal those of `eager`.
+The lengths and candidates take turns in one process, and times are medians over the rounds. Memory is measured in a
+fresh process: the peak of one forward and backward pass, minus what the process held before. Before anything is timed,
+the outputs and gradients must equal those of `eager`.
 """
 
 import argparse
@@ -77,7 +78,9 @@ def report(arguments: argparse.Namespace) -> None:
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         peaks = {candidate: pool.apply(peak_memory, (arguments, *candidate)) for candidate in candidates}
     first = arguments.lengths[0], arguments.window
-    print("| length | window, ms | x shortest | MiB | x shortest | no window, ms | MiB |\n|---|---|---|---|---|---|---|")
+    print(
+        "| length | window, ms | x shortest | MiB | x shortest | no window, ms | MiB |\n|---|---|---|---|---|---|---|"
+    )
     for length in cases:
         own, whole = (length, arguments.window), (length, None)
         cells = [f"{length:,}", f"{1000 * medians[own]:.1f}", f"{medians[own] / medians[first]:.1f}"]
@@ -92,7 +95,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
-    parser.add_argument("--whole-up-to", type=int, default=8192, help="longest length that is measured without a window too")
+    parser.add_argument(
+        "--whole-up-to", type=int, default=8192, help="longest length that is measured without a window too"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()

@@ -22,7 +22,9 @@ def descriptions(kind: str) -> dict[str, str]:
     found = {}
     for name in names(kind):
         lines = find(kind, name).read_text(encoding="utf-8").splitlines()
-        comment = " ".join(line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line[:1] == "#", lines))
+        comment = " ".join(
+            line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line[:1] == "#", lines)
+        )
         first = re.match(r".*?[.?](?= |$)", comment)
         found[name] = first[0] if first else comment
     return found
@@ -40,7 +42,11 @@ def suggestion(name: str, known: Iterable[str], is_short: bool = False) -> str:
     choices = ", ".join(known)
     # Other programs' short names: lr is learning_rate, and batch_size one of several
     longer = [one for one in known if one.endswith(f"_{name}") or "".join(word[:1] for word in one.split("_")) == name]
-    near = f"did you mean {' or '.join(map(repr, longer))}?" if 0 < len(longer) <= 3 else did_you_mean(name, known).strip()
+    near = (
+        f"did you mean {' or '.join(map(repr, longer))}?"
+        if 0 < len(longer) <= 3
+        else did_you_mean(name, known).strip()
+    )
     if near:
         return f"{near} There are {choices}" if is_short else near
     return f"there are {choices}"

@@ -22,11 +22,15 @@ SOURCE = "source"  # where files lie that pages link to and that are no pages
 def on_files(files: Files, config) -> Files:
     """Adds the pages of the root, the commands, and every file outside of docs/ that a page links to."""
     for name, place in ROOT_PAGES.items():
-        files.append(File.generated(config, place, content=_linked((REPOSITORY / name).read_text(encoding="utf-8"), name)))
+        files.append(
+            File.generated(config, place, content=_linked((REPOSITORY / name).read_text(encoding="utf-8"), name))
+        )
     files.append(File.generated(config, "reference/commands.md", content=_commands()))
     texts = {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in ROOT_PAGES}
     texts |= {f"docs/{page.src_uri}": Path(page.abs_src_path).read_text(encoding="utf-8") for page in _written(files)}
-    targets = {target for name, text in texts.items() for target in (_in_repository(name, link) for link in _links(text))}
+    targets = {
+        target for name, text in texts.items() for target in (_in_repository(name, link) for link in _links(text))
+    }
     for target in sorted(targets):
         if not target.startswith("docs/") and target not in ROOT_PAGES and (REPOSITORY / target).is_file():
             files.append(File.generated(config, f"{SOURCE}/{target}", abs_src_path=str(REPOSITORY / target)))
@@ -34,7 +38,9 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Fills in tables of fields, and points the links of a page in docs/ to where the site has what is outside of docs/."""
+    """Fills in tables of fields, and points the links of a page in docs/ to where the site has what is outside of
+    docs/.
+    """
     markdown = re.sub(r"\{fields of (?P<name>\w+) in (?P<file>\S+)\}", _fields, markdown)
     return markdown if page.file.generated_by else _linked(markdown, f"docs/{page.file.src_uri}")
 
@@ -58,7 +64,9 @@ def _linked(text: str, name: str) -> str:
     def rewrite(match: re.Match) -> str:
         link, _, anchor = match[1].partition("#")
         target = _in_repository(name, link)
-        place = ROOT_PAGES.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else f"{SOURCE}/{target}")
+        place = ROOT_PAGES.get(target) or (
+            target.removeprefix("docs/") if target.startswith("docs/") else f"{SOURCE}/{target}"
+        )
         return f"]({posixpath.relpath(place, here or '.')}{f'#{anchor}' if anchor else ''})"
 
     return re.sub(r"\]\(([^)#:\s][^):\s]*)\)", rewrite, re.sub(r'src="docs/', 'src="', text))
@@ -74,10 +82,14 @@ def _commands() -> str:
 def _fields(match: re.Match) -> str:
     """A table of what a docstring of Transformers' form says of each field: name, type, default and meaning."""
     tree = ast.parse((REPOSITORY / match["file"]).read_text(encoding="utf-8"))
-    (text,) = (ast.get_docstring(node) for node in tree.body if isinstance(node, ast.ClassDef) and node.name == match["name"])
+    (text,) = (
+        ast.get_docstring(node) for node in tree.body if isinstance(node, ast.ClassDef) and node.name == match["name"]
+    )
     rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
     entries = textwrap.dedent(text.partition("Args:\n")[2])
-    for name, kind, meaning in re.findall(r"^(\w[\w, ]*) \((.*?)\): (.*?)(?=^\w|\Z)", entries, flags=re.MULTILINE | re.DOTALL):
+    for name, kind, meaning in re.findall(
+        r"^(\w[\w, ]*) \((.*?)\): (.*?)(?=^\w|\Z)", entries, flags=re.MULTILINE | re.DOTALL
+    ):
         kind, _, default = kind.partition(", defaults to ")
         meaning = " ".join(meaning.split()).replace("|", "\\|")
         cells = (

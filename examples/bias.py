@@ -1,4 +1,4 @@
-"""Scores fall with the distance, by a slope for each head that is trained (ALiBi, arXiv 2108.12409, has fixed slopes)."""
+"""Scores fall with the distance, by a trained slope for each head (ALiBi, arXiv 2108.12409, has fixed slopes)."""
 
 import torch
 from torch import nn

@@ -1,4 +1,6 @@
-"""A soft cap: a trained bound for each head that no score passes, `c tanh(s / c)` (Gemma 2, arXiv 2408.00118, has c = 50)."""
+"""A soft cap: a trained bound for each head that no score passes, `c tanh(s / c)` (Gemma 2, arXiv 2408.00118, has c =
+50).
+"""
 
 import torch
 from torch import nn

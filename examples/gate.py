@@ -1,4 +1,4 @@
-"""A gate on the output: the token decides how much of each head it lets through (Qiu et al. 2025, arXiv 2505.06708)."""
+"""A gate on the output: each token decides how much of each head it lets through (arXiv 2505.06708)."""
 
 from torch import nn
 

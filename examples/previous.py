@@ -1,4 +1,6 @@
-"""A memory of the token before: a trained bonus for it in each head (previous-token heads, Olsson et al., arXiv 2209.11895)."""
+"""A memory of the token before: a trained bonus for it in each head (previous-token heads, Olsson et al., arXiv
+2209.11895).
+"""
 
 import torch
 from torch import nn

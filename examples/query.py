@@ -1,4 +1,6 @@
-"""Queries plus a function of themselves, `q + a_h gelu(q)`, without another matrix (`Q(X) = X + f(X)`, arXiv 2603.13381)."""
+"""Queries plus a function of themselves, `q + a_h gelu(q)`, without another matrix (`Q(X) = X + f(X)`, arXiv
+2603.13381).
+"""
 
 import torch
 from torch import nn

@@ -1,4 +1,6 @@
-"""A temperature: each head learns how sharp its attention is, `softmax(exp(t_h) s)` (Henry et al. 2020, arXiv 2010.04245)."""
+"""A temperature: each head learns how sharp its attention is, `softmax(exp(t_h) s)` (Henry et al. 2020, arXiv
+2010.04245).
+"""
 
 import torch
 from torch import nn

@@ -26,7 +26,9 @@ for _config_class, _auto_map in ((NLQConfig, AUTO_MAP), (NLQSeq2SeqConfig, SEQ2S
     transformers.AutoConfig.register(_config_class.model_type, _config_class, exist_ok=True)
     for _auto_class, _path in _auto_map.items():
         if _auto_class != "AutoConfig":
-            getattr(transformers, _auto_class).register(_config_class, globals()[_path.partition(".")[2]], exist_ok=True)
+            getattr(transformers, _auto_class).register(
+                _config_class, globals()[_path.partition(".")[2]], exist_ok=True
+            )
 
 __all__ = [
     "ATTENTION_ACTIVATIONS",

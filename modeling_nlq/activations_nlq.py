@@ -31,16 +31,18 @@ class AttentionActivation:
     Attributes:
         name: the value of the switch `attention_activation`.
         function: `phi`, element by element. For softmax it is `exp`, whose sum is taken in a numerically safe order.
-        derivative: `phi'` as a function of the scores and of `phi` there, or `None`: then it is taken by differentiation.
+        derivative: `phi'` as a function of the scores and of `phi` there, or `None`: then it is taken by
+            differentiation.
         normalization: the canonical normaliser, used when `attention_normalization` is `None`.
         non_negative: whether `phi >= 0` everywhere, which the normaliser `"sum"` needs.
         formula: `phi(s)` in words.
         source: where the formula comes from.
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
         is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
-        kind: `"elementwise"`: apart from the normaliser, a weight depends on its own score only. `"softmax"`, `"simplex"` and
-            `"row"`: it depends on its whole row; the `function` of a `"simplex"` row projects it, and that of a `"row"` takes
-            the scores and which keys are visible (or `None`). `"linear"`: no scores are computed.
+        kind: `"elementwise"`: apart from the normaliser, a weight depends on its own score only. `"softmax"`,
+            `"simplex"` and `"row"`: it depends on its whole row; the `function` of a `"simplex"` row projects it, and
+            that of a `"row"` takes the scores and which keys are visible (or `None`). `"linear"`: no scores are
+            computed.
         sees_own_key: whether a query sees the key of its own token.
     """
 
@@ -62,7 +64,9 @@ class AttentionActivation:
         return self.kind == "elementwise"
 
     def weights_and_gradient(self, scores: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`phi(scores)`, and `phi'(scores) * gradient`: what a gradient with respect to `phi` is with respect to the scores."""
+        """`phi(scores)`, and `phi'(scores) * gradient`: what a gradient with respect to `phi` is with respect to the
+        scores.
+        """
         if self.derivative is None:
             weights, pull_back = torch.func.vjp(self.function, scores)
             return weights, pull_back(gradient)[0]
@@ -86,7 +90,7 @@ def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
 
 
 def zero_limit(dtype: torch.dtype) -> float:
-    """Returns the limit below which a sum of weights counts as 0, because its reciprocal or a gradient would overflow."""
+    """Returns the limit below which a sum of weights counts as 0: its reciprocal or a gradient would overflow."""
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
 
@@ -105,10 +109,13 @@ def exp_(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _softpick(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """`relu(e^s - 1) / sum |e^s - 1|`. The largest score above 0 is taken out of the exponents; a sum of 0 gives weights 0."""
+    """`relu(e^s - 1) / sum |e^s - 1|`. The largest score above 0 is taken out of the exponents; a sum of 0 gives
+    weights 0.
+    """
     scores = hide(scores, visible, 0.0)  # |e^0 - 1| = 0: hidden keys count nothing
     largest = scores.detach().amax(dim=-1, keepdim=True).clamp(min=0.0)
-    size = torch.exp(torch.relu(scores) - largest) * -torch.expm1(-scores.abs())  # |e^s - 1| / e^largest, without cancellation
+    # |e^s - 1| / e^largest, without cancellation
+    size = torch.exp(torch.relu(scores) - largest) * -torch.expm1(-scores.abs())
     total = size.sum(dim=-1, keepdim=True)
     is_zero = counts_as_zero(total)
     return torch.where(scores > 0, size, 0.0).masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
@@ -147,7 +154,8 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="sigmoid",
             function=torch.sigmoid,
-            derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),  # w - w^2, in one pass
+            # W - w^2, in one pass
+            derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),
             normalization="none",
             formula="sigmoid(s - log n_i); without log n_i under sum and length",
             source="Ramapuram et al. 2024, arXiv 2409.04431, with the constant log n",
@@ -260,8 +268,8 @@ LIBRARY_ACTIVATIONS = {
     if name not in (*ATTENTION_ACTIVATIONS, "linear")  # Transformers' "linear" is `identity` here
 }
 
-# The activations that users registered: name -> keyword arguments of `AttentionActivation`. The installed package and every
-# model loaded as remote code have their own copy of this file, so what they share is kept outside of it.
+# The activations that users registered: name -> keyword arguments of `AttentionActivation`. The installed package and
+# every model loaded as remote code have their own copy of this file, so what they share is kept outside of it.
 _SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
 _FIELDS = tuple(field.name for field in fields(AttentionActivation))
 _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
@@ -289,14 +297,14 @@ def register_attention_activation(
 
     Args:
         name: the value of the switch `attention_activation`.
-        function: `phi`. It maps a tensor of scores of any shape to a new tensor of the same shape, element by element. It has
-            no parameters, because nothing would train them.
+        function: `phi`. It maps a tensor of scores of any shape to a new tensor of the same shape, element by element.
+            It has no parameters, because nothing would train them.
         derivative: `phi'(scores, phi(scores))`. Without it PyTorch differentiates `function`, which is slower.
         normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
         non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
         formula, source: shown to readers only.
-        exist_ok: replace an activation that was registered under this name. Existing models compute the new function from then
-            on.
+        exist_ok: replace an activation that was registered under this name. Existing models compute the new function
+            from then on.
 
     Raises:
         ValueError: if the name is taken, or the function contradicts the other arguments.
@@ -306,11 +314,15 @@ def register_attention_activation(
     if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS:
         raise ValueError(f"name={name!r} is an attention activation already; choose another name")
     if name in _REGISTERED and not exist_ok:
-        raise ValueError(f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it")
+        raise ValueError(
+            f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it"
+        )
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
     if normalization == "sum" and not non_negative:
-        raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True if they are not")
+        raise ValueError(
+            "normalization='sum' needs weights that are never negative: give non_negative=True if they are not"
+        )
 
     row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
     _check_function(row)
@@ -321,8 +333,8 @@ def _check_function(row: AttentionActivation) -> None:
     """Tries a user's function on a sample of scores.
 
     Raises:
-        ValueError: if it has parameters, is not elementwise, not finite, negative despite `non_negative`, or does not match
-            its derivative.
+        ValueError: if it has parameters, is not elementwise, not finite, negative despite `non_negative`, or does not
+            match its derivative.
     """
     generator = torch.Generator().manual_seed(0)
     # Unsorted, and away from round numbers, where functions have their kinks; but a query of 0 has scores of exactly 0
@@ -330,7 +342,9 @@ def _check_function(row: AttentionActivation) -> None:
     scores[10:, 3] = 0.0
     weights = row.function(given := scores.clone())
     if weights.requires_grad:
-        raise ValueError(f"function of {row.name!r} must have no parameters, as nothing trains them; write an AttentionPart")
+        raise ValueError(
+            f"function of {row.name!r} must have no parameters, as nothing trains them; write an AttentionPart"
+        )
     if not torch.equal(given, scores):
         raise ValueError(f"function of {row.name!r} must return a new tensor, not change the scores")
     alone = torch.stack([row.function(score.clone()) for score in scores[0]])
@@ -363,12 +377,15 @@ def get_attention_activation(name: str) -> AttentionActivation:
     longer = [choice for choice in choices if choice.startswith(f"{name}_")]  # "linear" means "linear_attention"
     suggestion = did_you_mean(name, longer or choices, cutoff=0.5 if longer else 0.6)
     raise ValueError(
-        f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or, if it is one of your "
+        f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or, if it is one "
+        "of your "
         f"own, call register_attention_activation({name!r}, function) first"
     )
 
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns `"did you mean 'X'? "` if a choice is similar to `name`, else an empty string; `cutoff` is that of `difflib`."""
+    """Returns `"did you mean 'X'? "` if a choice is similar to `name`, else an empty string; `cutoff` is that of
+    `difflib`.
+    """
     near = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""

@@ -1,4 +1,5 @@
-"""The attention weights of every activation, and the backends that hold them in memory: `eager`, the reference, and `nlq_rows`.
+"""The attention weights of every activation, and the backends that hold them in memory: `eager`, the reference, and
+`nlq_rows`.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call), head_dim.
 """
@@ -30,9 +31,9 @@ def keep_from_overflow(
 ) -> torch.Tensor:
     """Divides the queries so that no sum of weights overflows, where this changes no weight.
 
-    Under the normaliser `"sum"`, a factor that all scores of a query share cancels if the activation is homogeneous. Without
-    the division, the square of a score of 1e20 overflows float32, although its share of the sum does not. The divisors are
-    powers of 2, which are exact, and 1 where no score can be large.
+    Under the normaliser `"sum"`, a factor that all scores of a query share cancels if the activation is homogeneous.
+    Without the division, the square of a score of 1e20 overflows float32, although its share of the sum does not. The
+    divisors are powers of 2, which are exact, and 1 where no score can be large.
 
     Args:
         query, key, scaling: as in `eager_attention_forward`.
@@ -51,7 +52,9 @@ def keep_from_overflow(
 
 def _largest_exponent(states: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
     """Returns the base-2 logarithm of the largest absolute number along `dim`, which is kept."""
-    return torch.linalg.vector_norm(states.detach(), math.inf, dim=dim, keepdim=True, dtype=_at_least_float32(states)).log2()
+    return torch.linalg.vector_norm(
+        states.detach(), math.inf, dim=dim, keepdim=True, dtype=_at_least_float32(states)
+    ).log2()
 
 
 def _exponent_above(largest: torch.Tensor) -> torch.Tensor:
@@ -84,8 +87,8 @@ def attention_weights(
         may_overflow: whether sums of weights above `LARGEST_SUM` may make weights NaN, which is faster.
 
     Returns:
-        Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0. A sum counts as 0
-        below `zero_limit`.
+        Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0. A sum counts
+        as 0 below `zero_limit`.
     """
     scores = scores.to(_at_least_float32(scores))
     if activation.name == "softmax":
@@ -102,7 +105,9 @@ def attention_weights(
 
     if activation.kind == "simplex":
         # -1e4 is too low to get weight, and can be summed up without overflow
-        scores = scores - hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        scores = scores - hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(
+            min=torch.finfo(scores.dtype).min
+        )
         return hide(activation.function(hide(scores, visible, -1e4)), visible, 0.0)
 
     if isinstance(visible_count, torch.Tensor):
@@ -138,7 +143,8 @@ def one_query_by_pytorch(
 ) -> torch.Tensor:
     """Computes attention of a single query, as in decoding: its weights are one row, so all of them fit into memory.
 
-    Where the sum of the weights is above `LARGEST_SUM`, the output is NaN (`tiled_nlq.attend_in_scale` calls this again).
+    Where the sum of the weights is above `LARGEST_SUM`, the output is NaN (`tiled_nlq.attend_in_scale` calls this
+    again).
 
     Args:
         module, attention_mask, scaling, score_bias: as in `eager_attention_forward`.
@@ -241,10 +247,11 @@ def eager_attention_forward(
 def chunked_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, call=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention as `eager` does, for some queries at a time, in memory linear in the length; it returns no weights.
+    """Computes attention as `eager` does, for some queries at a time, in memory linear in the length; it returns no
+    weights.
 
-    The weights of a block of queries are computed, used and forgotten, and backward computes them again. In causal order the
-    keys after the last query of a block are left out. The arguments are those of `eager_attention_forward`.
+    The weights of a block of queries are computed, used and forgotten, and backward computes them again. In causal
+    order the keys after the last query of a block are left out. The arguments are those of `eager_attention_forward`.
     """
 
     def attend(*inputs):
@@ -263,7 +270,9 @@ def chunked_attention_forward(
         if score_bias is not None:
             bias = ScoreBias(score_bias.query[..., start:end], score_bias.key[..., :last])
         inputs = (query[:, :, start:end], key[:, :, :last], value[:, :, :last], rows, scaling, dropout, bias, call)
-        outputs.append(checkpoint(attend, *inputs, use_reentrant=False) if torch.is_grad_enabled() else attend(*inputs))
+        outputs.append(
+            checkpoint(attend, *inputs, use_reentrant=False) if torch.is_grad_enabled() else attend(*inputs)
+        )
     return torch.cat(outputs, dim=1), None
 
 

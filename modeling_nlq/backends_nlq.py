@@ -1,11 +1,11 @@
 """The table of backends, and the choice of the backend that computes a layer.
 
-`attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot compute the
-activation of a layer is an error. It never computes softmax instead.
+`attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot
+compute the activation of a layer is an error. It never computes softmax instead.
 
 This file decides which backend computes a layer: `choose_implementation` when a model is built or its backend is set,
-`find_backend` for each layer and call, `choose_paged_implementation` for continuous batching; and it makes the masks that a
-backend takes. A backend itself refuses tensors that it cannot take, such as a dtype or a device.
+`find_backend` for each layer and call, `choose_paged_implementation` for continuous batching; and it makes the masks
+that a backend takes. A backend itself refuses tensors that it cannot take, such as a dtype or a device.
 """
 
 import functools
@@ -48,32 +48,37 @@ def sdpa_with_sink_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
-    The sink is another key before all others, whose value is 0. A learned logit `b` needs another column: 1 in the sink's key,
-    0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8, which CUDA's kernels
-    need. This adds only the term `exp(b)` to the denominator, so it is exact.
+    The sink is another key before all others, whose value is 0. A learned logit `b` needs another column: 1 in the
+    sink's key, 0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8,
+    which CUDA's kernels need. This adds only the term `exp(b)` to the denominator, so it is exact.
 
     Args:
         module, query, key, value, scaling, dropout: as in `eager_attention_forward`.
-        attention_mask: booleans `(batch, 1 or heads, query, key)`, or `None`. Without a mask, several queries see the keys up
-            to their own index, counted from the first key, and a single query sees all keys.
+        attention_mask: booleans `(batch, 1 or heads, query, key)`, or `None`. Without a mask, several queries see the
+            keys up to their own index, counted from the first key, and a single query sees all keys.
         score_bias: a bias of the scores, which the kernels take as a matrix.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and no weights.
     """
-    # Transformers' function cannot infer a size of an empty batch, and its copies of padded keys would fix an exported length
+    # Transformers' function cannot infer a size of an empty batch, and its copies of padded keys would fix an exported
+    # length
     has_fixed_length = torch.compiler.is_exporting() and module.sink is not None and module.num_key_value_groups > 1
     if query.shape[0] == 0 or has_fixed_length:
         inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)
         return eager_attention_forward(*inputs)[0], None
     if score_bias is not None:
         visible, _ = read_visible(attention_mask, query, key, module.is_causal)
-        bias = score_bias.dense(torch.promote_types(query.dtype, torch.float32))  # half precision would round it too much
+        # Half precision would round it too much
+        bias = score_bias.dense(torch.promote_types(query.dtype, torch.float32))
         attention_mask = bias if visible is None else bias.masked_fill(~visible, -torch.inf)
     if scaling <= 0.0:
-        query, scaling = query * scaling, 1.0  # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
+        # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
+        query, scaling = query * scaling, 1.0
     if module.attention_sink is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
     head_dim = query.shape[-1]
     pad = nn.functional.pad
     is_learned = module.attention_sink == "learned"
@@ -86,10 +91,14 @@ def sdpa_with_sink_forward(
         key[:, :, 0, head_dim] = 1.0
     is_aligned = attention_mask is None and query.shape[2] > 1 and module.is_causal
     if is_aligned:
-        query = pad(query, (0, 0, 1, 0))  # a query at the index of the sink: each query still sees the keys up to its own
+        # A query at the index of the sink: each query still sees the keys up to its own
+        query = pad(query, (0, 0, 1, 0))
     elif attention_mask is not None:
-        attention_mask = pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)  # an additive mask adds 0 there
-    output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        # An additive mask adds 0 there
+        attention_mask = pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)
+    output, _ = sdpa_attention_forward(
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
     return output[:, int(is_aligned) :, :, :head_dim].contiguous(), None
 
 
@@ -101,11 +110,12 @@ class AttentionRequest:
         activation: its activation.
         sink: its `attention_sink`.
         bias: whether a part adds a bias to its scores, which the function gets as `score_bias`.
-        materializes: whether a part needs the score matrix itself, as in `materialized_by`: one block of rows at a time
-            (`"rows"`), or whole (`"all"`). The function then gets the `call`.
+        materializes: whether a part needs the score matrix itself, as in `materialized_by`: one block of rows at a
+            time (`"rows"`), or whole (`"all"`). The function then gets the `call`.
         dropout: its dropout probability in this call.
         weights: whether this call returns the weights.
-        device: the device of queries, keys and values; `None` if the question is whether the backend computes the layer at all.
+        device: the device of queries, keys and values; `None` if the question is whether the backend computes the
+            layer at all.
         dtype: their type, after autocast.
         queries: the number of queries of each row.
         head_dim: the width of a head.
@@ -131,15 +141,17 @@ class AttentionBackend:
         function: the attention function, with the arguments of Transformers' attention functions.
         computes: whether it computes the activation and the sink of a layer, for these tensors if they are known.
         has_bias: whether it takes a `score_bias`.
-        materializes: what it holds in memory: no weights (`None`), those of one block of rows at a time (`"rows"`), or `"all"`.
+        materializes: what it holds in memory: no weights (`None`), those of one block of rows at a time (`"rows"`), or
+            `"all"`.
         has_dropout: whether it drops weights in training.
-        weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns `None`
-            instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
-        mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a `FlexMask`) or
-            `"padding"`.
+        weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns
+            `None` instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
+        mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a
+            `FlexMask`) or `"padding"`.
         is_paged: whether it takes the paged cache of continuous batching, and then Transformers' own mask.
         has_float32: whether it computes float32.
-        is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another backend.
+        is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another
+            backend.
     """
 
     function: Callable
@@ -191,31 +203,48 @@ def _has_tiles(request: AttentionRequest) -> bool:
     return request.activation.is_elementwise or (request.bias and _is_softmax_without_sink(request))
 
 
-_flash_options = {"weights": "omitted", "mask": "padding", "is_paged": True, "has_float32": False, "is_portable": False}
+_flash_options = {
+    "weights": "omitted",
+    "mask": "padding",
+    "is_paged": True,
+    "has_float32": False,
+    "is_portable": False,
+}
 _flash_attention = AttentionBackend(flash_attention_forward, _is_softmax_without_sink, **_flash_options)
-# Capabilities assumed for attention functions that we do not know, such as kernels from the Hub: those of flash attention
+# Capabilities assumed for attention functions that we do not know, such as kernels from the Hub: those of flash
+# attention
 _UNKNOWN_BACKEND = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
 # The installed package adds others
 ATTENTION_BACKENDS = {
     "eager": AttentionBackend(eager_attention_forward, _always, has_bias=True, materializes="all", weights="returned"),
-    PAGED_EAGER: AttentionBackend(eager_attention_forward, _always, materializes="all", weights="returned", is_paged=True),
+    PAGED_EAGER: AttentionBackend(
+        eager_attention_forward, _always, materializes="all", weights="returned", is_paged=True
+    ),
     "sdpa": AttentionBackend(
         sdpa_with_sink_forward, _suits_sdpa, has_bias=True, weights="omitted", mask="dense", is_paged=True
     ),
     **{f"flash_attention_{version}": _flash_attention for version in (2, 3, 4)},
     "flex_attention": AttentionBackend(
-        flex_attention_with_log_forward, _has_logarithm, has_bias=True, has_dropout=False, mask="block", is_portable=False
+        flex_attention_with_log_forward,
+        _has_logarithm,
+        has_bias=True,
+        has_dropout=False,
+        mask="block",
+        is_portable=False,
     ),
     "nlq_tiled": AttentionBackend(tiled_attention_forward, _has_tiles, has_bias=True, is_portable=False),
-    "nlq_rows": AttentionBackend(chunked_attention_forward, _always, has_bias=True, materializes="rows", is_portable=False),
+    "nlq_rows": AttentionBackend(
+        chunked_attention_forward, _always, has_bias=True, materializes="rows", is_portable=False
+    ),
 }
 # The backends that the automatic choice tries, in this order. The last one computes everything
 PREFERENCE = ["sdpa", "nlq_tiled", "nlq_rows", "eager"]
 # The same for continuous batching
 PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
-# The name where a backend's stands, for layers of that activation. They call `linear_nlq.py`, whatever `attn_implementation` is
+# The name where a backend's stands, for layers of that activation. They call `linear_nlq.py`, whatever
+# `attn_implementation` is
 LINEAR_ATTENTION = "linear_attention"
 
 
@@ -227,7 +256,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
         requested: the value that the user asked for, or `None`.
 
     Raises:
-        ValueError: if the user asked for a backend that does not exist or that cannot compute the activation of some layer.
+        ValueError: if the user asked for a backend that does not exist or that cannot compute the activation of some
+            layer.
     """
     layers = _requests(config)
     requests = list(itertools.chain(*layers))
@@ -235,11 +265,13 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
         # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
         is_plain = all(_is_softmax(request) and not request.bias and not request.materializes for request in requests)
         return None if is_plain else AUTOMATIC
-    # Transformers also knows the rows that the installed package added to its own table, which is not that of remote code
+    # Transformers also knows the rows that the installed package added to its own table, which is not that of remote
+    # code
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
     if requested not in (*ATTENTION_BACKENDS, *others):
         raise ValueError(
-            f'Specified `attn_implementation="{requested}"` is not supported; use one of {_choices(ATTENTION_BACKENDS)}'
+            f'Specified `attn_implementation="{requested}"` is not supported; use one of '
+            f"{_choices(ATTENTION_BACKENDS)}"
         )
     for request in requests:
         find_backend(requested, [index for index, own in enumerate(layers) if request in own], request)
@@ -250,8 +282,8 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
 
     Raises:
-        ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or cannot
-            compute some layer.
+        ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or
+            cannot compute some layer.
     """
     if config.add_cross_attention:
         raise ValueError("add_cross_attention=True has no continuous batching; use generate")
@@ -307,7 +339,8 @@ def request_of(layer: NLQConfig) -> AttentionRequest:
 def find_backend(implementation: str | None, layers: Sequence[int], request: AttentionRequest) -> str:
     """Returns the name of the backend that computes layers in one call, or `LINEAR_ATTENTION`.
 
-    A model that is exported or traced gets a portable backend, which computes the same weights with PyTorch's own operators.
+    A model that is exported or traced gets a portable backend, which computes the same weights with PyTorch's own
+    operators.
 
     Args:
         implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
@@ -321,7 +354,8 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
     if request.activation.kind == "linear":
         if request.weights:
             raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no weights"
+                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no "
+                "weights"
             )
         return LINEAR_ATTENTION
     name = implementation or "eager"
@@ -350,12 +384,17 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
 
 
 def make_layer_masks(
-    layers: Sequence[nn.Module], hidden_states: torch.Tensor, sequences: Sequences, cache: Cache | None = None, **kwargs
+    layers: Sequence[nn.Module],
+    hidden_states: torch.Tensor,
+    sequences: Sequences,
+    cache: Cache | None = None,
+    **kwargs,
 ) -> LayerMasks:
     """Chooses backends and makes one mask for each kind of layer, before a layer advances the cache.
 
     Args:
-        layers: attention layers; others, which hide one, are left out. These come to `layer_mask` when they are called.
+        layers: attention layers; others, which hide one, are left out. These come to `layer_mask` when they are
+            called.
         hidden_states: `(batch, query, hidden)`, the input of the first.
         sequences: padding, packed documents and positions of this call.
         cache: the cache, before the tokens of this call.
@@ -374,7 +413,8 @@ def make_layer_masks(
 def layer_mask(
     layer: nn.Module, masks: LayerMasks, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs
 ) -> tuple[str, Any, TokenContext | None]:
-    """Returns backend, mask and token context of an attention layer, from `masks` or made here before it advances the cache.
+    """Returns backend, mask and token context of an attention layer, from `masks` or made here before it advances the
+    cache.
 
     The other arguments are those of `make_layer_masks`.
     """
@@ -404,7 +444,7 @@ def own_masks(
     source: torch.Tensor | None = None,
     **kwargs,
 ) -> LayerMasks:
-    """Returns the masks that the model made, or new ones for a layer that is called alone, with any mask of a caller."""
+    """Returns the masks that the model made, or makes them for a layer that is called alone."""
     if isinstance(attention_mask, LayerMasks):
         return attention_mask
     if source is not None:
@@ -413,8 +453,11 @@ def own_masks(
     return LayerMasks(read_sequences(hidden_states, attention_mask, cache=cache, **options, **kwargs))
 
 
-def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None) -> Any:
-    """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and visible keys.
+def make_mask(
+    backend: str, layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
+) -> Any:
+    """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and visible
+    keys.
 
     Args:
         backend: a result of `find_backend`.
@@ -437,7 +480,9 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
     is_exported = torch.compiler.is_exporting() and cache is not None and layer_idx < len(cache.layers)
     if is_exported and cache.is_sliding[layer_idx] and cache.get_seq_length(layer_idx):
         # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
-        raise ValueError(f"sliding_window (layer {layer_idx}): export without cache, or with a DynamicCache() without a config")
+        raise ValueError(
+            f"sliding_window (layer {layer_idx}): export without cache, or with a DynamicCache() without a config"
+        )
     kind = "visibility" if is_linear else row.mask
     sees_all_keys = sees_own_key and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window)
     if kind in ("visibility", "dense") and sees_all_keys:
@@ -457,17 +502,23 @@ def make_mask(backend: str, layer: nn.Module, sequences: Sequences, inputs_embed
         if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
             tokens = sequences.query_offset + inputs_embeds.shape[1]
             if isinstance(tokens, int) and mask.shape[-1] < tokens:
-                raise ValueError(f"attention_mask={tuple(mask.shape)} must have {tokens} keys, sliding_window={sliding_window}")
+                raise ValueError(
+                    f"attention_mask={tuple(mask.shape)} must have {tokens} keys, sliding_window={sliding_window}"
+                )
             mask = mask[..., key_offset : key_offset + key_length]
         # A static cache that is not full yet is longer
         return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & make_visibility().dense()
     is_cross = sequences.source_length is not None
     # Transformers packs documents in causal order only
-    if kind == "visibility" or (kind == "dense" and not layer.is_causal and (is_cross or sequences.segments is not None)):
+    if kind == "visibility" or (
+        kind == "dense" and not layer.is_causal and (is_cross or sequences.segments is not None)
+    ):
         return make_visibility() if kind == "visibility" else make_visibility().dense()
     if is_cross and kind == "padding" and mask is not None:
         # Flash attention takes the padding of queries and keys for the same
-        raise ValueError(f"encoder_attention_mask: attn_implementation={backend!r} takes no padded source; use 'sdpa' or 'nlq'")
+        raise ValueError(
+            f"encoder_attention_mask: attn_implementation={backend!r} takes no padded source; use 'sdpa' or 'nlq'"
+        )
     positions = sequences.packed_position_ids
     if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
         raise ValueError(
@@ -498,13 +549,16 @@ def _of_nlq_models_only(*args, **kwargs):
 
 
 def _register(name: str) -> None:
-    # Makes Transformers accept the name. NLQ's layers read the table above: Transformers' belongs to all revisions of this code
+    # Makes Transformers accept the name. NLQ's layers read the table above: Transformers' belongs to all revisions of
+    # this code
     ALL_ATTENTION_FUNCTIONS.register(name, _of_nlq_models_only)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)  # for layers of softmax, which "nlq" hands to SDPA
 
 
 def add_backend(name: str, backend: AttentionBackend, is_preferred: bool = False) -> None:
-    """Adds a row to the table under a name that begins with `"nlq_"`; if preferred, the automatic choice tries it first."""
+    """Adds a row to the table under a name that begins with `"nlq_"`; if preferred, the automatic choice tries it
+    first.
+    """
     ATTENTION_BACKENDS[name] = backend
     if is_preferred:
         PREFERENCE.insert(0, name)

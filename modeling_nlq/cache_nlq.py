@@ -1,4 +1,4 @@
-"""The cache layer of linear attention, which stores a state, and the half of a cache that keeps an encoder's tokens."""
+"""The cache layer of linear attention, which stores a state, and the cache of an encoder's keys and values."""
 
 import hashlib
 from pathlib import Path
@@ -18,8 +18,8 @@ from transformers.cache_utils import (
 )
 
 
-# The name of the cache layer in Transformers' table. The table belongs to the process, which may have loaded other revisions of
-# this file, so the name contains a hash of it.
+# The name of the cache layer in Transformers' table. The table belongs to the process, which may have loaded other
+# revisions of this file, so the name contains a hash of it.
 LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
 
 
@@ -30,7 +30,8 @@ class LinearState(NamedTuple):
     """The two sums over earlier tokens that later tokens need, in at least float32.
 
     Attributes:
-        numerator: `(batch, key_value_heads, head_dim, head_dim)`, the sum of keys times values, decayed up to the last token.
+        numerator: `(batch, key_value_heads, head_dim, head_dim)`, the sum of keys times values, decayed up to the last
+            token.
         denominator: `(batch, key_value_heads, head_dim)`, the sum of keys.
     """
 
@@ -41,8 +42,8 @@ class LinearState(NamedTuple):
 class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     """The state of one linear attention layer in Transformers' cache.
 
-    Transformers' own layer does not count tokens, so a cache without attention layers cannot consist of it. This one counts
-    them.
+    Transformers' own layer does not count tokens, so a cache without attention layers cannot consist of it. This one
+    counts them.
 
     Args:
         max_cache_len: length of a static cache's masks. The state itself has no limit.
@@ -55,8 +56,8 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields) + MOST_CONVOLUTIONS)
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
-        # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`. Python reads a length
-        # without waiting for a device, and `torch.export` keeps it dynamic, but makes a plain number a constant
+        # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`. Python reads a
+        # length without waiting for a device, and `torch.export` keeps it dynamic, but makes a plain number a constant
         self.seen_tokens: torch.Tensor | None = None
         self.cumulative_length: torch.Tensor | None = None  # `(1,)`, the number of tokens in a static cache
 
@@ -103,7 +104,9 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Raises `RuntimeError`: this layer stores no keys and values."""
-        raise RuntimeError("a layer with attention_activation='linear_attention' keeps a state, and neither keys nor values")
+        raise RuntimeError(
+            "a layer with attention_activation='linear_attention' keeps a state, and neither keys nor values"
+        )
 
     def get_seq_length(self) -> int | torch.Tensor:
         """Returns the number of tokens so far."""
@@ -127,8 +130,10 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         """Raises `RuntimeError`, unless nothing is to be removed."""
         if tokens_to_remove != 0:
             raise RuntimeError(
-                "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, which "
-                "assisted decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
+                "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, "
+                "which "
+                "assisted decoding and prompt lookup need; generate without assistant_model and "
+                "prompt_lookup_num_tokens"
             )
 
     def reset(self) -> None:
@@ -150,12 +155,16 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     def _map(self, function) -> None:
         if self.is_initialized:
-            self.recurrent_states = {index: function(part) for index, part in self.recurrent_states.items() if part is not None}
+            self.recurrent_states = {
+                index: function(part) for index, part in self.recurrent_states.items() if part is not None
+            }
             _map_convolutions(self, function)
 
 
 def _map_convolutions(layer: LinearAttentionLayer, function) -> None:
-    layer.conv_states.update({index: function(state) for index, state in layer.conv_states.items() if state is not None})
+    layer.conv_states.update(
+        {index: function(state) for index, state in layer.conv_states.items() if state is not None}
+    )
 
 
 def _repeat_rows(layer: DynamicLayer, repeats: int) -> None:
@@ -179,8 +188,8 @@ class _SlidingLayer(LinearAttentionAndSlidingWindowAttentionLayer):
 def keep_rows_together(layer: CacheLayerMixin) -> None:
     """Makes a dynamic cache layer of keys, values and convolutions repeat and select the rows of all three.
 
-    Transformers' own layers inherit these methods from `DynamicLayer`, which knows keys and values alone. Its cache chooses the
-    class, so the class of the layer is exchanged.
+    Transformers' own layers inherit these methods from `DynamicLayer`, which knows keys and values alone. Its cache
+    chooses the class, so the class of the layer is exchanged.
     """
     if type(layer) is LinearAttentionAndFullAttentionLayer:
         layer.__class__ = _FullLayer
@@ -189,10 +198,11 @@ def keep_rows_together(layer: CacheLayerMixin) -> None:
 
 
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:
-    """Returns a cache of the decoder's tokens and, in its other half, of keys and values of an encoder's, which never change.
+    """Returns a cache of the decoder's tokens and, in its other half, of keys and values of an encoder's, which never
+    change.
 
-    `generate` makes both halves from the decoder's configuration. With windows, states or a static length the other half would
-    forget keys, or have no place for them, so before its first use it is replaced.
+    `generate` makes both halves from the decoder's configuration. With windows, states or a static length the other
+    half would forget keys, or have no place for them, so before its first use it is replaced.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return EncoderDecoderCache(cache, DynamicCache())

@@ -32,7 +32,8 @@ from .projections_nlq import PROJECTIONS
 
 
 if TYPE_CHECKING:
-    # Transformers copies the files that it finds in import lines. With this line it copies the model with any configuration
+    # Transformers copies the files that it finds in import lines. With this line it copies the model with any
+    # configuration
     from .modeling_nlq import NLQModel  # noqa: F401
 
 
@@ -65,12 +66,15 @@ def default_auto_map(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def is_derived(path: str | list[str | None]) -> bool:
-    """Tells whether an entry of `auto_map` names a class of a model that is not of this code. Those of tokenizers are lists."""
+    """Tells whether an entry of `auto_map` names a class of a model that is not of this code. Those of tokenizers are
+    lists.
+    """
     return isinstance(path, str) and path.rpartition("--")[2] not in (*AUTO_MAP.values(), *SEQ2SEQ_AUTO_MAP.values())
 
 
 def saved_auto_map(folder: str | os.PathLike, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the `auto_map` of a saved model: the classes that load it, of this code or derived with a file in its folder.
+    """Returns the `auto_map` of a saved model: the classes that load it, of this code or derived with a file in its
+    folder.
 
     Programs such as `accelerate estimate-memory` take the first one, so an encoder must not name a class of decoders.
     """
@@ -78,7 +82,9 @@ def saved_auto_map(folder: str | os.PathLike, settings: Mapping[str, Any]) -> di
     return {name: path for name, path in default_auto_map(settings).items() if name != refused} | {
         name: path
         for name, path in (settings.get("auto_map") or {}).items()
-        if is_derived(path) and (module := path.partition(".")[0]).isidentifier() and Path(folder, f"{module}.py").is_file()
+        if is_derived(path)
+        and (module := path.partition(".")[0]).isidentifier()
+        and Path(folder, f"{module}.py").is_file()
     }
 
 
@@ -100,11 +106,14 @@ PER_LAYER_SWITCHES = (
     "cross_attention",
 )
 
-# What cross-attention has not, because the encoder's tokens have no order for it, or no values of the query's own token
+# What cross-attention has not, because the encoder's tokens have no order for it, or no values of the query's own
+# token
 WITHOUT_CROSS_ATTENTION = ("position_embedding", "sliding_window", "linear_attention_decay")
 WITHOUT_CROSS_ATTENTION += tuple(name for name, part in ATTENTION_PARTS.items() if part.of_own_tokens())
 # The switches that `cross_attention` may override
-CROSS_ATTENTION_SWITCHES = [name for name in PER_LAYER_SWITCHES if name not in (*WITHOUT_CROSS_ATTENTION, "cross_attention")]
+CROSS_ATTENTION_SWITCHES = [
+    name for name in PER_LAYER_SWITCHES if name not in (*WITHOUT_CROSS_ATTENTION, "cross_attention")
+]
 
 # Pairs of switches of a layer that exclude each other, with the values that do; `None` is any that is set
 EXCLUSIONS = (
@@ -121,7 +130,8 @@ EXCLUSIONS = (
 # Not the types whose angles depend on the current length: cached keys would become wrong.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
-# Keys that Transformers writes into config.json or reads from a configuration, beside the attributes of `PreTrainedConfig`.
+# Keys that Transformers writes into config.json or reads from a configuration, beside the attributes of
+# `PreTrainedConfig`.
 LIBRARY_KEYS = {
     "attn_implementation",
     "auto_map",
@@ -165,7 +175,9 @@ class NLQConfigMixin:
     @classmethod
     def field_names(cls) -> set[str]:
         """The fields that `PreTrainedConfig` has not, and `per_layer_config`."""
-        return {"per_layer_config", *(field.name for field in fields(cls))} - {field.name for field in fields(PreTrainedConfig)}
+        return {"per_layer_config", *(field.name for field in fields(cls))} - {
+            field.name for field in fields(PreTrainedConfig)
+        }
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -181,7 +193,9 @@ class NLQConfigMixin:
 
         For a saved configuration it only warns, because newer code may have fields that this code lacks.
         """
-        known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params(), (field.name for field in fields(cls)))
+        known = LIBRARY_KEYS.union(
+            GenerationConfig._get_default_generation_params(), (field.name for field in fields(cls))
+        )
         for key in keys:
             if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
                 continue
@@ -228,90 +242,98 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
         head_dim (`int`, *optional*): width of a head; by default `hidden_size // num_attention_heads`.
         intermediate_size (`int`, *optional*): inner width of the MLP; by default `4 * hidden_size`.
         hidden_act (`str`, defaults to `"gelu"`): activation of the MLP.
-        mlp_type (`str`, defaults to `"plain"`): `"plain"`, `act(X W1) W2`, or `"gated"`, `(act(X W_gate) * X W_up) W_down`
-            ([2002.05202](https://huggingface.co/papers/2002.05202)).
+        mlp_type (`str`, defaults to `"plain"`): `"plain"`, `act(X W1) W2`, or `"gated"`,
+            `(act(X W_gate) * X W_up) W_down` ([2002.05202](https://huggingface.co/papers/2002.05202)).
         max_position_embeddings (`int`, defaults to 1024): number of learned positions, in tokens.
-        position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`. Layers may differ in the last
-            two.
-        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`, `yarn`,
-            `llama3` or `proportional`. With a `partial_rotary_factor` only that part of each head is rotated.
-        sliding_window (`int`, *optional*): how many tokens a query sees, itself and those before it; by default all. A layer
-            with a window caches no more than it.
+        position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`. Layers may differ in
+            the last two.
+        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`,
+            `yarn`, `llama3` or `proportional`. With a `partial_rotary_factor` only that part of each head is rotated.
+        sliding_window (`int`, *optional*): how many tokens a query sees, itself and those before it; by default all. A
+            layer with a window caches no more than it.
         use_bias (`bool`, defaults to `False`): biases in linear layers and LayerNorms.
-        query_key_value_bias (`bool`, *optional*): biases of the query, key and value projections; by default as `use_bias`.
+        query_key_value_bias (`bool`, *optional*): biases of the query, key and value projections; by default as
+            `use_bias`.
         attention_output_bias (`bool`, *optional*): bias of the output projection; by default as `use_bias`.
         mlp_bias (`bool`, *optional*): biases of the MLP; by default as `use_bias`.
-        norm_type (`str`, defaults to `"layernorm"`): the norms of the blocks and the final norm: `"layernorm"`, or `"rmsnorm"`
-            ([1910.07467](https://huggingface.co/papers/1910.07467)), which has no bias.
+        norm_type (`str`, defaults to `"layernorm"`): the norms of the blocks and the final norm: `"layernorm"`, or
+            `"rmsnorm"` ([1910.07467](https://huggingface.co/papers/1910.07467)), which has no bias.
         layer_norm_eps (`float`, defaults to 1e-5): epsilon of every norm.
-        norm_gain (`bool`, defaults to `True`): whether the norms of blocks, queries and keys, and the final norm have learned
-            gains (and LayerNorms with `use_bias` biases).
+        norm_gain (`bool`, defaults to `True`): whether the norms of blocks, queries and keys, and the final norm have
+            learned gains (and LayerNorms with `use_bias` biases).
         embedding_norm (`bool`, defaults to `False`): a norm of the embeddings, before the first block.
         final_logit_softcapping (`float`, *optional*): logits `c tanh(logits / c)`.
-        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both sub-layers'
-            output projections is smaller by `sqrt(2 * num_hidden_layers)`.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both
+            sub-layers' output projections is smaller by `sqrt(2 * num_hidden_layers)`.
         embedding_dropout (`float`, defaults to 0.0): dropout probability after the embeddings.
         residual_dropout (`float`, defaults to 0.0): dropout probability of each sub-layer's output.
         attention_dropout (`float`, defaults to 0.0): dropout probability of the attention weights.
-        norm_position (`str`, defaults to `"pre"`): `"pre"`, `x = r(x + F(a(norm(x))))`; `"post"`, `x = r(norm(x + F(a(x))))`;
-            `"output"`, `x = r(x + norm(F(a(x))))`; or `"sandwich"`, `x = r(x + norm(F(a(norm(x)))))`. `F` is attention or MLP.
-            All but `"post"` have a final norm.
-        parallel_residual (`bool`, defaults to `False`): attention and MLP read the same `x`, and both outputs are added to it.
-            With `"post"`, their sum has one norm.
+        norm_position (`str`, defaults to `"pre"`): `"pre"`, `x = r(x + F(a(norm(x))))`; `"post"`,
+            `x = r(norm(x + F(a(x))))`; `"output"`, `x = r(x + norm(F(a(x))))`; or `"sandwich"`,
+            `x = r(x + norm(F(a(norm(x)))))`. `F` is attention or MLP. All but `"post"` have a final norm.
+        parallel_residual (`bool`, defaults to `False`): attention and MLP read the same `x`, and both outputs are
+            added to it. With `"post"`, their sum has one norm.
         sublayer_activation (`str`, *optional*): the function `a`, before each sub-layer.
         residual_activation (`str`, *optional*): the function `r`, after each residual connection.
-        query_projection (`str`, defaults to `"nonlinear"`): `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`;
-            `"nonlinear"`, `X + f(X)`; `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
+        query_projection (`str`, defaults to `"nonlinear"`): `"linear"`, `X W`; `"identity"`, `X`; `"residual"`,
+            `X + X W`; `"nonlinear"`, `X + f(X)`; `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at
+            first.
         key_projection (`str`, defaults to `"linear"`): the same for the keys.
         value_projection (`str`, defaults to `"linear"`): the same for the values.
         projection_bottleneck_size (`int`, *optional*): inner width of `f`; by default `hidden_size // 2`.
         projection_activation (`str`, defaults to `"gelu"`): activation inside `f`.
-        attention_activation (`str`, defaults to `"softmax"`): the function `phi` of the scores; see `docs/attention.md`.
-        attention_normalization (`str`, *optional*): `"sum"`, `"length"` or `"none"`; the default depends on the activation.
-        attention_scaling (`float`, *optional*): factor of the scores; by default `1 / sqrt(head_dim)`, and half of that for
-            queries with an identity term.
-        linear_attention_decay (`str`, *optional*): the decay of linear attention: `"fixed"`, RetNet's rate for each key and
-            value head, or `"learned"`, a trained rate.
+        attention_activation (`str`, defaults to `"softmax"`): the function `phi` of the scores; see
+            `docs/attention.md`.
+        attention_normalization (`str`, *optional*): `"sum"`, `"length"` or `"none"`; the default depends on the
+            activation.
+        attention_scaling (`float`, *optional*): factor of the scores; by default `1 / sqrt(head_dim)`, and half of
+            that for queries with an identity term.
+        linear_attention_decay (`str`, *optional*): the decay of linear attention: `"fixed"`, RetNet's rate for each
+            key and value head, or `"learned"`, a trained rate.
         attention_sink (`str`, *optional*): `"zero"` or `"learned"`, another term `exp(b)` in softmax's denominator.
-        qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys; `"rms_all_heads"`, RMSNorm over the width
-            of all heads; or `"l2"`, cosine similarities times a learned scale per query head that replaces the default
-            scaling.
+        qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys; `"rms_all_heads"`, RMSNorm over
+            the width of all heads; or `"l2"`, cosine similarities times a learned scale per query head that replaces
+            the default scaling.
         attention_gate (`str`, *optional*): `"headwise"` or `"elementwise"`, heads times `sigmoid(X W_g)`
-            ([2505.06708](https://huggingface.co/papers/2505.06708)); or `"value"`, heads times `sigmoid(v W_g)` of the token's
-            own value ([2510.09017](https://huggingface.co/papers/2510.09017)).
+            ([2505.06708](https://huggingface.co/papers/2505.06708)); or `"value"`, heads times `sigmoid(v W_g)` of the
+            token's own value ([2510.09017](https://huggingface.co/papers/2510.09017)).
         attention_output_activation (`str`, *optional*): function of the concatenated heads.
         attention_output_scaling (`float`, *optional*): factor of each head's output.
-        head_projection (`bool`, defaults to `False`): a separate matrix (`head_dim x head_dim`) for each head's output.
-        exclusive_attention (`str`, *optional*): a head's output loses what points along the token's own value: `"fixed"`, all
-            of it, or `"learned"`, a trained share per head ([2603.09078](https://huggingface.co/papers/2603.09078)).
-        value_residual (`str`, *optional*): the values of every later layer are mixed with those of the first: `"fixed"`, in
-            equal parts, or `"learned"` ([2410.17897](https://huggingface.co/papers/2410.17897)).
+        head_projection (`bool`, defaults to `False`): a separate matrix (`head_dim x head_dim`) for each head's
+            output.
+        exclusive_attention (`str`, *optional*): a head's output loses what points along the token's own value:
+            `"fixed"`, all of it, or `"learned"`, a trained share per head
+            ([2603.09078](https://huggingface.co/papers/2603.09078)).
+        value_residual (`str`, *optional*): the values of every later layer are mixed with those of the first:
+            `"fixed"`, in equal parts, or `"learned"` ([2410.17897](https://huggingface.co/papers/2410.17897)).
         forget_gate (`str`, *optional*): earlier keys lose score with each later token: `"fixed"`, a rate per head, or
             `"learned"`, a gate ([2503.02130](https://huggingface.co/papers/2503.02130)).
         attention_length_scaling (`str`, *optional*): `"log"`, scores times `s_h log n_i` of `n_i` visible keys
             ([2501.19399](https://huggingface.co/papers/2501.19399)).
         differential_attention (`str`, *optional*): the difference of two softmax maps
-            ([2410.05258](https://huggingface.co/papers/2410.05258)): `"v1"`, of pairs of the heads, or `"v2"`, of twice as many
-            query heads.
-        canon (`str`, *optional*): sites out of `"ABCD"` where each token gets a weighted sum of itself and the three before it:
-            the input of the attention, queries with keys and values, the input of the MLP, and its inside
+            ([2410.05258](https://huggingface.co/papers/2410.05258)): `"v1"`, of pairs of the heads, or `"v2"`, of
+            twice as many query heads.
+        canon (`str`, *optional*): sites out of `"ABCD"` where each token gets a weighted sum of itself and the three
+            before it: the input of the attention, queries with keys and values, the input of the MLP, and its inside
             ([2512.17351](https://huggingface.co/papers/2512.17351)).
-        selective_attention (`bool`, defaults to `False`): a token lowers the scores that later tokens give earlier ones
-            ([2410.02703](https://huggingface.co/papers/2410.02703)).
+        selective_attention (`bool`, defaults to `False`): a token lowers the scores that later tokens give earlier
+            ones ([2410.02703](https://huggingface.co/papers/2410.02703)).
         parallax (`bool`, defaults to `False`): a second query corrects each head's output to first order
             ([2605.29157](https://huggingface.co/papers/2605.29157)).
         attention_parts (`list[str]`, *optional*): names of parts of your own; see `load_attention_parts`.
-        attention_parts_code (`dict[str, str]`, *optional*): a hash of the code of each of them; by default that of the latest.
-        add_cross_attention (`bool`, defaults to `False`): whether each layer attends to the tokens of an encoder too, between
-            its attention and its MLP; see `docs/encoder_decoder.md`.
+        attention_parts_code (`dict[str, str]`, *optional*): a hash of the code of each of them; by default that of the
+            latest.
+        add_cross_attention (`bool`, defaults to `False`): whether each layer attends to the tokens of an encoder too,
+            between its attention and its MLP; see `docs/encoder_decoder.md`.
         cross_attention (`dict` or `False`, *optional*): switches that differ there; `False` for a layer without it.
         cross_attention_hidden_size (`int`, *optional*): width of the encoder's tokens; by default `hidden_size`.
         cross_attention_max_positions (`int`, *optional*): the most tokens that the encoder reads, from which
             `attention_length_scaling` starts there; by default `max_position_embeddings`.
-        is_causal (`bool`, defaults to `True`): whether a token sees itself and earlier tokens only. `False` makes an encoder,
-            for `NLQForMaskedLM`: a token sees its whole document, or with a `sliding_window` that many tokens on each side.
-        classifier_pooling (`str`, *optional*): what `NLQForSequenceClassification` reads: the `"last"` token, the `"first"`, or
-            the `"mean"` of all; by default `"last"`, and `"mean"` in an encoder.
+        is_causal (`bool`, defaults to `True`): whether a token sees itself and earlier tokens only. `False` makes an
+            encoder, for `NLQForMaskedLM`: a token sees its whole document, or with a `sliding_window` that many tokens
+            on each side.
+        classifier_pooling (`str`, *optional*): what `NLQForSequenceClassification` reads: the `"last"` token, the
+            `"first"`, or the `"mean"` of all; by default `"last"`, and `"mean"` in an encoder.
         tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
         use_cache (`bool`, defaults to `True`): whether to return the key/value cache.
         bos_token_id, eos_token_id, pad_token_id, mask_token_id (`int`, *optional*): token ids.
@@ -396,18 +418,30 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self.check_names(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
         if (overrides := kwargs.get("per_layer_config")) is not None:
-            if not isinstance(overrides, dict) or not all(isinstance(switches, dict) for switches in overrides.values()):
-                raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there")
+            if not isinstance(overrides, dict) or not all(
+                isinstance(switches, dict) for switches in overrides.values()
+            ):
+                raise ValueError(
+                    f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there"
+                )
             _check_per_layer_switches({name for switches in overrides.values() for name in switches})
 
         width, heads = self.hidden_size, self.num_attention_heads
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be a positive integer")
         if self.num_hidden_layers > 10_000:  # listed in Python, for minutes
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must be at most 10000")
         if self.head_dim is None and width % heads:
-            raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim be given")
+            raise ValueError(
+                f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim be given"
+            )
         defaults = {"num_key_value_heads": heads, "head_dim": width // heads, "intermediate_size": 4 * width}
         for name, value in (defaults | {"projection_bottleneck_size": width // 2}).items():
             if getattr(self, name) is None:
@@ -440,7 +474,9 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 
     @property
     def cross_attention_config(self) -> "NLQConfig | None":
-        """What the cross-attention (of one layer) reads in place of the layer's configuration; `None` where there is none."""
+        """What the cross-attention (of one layer) reads in place of the layer's configuration; `None` where there is
+        none.
+        """
         if not self.add_cross_attention or self.cross_attention is False:
             return None
         config, overrides = copy.copy(self), self.cross_attention if isinstance(self.cross_attention, dict) else {}
@@ -468,7 +504,7 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 
     @property
     def layer_types(self) -> list[str]:
-        """The kind of cache of each layer, for Transformers. Does not exist if all layers store all keys and values."""
+        """The kind of cache of each layer, for Transformers; not defined if all layers store all keys and values."""
         try:
             types = [layer._layer_type for layer in self.per_layer_config]
         except ValueError:
@@ -518,10 +554,11 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
     def base_model_tp_plan(self) -> dict[str, str]:
         """The linear layers that tensor parallelism splits, and how, for Transformers.
 
-        Norms, and parameters with a row for each head, are whole on every process; `integrations_nlq.py` cuts what needs
-        cutting.
+        Norms, and parameters with a row for each head, are whole on every process; `integrations_nlq.py` cuts what
+        needs cutting.
         """
-        plan = {"self_attn.k_proj": "colwise"}  # always: Transformers reads from it that a cache holds some of the heads
+        # Always: Transformers reads from it that a cache holds some of the heads
+        plan = {"self_attn.k_proj": "colwise"}
         for layer in self.attention_configs:
             module = "cross_attn" if layer.is_cross_attention else "self_attn"
             for name in ("query", "key", "value"):
@@ -529,7 +566,10 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
                 if projection.linear:
                     plan[f"{module}.{name[0]}_proj"] = "colwise"
                 if projection.bottleneck:
-                    plan |= {f"{module}.{name[0]}_bottleneck.fc1": "colwise", f"{module}.{name[0]}_bottleneck.fc2": "rowwise"}
+                    plan |= {
+                        f"{module}.{name[0]}_bottleneck.fc1": "colwise",
+                        f"{module}.{name[0]}_bottleneck.fc2": "rowwise",
+                    }
             for part in parts_of(layer):
                 plan |= {f"{module}.{name}": style for name, style in part.split_layers(layer).items()}
             plan[f"{module}.o_proj"] = "rowwise"
@@ -572,14 +612,16 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             rope_type = (self.rope_parameters or {}).get("rope_type")
             if rope_type not in ROPE_TYPES:
                 raise ValueError(
-                    f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; angles that depend on "
+                    f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; angles that "
+                    "depend on "
                     "the current length do not fit a cache"
                 )
             # `proportional` rotates the rest too, by an angle of 0
             factor = 1.0 if rope_type == "proportional" else self.rope_parameters.get("partial_rotary_factor", 1.0)
             if not 0 < (rotated := int(self.head_dim * factor)) <= self.head_dim or rotated % 2:
                 raise ValueError(
-                    f"head_dim={self.head_dim} times partial_rotary_factor={factor}, {rotated} rotated elements, must be even "
+                    f"head_dim={self.head_dim} times partial_rotary_factor={factor}, {rotated} rotated elements, must "
+                    "be even "
                     "and above 0 with position_embedding='rope'"
                 )
 
@@ -606,7 +648,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 def _check_per_layer_switches(names: set[str]) -> None:
     if foreign := sorted(names - set(PER_LAYER_SWITCHES)):
         raise ValueError(
-            f"per_layer_config: {', '.join(foreign)} cannot be set for a layer; only {', '.join(PER_LAYER_SWITCHES)} can"
+            f"per_layer_config: {', '.join(foreign)} cannot be set for a layer; only {', '.join(PER_LAYER_SWITCHES)} "
+            "can"
         )
 
 
@@ -643,7 +686,8 @@ def _check_layer(layer: NLQConfig) -> None:
     normalization = layer.attention_normalization
     if not activation.is_elementwise and normalization not in (None, activation.normalization):
         raise ValueError(
-            f"attention_normalization={normalization!r}: {activation.name} has the normaliser {activation.normalization!r} only"
+            f"attention_normalization={normalization!r}: {activation.name} has the normaliser "
+            f"{activation.normalization!r} only"
         )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
@@ -652,7 +696,8 @@ def _check_layer(layer: NLQConfig) -> None:
         )
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
-            f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', not "
+            f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', "
+            "not "
             f"{activation.name!r}"
         )
     for pair in EXCLUSIONS:
@@ -660,12 +705,17 @@ def _check_layer(layer: NLQConfig) -> None:
         if all(values[name] == value if value is not None else values[name] for name, value in pair):
             raise ValueError(" excludes ".join(f"{name}={value!r}" for name, value in values.items()))
     parts = parts_of(layer)
-    needs_order = {"attention_activation": not activation.sees_own_key, "linear_attention_decay": layer.linear_attention_decay}
+    needs_order = {
+        "attention_activation": not activation.sees_own_key,
+        "linear_attention_decay": layer.linear_attention_decay,
+    }
     needs_order |= {part.name: part.causal_only for part in parts}
     if not layer.is_causal and (names := [name for name, needs in needs_order.items() if needs]):
         values = ", ".join(f"{name}={getattr(layer, name)!r}" if hasattr(layer, name) else name for name in names)
         if layer.is_cross_attention:
-            raise ValueError(f"{values} needs an order of the tokens, which those of an encoder have not; name another there")
+            raise ValueError(
+                f"{values} needs an order of the tokens, which those of an encoder have not; name another there"
+            )
         raise ValueError(f"{values} needs an order of the tokens, and is_causal=False has none; use is_causal=True")
     for part in parts:
         if part.activations and activation.name not in part.activations:
@@ -675,10 +725,14 @@ def _check_layer(layer: NLQConfig) -> None:
         part.check(layer)
         # Linear attention has no scores and no weights, and its state is its own
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
-            raise ValueError(f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not")
+            raise ValueError(
+                f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not"
+            )
     for what in (lambda part: part.has_hook("change_weights"), lambda part: part.conv_states(layer)):
         if len(names := [part.name for part in parts if what(part)]) > 1:
-            raise ValueError(f"{' and '.join(names)} exclude each other: they change the same weights, or use the same cache")
+            raise ValueError(
+                f"{' and '.join(names)} exclude each other: they change the same weights, or use the same cache"
+            )
 
 
 def _check_cross_attention(layer: NLQConfig) -> None:
@@ -700,7 +754,8 @@ def _check_cross_attention(layer: NLQConfig) -> None:
         if name not in CROSS_ATTENTION_SWITCHES:
             hint = did_you_mean(name, CROSS_ATTENTION_SWITCHES)
             raise ValueError(
-                f"cross_attention: {name!r} cannot be set there; {hint}choose from {', '.join(CROSS_ATTENTION_SWITCHES)}"
+                f"cross_attention: {name!r} cannot be set there; {hint}choose from "
+                f"{', '.join(CROSS_ATTENTION_SWITCHES)}"
             )
     try:
         if (cross := layer.cross_attention_config) is None:
@@ -719,12 +774,13 @@ NLQConfig.register_for_auto_class()
 add_to_package(__name__)
 
 
-# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`. It does not read `auto_map` there, and
-# has no other way in that would not hide errors. The name stands for the Auto class, not for a class of this revision: the Auto
-# class finds the code that belongs to each folder, so several revisions in one process set the same thing. It is set here
-# because the server imports no other file of the model before. It is an attribute of the module's class because Transformers
-# makes a second module object of itself (`direct_transformers_import`), and the server keeps the first. Elsewhere there is no
-# such name, because MLflow treats any name found in `transformers` as built in, and loads without `trust_remote_code`.
+# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`. It does not read `auto_map`
+# there, and has no other way in that would not hide errors. The name stands for the Auto class, not for a class of
+# this revision: the Auto class finds the code that belongs to each folder, so several revisions in one process set the
+# same thing. It is set here because the server imports no other file of the model before. It is an attribute of the
+# module's class because Transformers makes a second module object of itself (`direct_transformers_import`), and the
+# server keeps the first. Elsewhere there is no such name, because MLflow treats any name found in `transformers` as
+# built in, and loads without `trust_remote_code`.
 def _served_class(module: ModuleType) -> type:
     if "transformers.cli.serve" in sys.modules:
         return AutoModelForCausalLM

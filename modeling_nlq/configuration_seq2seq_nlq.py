@@ -11,7 +11,8 @@ from .parts_user_nlq import add_to_package
 
 
 if TYPE_CHECKING:
-    # Transformers copies the files that it finds in import lines. With this line it copies the model with any configuration
+    # Transformers copies the files that it finds in import lines. With this line it copies the model with any
+    # configuration
     from .modeling_seq2seq_nlq import NLQSeq2SeqModel  # noqa: F401
 
 
@@ -21,7 +22,10 @@ DIRECTIONS = {
     "decoder": {"is_causal": True, "add_cross_attention": True},
 }
 # The fields of the decoder that follow from fields of the encoder
-FROM_ENCODER = {"cross_attention_hidden_size": "hidden_size", "cross_attention_max_positions": "max_position_embeddings"}
+FROM_ENCODER = {
+    "cross_attention_hidden_size": "hidden_size",
+    "cross_attention_max_positions": "max_position_embeddings",
+}
 # Sizes of the decoder that PEFT's prompt methods read in `to_dict`
 SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
@@ -43,12 +47,13 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
         decoder_start_token_id (`int`, *optional*): the first token of the decoder; by default `bos_token_id`, or else
             `pad_token_id`.
         bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default those of the decoder.
-        tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token embedding.
+        tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token
+            embedding.
         kwargs: fields of `NLQConfig` for both halves; a field in a half's own `dict` wins.
 
     Raises:
-        ValueError: for a direction of a half other than its own, for embeddings of different shapes that are tied, and for a
-            `decoder_start_token_id` without an embedding.
+        ValueError: for a direction of a half other than its own, for embeddings of different shapes that are tied, and
+            for a `decoder_start_token_id` without an embedding.
     """
 
     model_type = "nlq_seq2seq"
@@ -89,7 +94,9 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
         for name, directions in DIRECTIONS.items():
             half = getattr(self, name) or {}
             switches = half.to_diff_dict() | shared if isinstance(half, PreTrainedConfig) else shared | half
-            sizes = {field: getattr(self.encoder, origin) for field, origin in FROM_ENCODER.items() if name == "decoder"}
+            sizes = {
+                field: getattr(self.encoder, origin) for field, origin in FROM_ENCODER.items() if name == "decoder"
+            }
             fixed = {**directions, **(sizes or dict.fromkeys(FROM_ENCODER))}
             for switch, value in fixed.items():
                 if switches.get(switch) not in (None, value):
@@ -133,11 +140,14 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
             sizes = [getattr(half, name) for half in (self.encoder, self.decoder)]
             if self.tie_word_embeddings and sizes[0] != sizes[1]:
                 raise ValueError(
-                    f"tie_word_embeddings=True shares one embedding, but {name} is {sizes[0]} in the encoder and {sizes[1]} in "
+                    f"tie_word_embeddings=True shares one embedding, but {name} is {sizes[0]} in the encoder and "
+                    f"{sizes[1]} in "
                     "the decoder; use tie_word_embeddings=False"
                 )
         if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
-            raise ValueError(f"decoder_start_token_id={start} must be at least 0 and below vocab_size={self.vocab_size}")
+            raise ValueError(
+                f"decoder_start_token_id={start} must be at least 0 and below vocab_size={self.vocab_size}"
+            )
 
 
 def _take_shared(given: dict[str, Any]) -> dict[str, Any]:

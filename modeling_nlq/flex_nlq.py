@@ -41,9 +41,9 @@ def flex_attention_with_log_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention.
 
-    FlexAttention normalises `exp` of its scores. From scores `log phi(s)` it computes the mean of the values weighted with
-    `phi`, and the logarithm of the sum of `phi`. The latter undoes the normaliser where a layer has another one (the idea of
-    https://github.com/meta-pytorch/attention-gym).
+    FlexAttention normalises `exp` of its scores. From scores `log phi(s)` it computes the mean of the values weighted
+    with `phi`, and the logarithm of the sum of `phi`. The latter undoes the normaliser where a layer has another one
+    (the idea of https://github.com/meta-pytorch/attention-gym).
 
     Args:
         module, query, key, value, scaling, score_bias: as in `eager_attention_forward`.
@@ -54,8 +54,8 @@ def flex_attention_with_log_forward(
         The output `(batch, query, heads, head_dim)`, and no weights.
 
     Raises:
-        ValueError: without a mask; on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and for a
-            caller's block mask if the number of visible keys is needed.
+        ValueError: without a mask; on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and
+            for a caller's block mask if the number of visible keys is needed.
     """
     if attention_mask is None:
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
@@ -69,7 +69,8 @@ def flex_attention_with_log_forward(
     needs_count = normalization == "length" or (normalization == "none" and activation.subtract_log_count)
     if needs_count and visible_count is None:
         raise ValueError(
-            f"attn_implementation='flex_attention' cannot count the keys that a BlockMask shows, which attention_activation="
+            "attn_implementation='flex_attention' cannot count the keys that a BlockMask shows, which "
+            "attention_activation="
             f"{activation.name!r} normalised by {normalization!r} needs; give a padding mask"
         )
     log_count = None
@@ -85,7 +86,8 @@ def flex_attention_with_log_forward(
     def score_mod(score, batch, head, query_index, key_index):
         if score_bias is not None:
             large, small = (
-                part[batch, head, query_index] - other[batch, head, key_index] for part, other in zip(query_bias, key_bias)
+                part[batch, head, query_index] - other[batch, head, key_index]
+                for part, other in zip(query_bias, key_bias)
             )
             score = score + (large + small)
         if log_count is not None:
@@ -110,7 +112,9 @@ def flex_attention_with_log_forward(
 
 
 def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
-    """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients, and the log-sum-exp of the compiled kernel."""
+    """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients, and the log-sum-exp of the compiled
+    kernel.
+    """
     if inputs[0].device.type != "cpu":
         return
     refused = None
@@ -120,6 +124,7 @@ def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> No
         refused = "gradients"
     if refused is not None:
         raise ValueError(
-            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); use 'nlq' "
+            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); "
+            "use 'nlq' "
             "or 'eager'"
         )

@@ -34,7 +34,8 @@ def accept_both_cache_names(forward: Callable) -> Callable:
     return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)(forward)
 
 
-# The tensors and objects that a call may pass beside those that `forward` names: read elsewhere, or without effect on a result
+# The tensors and objects that a call may pass beside those that `forward` names: read elsewhere, or without effect on
+# a result
 KNOWN_ARGUMENTS = {
     "cache_position",  # the cache knows it
     *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),  # read by `masking_nlq.read_sequences`
@@ -49,13 +50,14 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Checks the arguments of a call that `forward` does not name; switches, numbers and strings pass.
 
     Raises:
-        ValueError: if one of them holds a cache, a mask or another tensor that the model would ignore, such as one that a
-            newer Transformers has renamed.
+        ValueError: if one of them holds a cache, a mask or another tensor that the model would ignore, such as one
+            that a newer Transformers has renamed.
     """
     for name, value in arguments.items():
         if name not in KNOWN_ARGUMENTS and not isinstance(value, (bool, int, float, str, type(None))):
             raise ValueError(
-                f"{name}: NLQ models do not know this argument, and must not ignore a {type(value).__name__}; leave it out. "
+                f"{name}: NLQ models do not know this argument, and must not ignore a {type(value).__name__}; leave "
+                "it out. "
                 "If Transformers passed it, this release is too new: see docs/versions.md"
             )
 
@@ -97,7 +99,7 @@ def check_distribution(config: PreTrainedConfig, distributed_config: Distributed
 
 
 class NLQIntegrationMixin:
-    """Before `PreTrainedModel` among the bases: what the models support, and what Transformers splits over processes."""
+    """What the models support, and what Transformers splits over processes; a base before `PreTrainedModel`."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -112,7 +114,8 @@ class NLQIntegrationMixin:
         if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             name, saved, configured = min(loading_info.mismatched_keys)
             raise RuntimeError(
-                f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; leave sizes "
+                f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; "
+                "leave sizes "
                 "as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
             )
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
@@ -135,19 +138,22 @@ class NLQGenerationMixin(GenerationMixin):
     """Transformers' generation, whose continuous batching takes every attention activation with keys and values.
 
     Continuous batching is `generate_batch`, `init_continuous_batching` and Transformers' server. Transformers runs the
-    requests. This class chooses the attention that it uses meanwhile, and refuses requests that do not fit into the learned
-    positions, because a single failing request would stop the thread that serves all of them.
+    requests. This class chooses the attention that it uses meanwhile, and refuses requests that do not fit into the
+    learned positions, because a single failing request would stop the thread that serves all of them.
     """
 
     def _get_static_cache_init_shape(self):
         # diff with GenerationMixin: what parts keep beside the keys makes them wider, so the first keys say how wide
-        has_states = any(part.has_hook("token_state") for layer in self.config.per_layer_config for part in parts_of(layer))
+        has_states = any(
+            part.has_hook("token_state") for layer in self.config.per_layer_config for part in parts_of(layer)
+        )
         return None if has_states else super()._get_static_cache_init_shape()
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs
     ) -> torch.Tensor | None:
-        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays the same
+        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays
+        # the same
         if attention_mask is None:
             return None
         cache = past_key_values if cache is None else cache
@@ -158,8 +164,8 @@ class NLQGenerationMixin(GenerationMixin):
     def init_continuous_batching(self, *args, **kwargs) -> ContinuousBatchingManager:
         """Returns Transformers' manager of requests; `generate_batch` and the context manager call this too.
 
-        Until the manager stops, `attn_implementation` is one that takes the paged cache. Then the manager sets the model's own
-        again.
+        Until the manager stops, `attn_implementation` is one that takes the paged cache. Then the manager sets the
+        model's own again.
 
         Raises:
             ValueError: for linear attention, for windows that differ, and if the model's `attn_implementation` has no
@@ -175,12 +181,14 @@ class NLQGenerationMixin(GenerationMixin):
             raise
         if paged != original:
             manager._original_attn_impl = original
-        if self.config.has_learned_positions and "add_request" not in vars(manager):  # it may be that of an earlier call
+        # It may be that of an earlier call
+        if self.config.has_learned_positions and "add_request" not in vars(manager):
             manager.add_request = _keep_within_positions(manager, self.config)
         return manager
 
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args, **kwargs) -> dict:
-        """As in Transformers, after a check of the prompts: there, a prompt that fails ends the generation of all others.
+        """As in Transformers, after a check of the prompts: there, a prompt that fails ends the generation of all
+        others.
 
         Raises:
             ValueError: for a prompt longer than the learned positions, and what `init_continuous_batching` refuses.
@@ -201,7 +209,8 @@ def _check_prompt(prompt: Sequence[int], config: PreTrainedConfig) -> None:
 def _keep_within_positions(manager: ContinuousBatchingManager, config: PreTrainedConfig) -> Callable[..., str | None]:
     """Returns the manager's `add_request`, which ends requests at the last learned position.
 
-    A longer request would fail in the thread that serves all requests, and Transformers offers no other place for a check.
+    A longer request would fail in the thread that serves all requests, and Transformers offers no other place for a
+    check.
     """
     add_request = manager.add_request
 
@@ -210,6 +219,8 @@ def _keep_within_positions(manager: ContinuousBatchingManager, config: PreTraine
         _check_prompt(input_ids, config)
         wanted = manager.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         possible = config.max_position_embeddings - len(input_ids) + 1  # the last token needs no position
-        return add_request(input_ids, request_id, possible if wanted is None else min(wanted, possible), *args, **kwargs)
+        return add_request(
+            input_ids, request_id, possible if wanted is None else min(wanted, possible), *args, **kwargs
+        )
 
     return add_request_within_positions

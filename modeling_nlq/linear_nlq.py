@@ -1,14 +1,17 @@
-"""Linear attention: weights `psi(c q) . psi(k)`, which need no score per pair of tokens, so attention is a recurrent network.
+"""Linear attention: weights `psi(c q) . psi(k)`, which need no score per pair of tokens, so attention is a recurrent
+network.
 
-`psi(x) = elu(x) + 1` (Katharopoulos et al. 2020, arXiv 2006.16236), `c = attention_scaling * sqrt(head_dim)`. The output is
+`psi(x) = elu(x) + 1` (Katharopoulos et al. 2020, arXiv 2006.16236), `c = attention_scaling * sqrt(head_dim)`. The
+output is
 
     o_i = sum_j decay^(t_i - t_j) (R_i psi(c q_i)) . (R_j psi(k_j)) v_j / sum_j decay^(t_i - t_j) psi(c q_i) . psi(k_j)
 
-over the keys that query `i` sees. `t` counts the tokens that are not padding. `R` are rotary positions, in the numerator only
-(Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later
-tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers: `parallel_form`, quadratic in
-the length, is the readable reference; `chunked_form`, linear, is for training and prompts; `recurrent_step` takes one token.
-In an encoder, where every query sees its whole document, `bidirectional_form` needs the two sums over the document.
+over the keys that query `i` sees. `t` counts the tokens that are not padding. `R` are rotary positions, in the
+numerator only (Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv
+2307.08621). Later tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers:
+`parallel_form`, quadratic in the length, is the readable reference; `chunked_form`, linear, is for training and
+prompts; `recurrent_step` takes one token. In an encoder, where every query sees its whole document,
+`bidirectional_form` needs the two sums over the document.
 
 Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
 """
@@ -154,7 +157,7 @@ def state_of_source(key: torch.Tensor, value: torch.Tensor, is_valid: torch.Tens
 
 
 def attend_to_state(query: torch.Tensor, state: LinearState, scaling: float) -> torch.Tensor:
-    """Returns `(b, query, heads, d)` in the type of the state, for queries `(b, heads, query, d)` that see all tokens."""
+    """Returns `(b, query, heads, d)` in the state's dtype, for queries `(b, heads, query, d)` that see all tokens."""
     with maybe_autocast(query.device.type, enabled=False):
         query = feature_map(query.to(state.numerator.dtype) * (scaling * math.sqrt(query.shape[-1])))
         query = query.unflatten(1, (state.denominator.shape[1], -1))
@@ -169,7 +172,8 @@ def _chunked_sums(
     length = inputs.query.shape[-2]
     inputs = _chunked(inputs, chunk_size)
     chunk_size = inputs.query.shape[-2]
-    before = inputs.count[..., 0] - inputs.is_valid[..., 0].to(inputs.count.dtype)  # (b, chunks): tokens before each chunk
+    # (b, chunks): tokens before each chunk
+    before = inputs.count[..., 0] - inputs.is_valid[..., 0].to(inputs.count.dtype)
     after = inputs.count[..., -1]
     first = torch.arange(before.shape[-1], device=before.device) * chunk_size
 
@@ -216,7 +220,9 @@ def recurrent_step(inputs: LinearInputs, index: int, state: LinearState | None) 
         state = LinearState(key.new_zeros(*key.shape, key.shape[-1]), torch.zeros_like(key))
     decay = None
     if inputs.log_decay is not None:  # (b or 1, g): padding decays nothing
-        tokens = inputs.key.new_ones(1) if inputs.is_valid is None else inputs.is_valid[:, index].to(inputs.count.dtype)
+        tokens = (
+            inputs.key.new_ones(1) if inputs.is_valid is None else inputs.is_valid[:, index].to(inputs.count.dtype)
+        )
         decay = _decay(inputs.log_decay, tokens)
     if inputs.document_start is not None:
         is_inside = (inputs.document_start[:, index] < index)[:, None]
@@ -235,7 +241,9 @@ def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
 
 
 def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns `decay^tokens`, `(b, ...)` -> `(b, g or 1, ...)`. A negative number of tokens, of a hidden pair, counts as 0."""
+    """Returns `decay^tokens`, `(b, ...)` -> `(b, g or 1, ...)`. A negative number of tokens, of a hidden pair, counts
+    as 0.
+    """
     if log_decay is None:
         return torch.ones_like(tokens, dtype=torch.float32)[:, None]
     rate = log_decay.view(-1, *[1] * (tokens.ndim - 1))
@@ -243,7 +251,7 @@ def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor
 
 
 def _pairs(inputs: LinearInputs, is_causal: bool = True) -> torch.Tensor:
-    """Returns the factor of each pair's weight, `(b, g or 1, 1, ..., c, c)`: the decay, and 0 where the key is hidden."""
+    """Returns each pair's factor, `(b, g or 1, 1, ..., c, c)`: the decay, and 0 where the key is hidden."""
     length = inputs.query.shape[-2]
     visible = torch.ones(length, length, dtype=torch.bool, device=inputs.query.device)
     visible = visible.tril() if is_causal else visible
@@ -276,7 +284,9 @@ def _chunked(inputs: LinearInputs, chunk_size: int | None) -> LinearInputs:
     rotated = [cut(inputs.rotated_query), cut(inputs.rotated_key)] if is_rotated else [query, key]
     is_valid = cut(inputs.is_valid[..., None]).squeeze(-1)  # padding is not valid, and `cut` fills up with 0
     start = None if inputs.document_start is None else cut_row(inputs.document_start)
-    return LinearInputs(query, key, *rotated, cut(inputs.value), cut_row(inputs.count), is_valid, start, inputs.log_decay)
+    return LinearInputs(
+        query, key, *rotated, cut(inputs.value), cut_row(inputs.count), is_valid, start, inputs.log_decay
+    )
 
 
 def linear_attention(
@@ -301,8 +311,8 @@ def linear_attention(
         log_decay: `(key_value_heads,)`, of any type and device, or `None`.
         position_embeddings: cosines and sines of rotary positions, or `None`.
         state: the state of the tokens before these.
-        form: `"chunked"`, which uses `recurrent_step` for a single token, or `"parallel"`, which neither takes nor returns a
-            state.
+        form: `"chunked"`, which uses `recurrent_step` for a single token, or `"parallel"`, which neither takes nor
+            returns a state.
         is_causal: whether no token sees a later one. Otherwise there is neither a state nor a decay.
 
     Returns:

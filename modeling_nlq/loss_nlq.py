@@ -1,8 +1,9 @@
 """The next-token loss on the CPU, a row or a few rows at a time.
 
-PyTorch's cross-entropy writes three more tensors of the logits' size, `(tokens, vocabulary)`: the log-softmax, the gradient of
-the chosen entries, and the gradient of the logits. Only the last is needed, and it is computed together with the loss. Working
-through slices that fit in the cache, the others never reach memory; `docs/benchmarks.md` has what that gains.
+PyTorch's cross-entropy writes three more tensors of the logits' size, `(tokens, vocabulary)`: the log-softmax, the
+gradient of the chosen entries, and the gradient of the logits. Only the last is needed, and it is computed together
+with the loss. Working through slices that fit in the cache, the others never reach memory; `docs/benchmarks.md` has
+what that gains.
 """
 
 import torch
@@ -54,7 +55,8 @@ loss_and_gradient = Operation("loss", loss_in_slices)
 
 
 class _Loss(torch.autograd.Function):
-    """The sum of the counted rows' negative log-likelihoods, divided by a count. It keeps its gradient instead of the logits.
+    """The sum of the counted rows' negative log-likelihoods, divided by a count. It keeps its gradient instead of the
+    logits.
 
     A caller may overwrite the logits before `backward`, also where PyTorch does not see it, such as through NumPy.
     """
@@ -93,7 +95,8 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None, None, None, None, None]:
         result, anchor = ctx.saved_tensors
-        # A new tensor also where the factor is 1: hooks may change what they get in place, and a retained graph is read again
+        # A new tensor also where the factor is 1: hooks may change what they get in place, and a retained graph is
+        # read again
         return result * OnceDifferentiable.apply(gradient, anchor, _NO_SECOND_DERIVATIVE), None, None, None, None, None
 
 

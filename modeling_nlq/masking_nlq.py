@@ -1,9 +1,10 @@
-"""The keys that each query sees: causal order or none, windows, padding, packed documents, cached tokens, a caller's 4-D mask.
+"""The keys that each query sees: causal order or none, windows, padding, packed documents, cached tokens, a caller's
+4-D mask.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call).
 
-The number `n` of keys that a query sees depends on that query alone, never on the padded, cached or total length. That makes
-cached decoding, padding and packing exact for every activation.
+The number `n` of keys that a query sees depends on that query alone, never on the padded, cached or total length. That
+makes cached decoding, padding and packing exact for every activation.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +20,9 @@ from transformers.utils.import_utils import is_tracing
 
 
 class LayerArgument:
-    """A dataclass among the arguments of a layer. A named tuple would become a plain one in programs that walk through them."""
+    """A dataclass among the arguments of a layer. A named tuple would become a plain one in programs that walk through
+    them.
+    """
 
     def to(self, *args, **kwargs) -> Self:
         """Moves all tensors, for programs that move the arguments of a layer to its device."""
@@ -35,13 +38,14 @@ class Visibility(LayerArgument):
     """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
     Attributes:
-        last_key: `(batch or 1, query)`, the last key that each query may see: in causal order its own token, else the last one
-            of its packed document or its window. It never falls from query to query. `None` if no key is too late.
+        last_key: `(batch or 1, query)`, the last key that each query may see: in causal order its own token, else the
+            last one of its packed document or its window. It never falls from query to query. `None` if no key is too
+            late.
         key_length: number of keys, including those of a static cache that are still empty.
         visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
         key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
-        first_key: `(batch or 1, query)`, the first key that each query may see, because its packed document or its window
-            begins there. It never falls from query to query. `None` if no key is too early.
+        first_key: `(batch or 1, query)`, the first key that each query may see, because its packed document or its
+            window begins there. It never falls from query to query. `None` if no key is too early.
     """
 
     last_key: torch.Tensor | None
@@ -53,7 +57,9 @@ class Visibility(LayerArgument):
     def check(self, query_length: int, key_length: int) -> None:
         """Raises `ValueError` if it was made for another number of queries or keys."""
         if (made_for := (self.visible_count.shape[-1], self.key_length)) != (query_length, key_length):
-            raise ValueError(f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}")
+            raise ValueError(
+                f"the mask is for (query, key)={made_for}, and this call has {(query_length, key_length)}"
+            )
 
     def excluding_self(self) -> "Visibility":
         """Returns the visibility, in causal order, without the last key of each query, its own token."""
@@ -84,13 +90,14 @@ class Visibility(LayerArgument):
 class TokenContext(LayerArgument):
     """What an attention part may ask about the tokens of one forward call, as one layer sees them.
 
-    Queries are the tokens of this call. Keys are these and the cached ones, in a static cache also places that are still empty.
-    What depends on an order of both is `None` in cross-attention, and all but the first two in continuous batching.
+    Queries are the tokens of this call. Keys are these and the cached ones, in a static cache also places that are
+    still empty. What depends on an order of both is `None` in cross-attention, and all but the first two in continuous
+    batching.
 
     Attributes:
         visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
-        query_position: `(batch or 1, query)`, the number of tokens before each in its text or packed document. Padding is not
-            counted, nor are positions that the caller gives.
+        query_position: `(batch or 1, query)`, the number of tokens before each in its text or packed document. Padding
+            is not counted, nor are positions that the caller gives.
         key_position: `(batch or 1, key)`, the same for keys, also those in the cache.
         query_index: `(query,)`, each token's own index among the keys of the layer.
         is_valid: `(batch, query)`, false for padding; `None` if there is none.
@@ -127,10 +134,10 @@ def make_visibility(
         key_length: number of keys, including those of a static cache that are still empty.
         query_offset: number of tokens before the first query; a tensor if a static cache counts them.
         attention_mask: `(batch, tokens)` booleans, false for padding; tokens beyond it are padding.
-        segments: `(batch or 1, key)`, the number of each token's packed document. Not together with `attention_mask` or a
-            cache.
-        sliding_window: how many tokens a query sees at most, itself and those before it; without causal order that many on each
-            side of itself; `None` for all.
+        segments: `(batch or 1, key)`, the number of each token's packed document. Not together with `attention_mask`
+            or a cache.
+        sliding_window: how many tokens a query sees at most, itself and those before it; without causal order that
+            many on each side of itself; `None` for all.
         key_offset: number of tokens before the first key, which a cache of the window has forgotten.
         is_causal: whether no query sees a later token.
     """
@@ -153,7 +160,9 @@ def make_visibility(
         if first_key is not None:
             count = count - (seen - key_is_valid.long())[:, first_key[0]]
         return Visibility(last_key, key_length, count, key_is_valid, first_key)
-    end = torch.full_like(query_index, key_length)[None] if last_key is None else last_key.clamp(max=key_length - 1) + 1
+    end = (
+        torch.full_like(query_index, key_length)[None] if last_key is None else last_key.clamp(max=key_length - 1) + 1
+    )
     return Visibility(last_key, key_length, end if first_key is None else end - first_key, first_key=first_key)
 
 
@@ -171,7 +180,8 @@ def _document_starts(segments: torch.Tensor, query_index: torch.Tensor) -> torch
 def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     """Converts a caller's 4-D mask `(batch, 1 or heads, query, key)` to booleans, true where a query sees a key.
 
-    An additive mask may contain 0 (visible) and large negative numbers (hidden) only. Most activations give a bias no meaning.
+    An additive mask may contain 0 (visible) and large negative numbers (hidden) only. Most activations give a bias no
+    meaning.
 
     Raises:
         ValueError: if a floating-point mask contains other numbers.
@@ -181,7 +191,8 @@ def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     hidden = attention_mask <= -1e4  # the lowest float16 number is -65504
     if not is_tracing(attention_mask) and not (hidden | (attention_mask == 0)).all():
         raise ValueError(
-            "attention_mask: a 4-D floating-point mask must hold only 0 (visible) and the dtype's lowest number (hidden); "
+            "attention_mask: a 4-D floating-point mask must hold only 0 (visible) and the dtype's lowest number "
+            "(hidden); "
             "additive biases are not supported"
         )
     return ~hidden
@@ -193,8 +204,8 @@ def read_mask(
     """Checks the mask argument of a backend, and makes one if there is none.
 
     Args:
-        attention_mask: a `Visibility`, a 4-D mask, or `None`. Without a mask, several queries see the keys up to their own
-            index, counted from the first key, and a single query sees all keys.
+        attention_mask: a `Visibility`, a 4-D mask, or `None`. Without a mask, several queries see the keys up to their
+            own index, counted from the first key, and a single query sees all keys.
         query: `(batch, heads, query, head_dim)`.
         key: `(batch, key_value_heads, key, head_dim)`.
         is_causal: false for an encoder, whose queries see all keys without a mask.
@@ -204,7 +215,8 @@ def read_mask(
         `(batch or 1, 1 or heads, query)`.
 
     Raises:
-        ValueError: if the mask does not fit the queries and keys, or contains numbers other than `boolean_mask` allows.
+        ValueError: if the mask does not fit the queries and keys, or contains numbers other than `boolean_mask`
+            allows.
     """
     (batch, heads, query_length, _), key_length = query.shape, key.shape[2]
     if attention_mask is None:
@@ -229,8 +241,8 @@ def read_visible(
     The arguments are those of `read_mask`.
 
     Returns:
-        A boolean mask, or `None` if every query sees all keys; and how many keys each query sees, as in `read_mask` or as one
-        number.
+        A boolean mask, or `None` if every query sees all keys; and how many keys each query sees, as in `read_mask` or
+        as one number.
     """
     if attention_mask is None and (query.shape[2] == 1 or not is_causal) and not is_tracing(query):
         return None, key.shape[2]
@@ -244,14 +256,14 @@ class Sequences(LayerArgument):
 
     Attributes:
         position_ids: `(batch or 1, query)`, the position of each token in its text.
-        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching Transformers' own, or for flash
-            attention `None`.
+        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching Transformers' own, or
+            for flash attention `None`.
         query_offset: number of tokens before the first query; a tensor if a static cache counts them.
         padding_mask: `(batch, tokens)`, false for padding, or `None`.
         segments: `(batch, query)`, the number of each token's packed document, or `None`.
         last_position: the largest position where it is known without reading `position_ids`, else `None`.
-        is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees, or for
-            flash attention the arguments that Transformers passes to it.
+        is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees,
+            or for flash attention the arguments that Transformers passes to it.
         is_causal: whether no token sees a later one.
         source_length: in cross-attention the number of the encoder's tokens, which are the keys; else `None`.
     """
@@ -268,7 +280,9 @@ class Sequences(LayerArgument):
 
     @property
     def packed_position_ids(self) -> torch.Tensor | None:
-        """`position_ids` if documents are packed, which Transformers' masks and flash attention find by them, else `None`."""
+        """`position_ids` if documents are packed, which Transformers' masks and flash attention find by them, else
+        `None`.
+        """
         return None if self.segments is None else self.position_ids
 
     def visibility(
@@ -299,13 +313,17 @@ class Sequences(LayerArgument):
         """
         if self.is_paged:  # each request is one text without padding
             count = self.position_ids[:, None] + 1
-            return TokenContext(count if sliding_window is None else count.clamp(max=sliding_window), self.position_ids)
+            return TokenContext(
+                count if sliding_window is None else count.clamp(max=sliding_window), self.position_ids
+            )
         visibility = self.visibility(cache, layer_idx, sliding_window)
         of_keys = (None, None, None, None, visibility.key_is_valid)
         if self.source_length is None:
             of_keys = self._positions(visibility, self.key_range(cache, layer_idx)[1])
         caller_mask = self.attention_mask
-        has_own_mask = caller_mask is not None and not (isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2)
+        has_own_mask = caller_mask is not None and not (
+            isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2
+        )
         if has_own_mask and isinstance(mask, torch.Tensor):
             count = mask[..., : visibility.key_length].sum(dim=-1)
         else:
@@ -336,7 +354,9 @@ class Sequences(LayerArgument):
         if is_tracing(self.position_ids):  # the number of keys would become a constant of the program
             return False
         key_length, key_offset = self.key_range(cache, layer_idx)
-        return key_length + key_offset == self.query_offset + 1 and (sliding_window is None or key_length <= sliding_window)
+        return key_length + key_offset == self.query_offset + 1 and (
+            sliding_window is None or key_length <= sliding_window
+        )
 
     def key_range(self, cache: Cache | None, layer_idx: int) -> tuple[int, int]:
         """Returns the number of keys of a layer, and the number of tokens before the first key."""
@@ -350,9 +370,9 @@ class Sequences(LayerArgument):
 class LayerMasks(LayerArgument):
     """The backend, the mask and the token context of every layer in one call of the model.
 
-    All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls the layers
-    one by one with the arguments of the first, as layer-wise quantizers do, computes what the model computes. A layer that the
-    model could not ask, because a program has wrapped it, adds its own.
+    All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls
+    the layers one by one with the arguments of the first, as layer-wise quantizers do, computes what the model
+    computes. A layer that the model could not ask, because a program has wrapped it, adds its own.
 
     Attributes:
         sequences: padding, packed documents and positions of the call.
@@ -380,17 +400,19 @@ def read_sequences(
     Args:
         inputs_embeds: `(batch, query, hidden)`.
         attention_mask: `(batch, key)`, 0 for padding; or `(batch, 1 or heads, query, key)`; or a block mask.
-        position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there is a mask
-            or a cache.
-        cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other arguments are
-            Transformers' own.
+        position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there
+            is a mask or a cache.
+        cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other
+            arguments are Transformers' own.
         use_cache: whether the caller asked for a cache.
         layer_idx: the layer that is called, if it is called alone.
         is_causal: whether no token sees a later one.
-        kwargs: others of the call. `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` need `position_ids`, and are not read.
+        kwargs: others of the call. `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` need `position_ids`, and are not
+            read.
 
     Raises:
-        ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to be cached.
+        ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to
+            be cached.
     """
     if isinstance(cache, PagedAttentionCache):
         return Sequences(position_ids, attention_mask, is_paged=True)
@@ -422,10 +444,14 @@ def read_sequences(
         position_ids = query_index[None]
         if padding_mask is not None:
             position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, query_index]
-    return Sequences(position_ids, attention_mask, query_offset, padding_mask, segments, last_position, is_causal=is_causal)
+    return Sequences(
+        position_ids, attention_mask, query_offset, padding_mask, segments, last_position, is_causal=is_causal
+    )
 
 
-def read_source(hidden_states: torch.Tensor, source: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Sequences:
+def read_source(
+    hidden_states: torch.Tensor, source: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> Sequences:
     """Finds what the queries of cross-attention see.
 
     Args:

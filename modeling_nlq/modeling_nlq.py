@@ -1,4 +1,4 @@
-"""NLQ models: GPT-style decoders, and encoders, whose query projection, attention activation and block are configured."""
+"""NLQ models: GPT-style decoders and encoders with a configurable query projection, activation and block."""
 
 import math
 from collections.abc import Callable
@@ -128,17 +128,20 @@ class NLQAttentionLayer(NLQAttentionProjections):
         mlp_factor: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has them.
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has
+        them.
 
-        `first_values` and `source` are those of `AttentionCall`. A layer with `returns_values` returns its values too, `(batch,
-        query, groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states of the MLP:
-        `mlp_factor` is the other one of a gated MLP, returned behind the weights.
+        `first_values` and `source` are those of `AttentionCall`. A layer with `returns_values` returns its values too,
+        `(batch, query, groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states
+        of the MLP: `mlp_factor` is the other one of a gated MLP, returned behind the weights.
         """
         if mlp_hook is not None:
             return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
         masks = own_masks(self, hidden_states, attention_mask, cache, source, **kwargs)
         if first_values is None and self.needs_first_values:
-            raise ValueError(f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states")
+            raise ValueError(
+                f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states"
+            )
         name, mask, token_context = layer_mask(self, masks, hidden_states, cache, **kwargs)
         call = self.make_call(hidden_states, token_context, first_values, cache, source)
         attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
@@ -183,7 +186,9 @@ class NLQAttention(NLQAttentionLayer):
         return None if self.attention_sink is None else 0.0
 
     def attention_request(self, *of_call) -> AttentionRequest:
-        """Returns what this layer needs from a backend in one call, whose fields of an `AttentionRequest` follow `dropout`."""
+        """Returns what this layer needs from a backend in one call, whose fields of an `AttentionRequest` follow
+        `dropout`.
+        """
         dropout = self.attention_dropout if self.training else 0.0
         parts = (self.has_score_bias, self.materializes)
         return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
@@ -216,7 +221,8 @@ class NLQAttention(NLQAttentionLayer):
         bias = None
         for part in self.parts_with("score_bias"):
             own = part("score_bias", call, (call.states or {}).get(part.name))
-            own = ScoreBias(*(one.expand(query_states.shape[0], -1, -1) for one in own))  # of positions there is one row
+            # Of positions there is one row
+            own = ScoreBias(*(one.expand(query_states.shape[0], -1, -1) for one in own))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
         for part in self.parts_with("change_cached_qkv"):
             attended = (query_states, key_states, value_states)
@@ -227,15 +233,22 @@ class NLQAttention(NLQAttentionLayer):
         self, cache: Cache, key_states: torch.Tensor, value_states: torch.Tensor, arguments: dict | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds keys and values to the cache, and returns those of all tokens."""
-        # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It also
-        # changes the arguments that flash attention gets
+        # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It
+        # also changes the arguments that flash attention gets
         more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
         return cache.update(key_states, value_states, self.layer_idx, **more)
 
     def attend(
-        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
+        self,
+        call: AttentionCall,
+        position_embeddings: tuple[torch.Tensor, ...] | None,
+        name: str,
+        mask: Any,
+        kwargs: dict,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` has them."""
+        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` has
+        them.
+        """
         query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
@@ -259,7 +272,9 @@ class NLQAttention(NLQAttentionLayer):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             # For flash attention, which counts an encoder's own token; the other masks have it
-            sliding_window=self.sliding_window if self.is_causal or not self.sliding_window else self.sliding_window + 1,
+            sliding_window=self.sliding_window
+            if self.is_causal or not self.sliding_window
+            else self.sliding_window + 1,
             **kwargs,
         )
 
@@ -276,7 +291,9 @@ class NLQLinearAttention(NLQAttentionLayer):
         self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
-            self.decay_bias = nn.Parameter(initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype()))
+            self.decay_bias = nn.Parameter(
+                initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype())
+            )
 
     @property
     def log_decay(self) -> torch.Tensor | None:
@@ -284,7 +301,9 @@ class NLQLinearAttention(NLQAttentionLayer):
         if self.linear_attention_decay is None:
             return None
         if self.linear_attention_decay == "learned":
-            log_decay = nn.functional.logsigmoid(self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32)))
+            log_decay = nn.functional.logsigmoid(
+                self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32))
+            )
         else:
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
@@ -294,7 +313,12 @@ class NLQLinearAttention(NLQAttentionLayer):
         return AttentionRequest(self.activation, weights=weights)
 
     def attend(
-        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, ...] | None, name: str, mask: Any, kwargs: dict
+        self,
+        call: AttentionCall,
+        position_embeddings: tuple[torch.Tensor, ...] | None,
+        name: str,
+        mask: Any,
+        kwargs: dict,
     ) -> tuple[torch.Tensor, None]:
         """As in `NLQAttention`, without weights."""
         length, cache, cache_layer, state = call.hidden_states.shape[1], call.cache, None, None
@@ -388,7 +412,8 @@ class NLQLinearCrossAttention(CrossAttentionMixin, NLQLinearAttention):
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
-    """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual connection.
+    """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual
+    connection.
 
     | `norm_position` | `F` is one of them, `a` is `sublayer_activation`, `r` is `residual_activation` |
     |---|---|
@@ -409,7 +434,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
         self.has_mlp_hooks = self.self_attn.has_mlp_hooks
         self.mlp = MLPS[config.mlp_type](config)
-        # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a single sum
+        # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a
+        # single sum
         self.is_post_norm = config.norm_position == "post"
         has_two_sums = self.is_post_norm and not config.parallel_residual
         has_input_norm = config.norm_position in ("pre", "sandwich")
@@ -451,9 +477,12 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
 
         `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
         """
-        # diff with Llama: the first tensors are no keywords, because reentrant gradient checkpointing differentiates no others
+        # diff with Llama: the first tensors are no keywords, because reentrant gradient checkpointing differentiates
+        # no others
         if isinstance(hidden_states, tuple):
-            raise ValueError("hidden_states: the first layer returns them and first_values; give each later layer these two")
+            raise ValueError(
+                "hidden_states: the first layer returns them and first_values; give each later layer these two"
+            )
         residual, masks = hidden_states, attention_mask
         if self.has_mlp_hooks:
             masks = own_masks(self.self_attn, hidden_states, attention_mask, cache, **kwargs)
@@ -507,8 +536,8 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     }
 
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
-        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration class. That
-        # of a downloaded folder is not the class imported above.
+        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration
+        # class. That of a downloaded folder is not the class imported above.
         AutoModel._model_mapping.register(type(config), NLQModel, exist_ok=True)  # a derived one may have another name
         config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
         super().__init__(config, *inputs, **kwargs)
@@ -519,7 +548,8 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
             cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
-        # diff with PreTrainedModel, which passes over a module without parameters of its own: a part may set those inside it
+        # diff with PreTrainedModel, which passes over a module without parameters of its own: a part may set those
+        # inside it
         is_part = isinstance(module, AttentionPart) and type(module).initialize is AttentionPart.initialize
         super()._initialize_weights(module, is_custom_code and not is_part)
 
@@ -538,7 +568,8 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
 
     @property
     def _supports_flash_attn(self) -> bool:
-        # diff with Llama: not for every configuration. Continuous batching switches to flash attention where this is true
+        # diff with Llama: not for every configuration. Continuous batching switches to flash attention where this is
+        # true
         return supports_flash_attention(self.config)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -596,21 +627,22 @@ class NLQModel(NLQPreTrainedModel):
         Args:
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
-            position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding. Where
-                they do not rise by one, a new packed document begins, which sees nothing of the documents before it. With an
-                `attention_mask`, even of all ones, or with a cache, each row is one text.
-            cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned. In continuous
-                batching it is paged.
+            position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding.
+                Where they do not rise by one, a new packed document begins, which sees nothing of the documents before
+                it. With an `attention_mask`, even of all ones, or with a cache, each row is one text.
+            cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned. In
+                continuous batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
-            use_cache: whether to make a cache if none is given; by default `config.use_cache`, and not in training mode.
+            use_cache: whether to make a cache if none is given; by default `config.use_cache`, and not in training
+                mode.
             encoder_hidden_states: `(batch, source, cross_attention_hidden_size)`, with `config.add_cross_attention`.
             encoder_attention_mask: `(batch, source)`, 0 for padding; or a mask `(batch, 1 or heads, query, source)`.
 
         Raises:
             ValueError: for no input or two, for packed documents together with a cache or with cross-attention, for an
-                encoder's tokens that are missing or not expected, for positions beyond the learned ones, for a cache under
-                gradient checkpointing or in an encoder, for two caches, for another `is_causal` than that of the configuration,
-                and for an unknown argument that holds a tensor or an object.
+                encoder's tokens that are missing or not expected, for positions beyond the learned ones, for a cache
+                under gradient checkpointing or in an encoder, for two caches, for another `is_causal` than that of the
+                configuration, and for an unknown argument that holds a tensor or an object.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
             raise ValueError("cache and past_key_values are two names for one argument; give one of them")
@@ -621,7 +653,9 @@ class NLQModel(NLQPreTrainedModel):
         if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
         if is_causal != self.is_causal:
-            raise ValueError(f"is_causal={is_causal}: this model was made with is_causal={self.is_causal}; make it anew")
+            raise ValueError(
+                f"is_causal={is_causal}: this model was made with is_causal={self.is_causal}; make it anew"
+            )
         if not is_causal:
             kwargs.pop("labels", None)  # `generate` hands them to an encoder, where `Seq2SeqTrainer` predicts
         if not is_paged:  # beside its paged cache, continuous batching passes more
@@ -657,7 +691,8 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(_apply(self.embed_norm, hidden_states))
 
-        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or replaced it
+        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or
+        # replaced it
         attention, cross = ([getattr(layer, name, None) for layer in layers] for name in ("self_attn", "cross_attn"))
         masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
         if encoder_hidden_states is not None:
@@ -688,30 +723,36 @@ class NLQModel(NLQPreTrainedModel):
         """Raises `ValueError` for an encoder's tokens that are missing, of another shape, or not expected."""
         if not self.config.add_cross_attention:
             if encoder_hidden_states is not None:
-                raise ValueError("encoder_hidden_states: this model has no cross-attention; set add_cross_attention=True")
+                raise ValueError(
+                    "encoder_hidden_states: this model has no cross-attention; set add_cross_attention=True"
+                )
             return
         width = self.config.cross_attention_hidden_size or self.config.hidden_size
         expected = f"(batch, source, cross_attention_hidden_size)=({batch}, source, {width})"
         if encoder_hidden_states is None:
-            raise ValueError(f"encoder_hidden_states: add_cross_attention=True needs the tokens of an encoder, {expected}")
+            raise ValueError(
+                f"encoder_hidden_states: add_cross_attention=True needs the tokens of an encoder, {expected}"
+            )
         shape = tuple(encoder_hidden_states.shape)
         if len(shape) != 3 or shape[0] != batch or shape[2] != width:
             raise ValueError(f"encoder_hidden_states={shape} must be {expected}")
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
-        """Returns `use_cache`, or `False` under gradient checkpointing, where backward would update the cache again."""
+        """Returns `use_cache`, or `False` under gradient checkpointing, whose backward would update it again."""
         is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in (self, *self.layers))
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
         if cache is not None:
-            raise ValueError("past_key_values: no cache with gradient checkpointing in training; turn it off, or call eval()")
+            raise ValueError(
+                "past_key_values: no cache with gradient checkpointing in training; turn it off, or call eval()"
+            )
         return False
 
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
         """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
         if sequences.is_paged:
-            # In continuous batching no request has such positions, but the tokens of Transformers' warm-up, and a token that
-            # it computes before it knows that a request has ended. Their outputs are not used
+            # In continuous batching no request has such positions, but the tokens of Transformers' warm-up, and a
+            # token that it computes before it knows that a request has ended. Their outputs are not used
             return sequences.position_ids.clamp(max=self.config.max_position_embeddings - 1)
         last_position = sequences.last_position
         if last_position is None:
@@ -813,8 +854,8 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         self.loss_function = causal_lm_loss
 
     def _get_name(self) -> str:
-        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives. `repr`
-        # prints it too
+        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives.
+        # `repr` prints it too
         return NLQForCausalLM.__name__
 
     @accept_both_cache_names
@@ -836,7 +877,8 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
     ) -> CausalLMOutputWithCrossAttentions:
         """
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in `NLQModel`.
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in
+                `NLQModel`.
             encoder_hidden_states, encoder_attention_mask: as in `NLQModel`.
             labels: `(batch, query)` token ids, shifted inside; -100 is ignored.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
@@ -876,9 +918,9 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
 
         Returns:
-            The loss, if labels are given, and logits `(batch, labels)` of the token of each row that `classifier_pooling`
-            names, or the mean over its tokens. What is padding says `attention_mask`, or without a mask of tokens
-            `config.pad_token_id`: the tokens of an encoder then do not see it either.
+            The loss, if labels are given, and logits `(batch, labels)` of the token of each row that
+            `classifier_pooling` names, or the mean over its tokens. What is padding says `attention_mask`, or without
+            a mask of tokens `config.pad_token_id`: the tokens of an encoder then do not see it either.
 
         Raises:
             ValueError: for the last tokens of several rows with neither.
@@ -890,12 +932,15 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
-        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have no ids
+        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have
+        # no ids
         is_token = torch.ones_like(logits[..., 0], dtype=torch.bool)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
         elif pad_token_id is None and len(logits) > 1 and pooling == "last":
-            raise ValueError("pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id")
+            raise ValueError(
+                "pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id"
+            )
         elif pad_token_id is not None and input_ids is not None:
             is_token = (input_ids != pad_token_id).to(logits.device)
         if pooling == "mean":
@@ -946,11 +991,12 @@ class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedMode
 
 
 class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
-    accepts_loss_kwargs = False  # the loss averages over its own batch, and under gradient accumulation Trainer averages these
+    # The loss averages over its own batch, and under gradient accumulation Trainer averages these
+    accepts_loss_kwargs = False
 
 
-# Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines warn
-# about models that are not in them.
+# Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines
+# warn about models that are not in them.
 for _names, _class in (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NLQForCausalLM),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, NLQForMaskedLM),

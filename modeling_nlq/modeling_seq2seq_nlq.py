@@ -49,7 +49,8 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         return super().resize_token_embeddings(*args, **kwargs)
 
     def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
-        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file still holds the halves' embedding once
+        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file still holds the halves' embedding
+        # once
         super().tie_weights(missing_keys, recompute_mapping)
         for name in [name for name in missing_keys or () if name.endswith("decoder.embed_tokens.weight")]:
             if name.replace("decoder", "encoder") not in missing_keys:
@@ -100,11 +101,13 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         Args:
             input_ids, attention_mask, inputs_embeds, position_ids: the source, as in `NLQModel`; `(batch, source)`.
             encoder_outputs: what the encoder has returned for it, instead of `input_ids`; the mask is still needed.
-            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, decoder_position_ids: the target, shifted right.
+            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, decoder_position_ids: the target, shifted
+                right.
             cache, past_key_values, use_cache: as in `NLQModel`.
 
         Returns:
-            The decoder's last hidden state `(batch, query, hidden)`, the cache, and what the flags ask for of both halves.
+            The decoder's last hidden state `(batch, query, hidden)`, the cache, and what the flags ask for of both
+            halves.
 
         Raises:
             ValueError: without the decoder's tokens, and as `NLQModel`.
@@ -123,7 +126,14 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         if decoder_inputs_embeds is None and self.decoder.embed_tokens.weight is self.encoder.embed_tokens.weight:
             # One module for one matrix: PEFT puts others in the place of a tied one
             decoder_input_ids, decoder_inputs_embeds = None, self.encoder.embed_tokens(decoder_input_ids)
-        target = (decoder_input_ids, decoder_attention_mask, decoder_position_ids, cache, decoder_inputs_embeds, use_cache)
+        target = (
+            decoder_input_ids,
+            decoder_attention_mask,
+            decoder_position_ids,
+            cache,
+            decoder_inputs_embeds,
+            use_cache,
+        )
         source = (encoder_outputs.last_hidden_state, attention_mask)
         outputs = self.decoder(*target, past_key_values, *source, **kwargs)
         return Seq2SeqModelOutput(
@@ -153,7 +163,7 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         self.post_init()
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Shifts labels `(batch, query)` to the right, behind `decoder_start_token_id`; -100 becomes `pad_token_id`."""
+        """Shifts labels `(batch, query)` right, behind `decoder_start_token_id`; -100 becomes `pad_token_id`."""
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(self.config, name) is None:
                 raise ValueError(f"{name}=None: labels need it in the configuration, or give decoder_input_ids")
@@ -186,8 +196,8 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         """
         Args:
             input_ids, ..., past_key_values, kwargs: as in `NLQSeq2SeqModel`.
-            labels: `(batch, query)` token ids of the target; -100 is ignored. Without `decoder_input_ids`, they are these
-                shifted to the right.
+            labels: `(batch, query)` token ids of the target; -100 is ignored. Without `decoder_input_ids`, they are
+                these shifted to the right.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
 
         Returns:

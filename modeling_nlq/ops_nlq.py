@@ -1,7 +1,7 @@
 """Operations with several kernels, and attention in linear memory as an operator of PyTorch.
 
-A model that is loaded as remote code computes everything by PyTorch. The installed package adds kernels in front of PyTorch's
-function, which stays for what they cannot compute.
+A model that is loaded as remote code computes everything by PyTorch. The installed package adds kernels in front of
+PyTorch's function, which stays for what they cannot compute.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class Operation:
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """Hands on a gradient, and raises a `RuntimeError` where it is differentiated, as part of the graph of `anchor`."""
+    """Passes a gradient on as part of the graph of `anchor`, and raises `RuntimeError` if it is differentiated."""
 
     generate_vmap_rule = True
 
@@ -95,8 +95,8 @@ class OnceDifferentiable(torch.autograd.Function):
 def operator_namespace(files: Iterable[Path]) -> str:
     """Returns the namespace of the operators of `torch.library` that these files define.
 
-    Operators belong to the whole process, which may have loaded other revisions of this code. The hash of all its files tells
-    them apart, and equal code shares operators.
+    Operators belong to the whole process, which may have loaded other revisions of this code. The hash of all its
+    files tells them apart, and equal code shares operators.
     """
     return f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]}"
 
@@ -160,17 +160,19 @@ _TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", str: "str", fl
 SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionInputs.__annotations__.items())
 # The first of them are differentiable, and the last ones are no tensors
 _STATES, _OPTIONS = 5, 4
-_NO_SECOND_DERIVATIVE = "this attention backend has no second derivative; set attn_implementation='eager', which has one"
+_NO_SECOND_DERIVATIVE = (
+    "this attention backend has no second derivative; set attn_implementation='eager', which has one"
+)
 
 
 class DifferentiableAttention:
     """A forward and a backward pass as one differentiable function.
 
     Args:
-        forward: `AttentionInputs` to the output `(batch, query, heads, head_dim)` and other tensors for `backward`. Its
-            operators need no gradients of their own.
-        backward: the gradient of the output, the same inputs and the results of `forward`, to the gradients of the query, key,
-            value and, if it knows them, biases.
+        forward: `AttentionInputs` to the output `(batch, query, heads, head_dim)` and other tensors for `backward`.
+            Its operators need no gradients of their own.
+        backward: the gradient of the output, the same inputs and the results of `forward`, to the gradients of the
+            query, key, value and, if it knows them, biases.
         seed_device: where the passes read the seed: `"cpu"`, or that of the query if `None`.
     """
 
@@ -178,7 +180,8 @@ class DifferentiableAttention:
         self.forward, self.seed_device = forward, seed_device
 
         class Attention(torch.autograd.Function):
-            # Forward-mode differentiation would silently skip a backward formula of the operator itself; it refuses this class
+            # Forward-mode differentiation would silently skip a backward formula of the operator itself; it refuses
+            # this class
             generate_vmap_rule = True
 
             @staticmethod
@@ -218,7 +221,9 @@ class DifferentiableAttention:
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))
         inputs = AttentionInputs(query, key, value, *score_bias or (None, None), visible_count, *masks, seed, *options)
         # Dynamo (torch 2.13) fails on such a class without gradients, where the operator alone is enough
-        has_gradient = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in inputs[:_STATES])
+        has_gradient = torch.is_grad_enabled() and any(
+            one is not None and one.requires_grad for one in inputs[:_STATES]
+        )
         is_plain = torch.compiler.is_compiling() and not has_gradient
         output, *_ = self.forward(inputs) if is_plain else self.function.apply(*inputs)
         return output

@@ -1,10 +1,11 @@
 """What a part of an attention layer is: what it may read and change, and what it answers.
 
-A part is a module. Everything that the model, the configuration, the backends, the cache, the FLOPs and the conversion want to
-know of it, they ask it. `parts_builtin_nlq.py` has the parts that come with NLQ, in the order in which they are applied.
+A part is a module. Everything that the model, the configuration, the backends, the cache, the FLOPs and the conversion
+want to know of it, they ask it. `parts_builtin_nlq.py` has the parts that come with NLQ, in the order in which they
+are applied.
 
-Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and those of
-this call), head_dim.
+Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and
+those of this call), head_dim.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,22 +28,30 @@ if torch.distributed.is_available():
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Under tensor parallelism, linear layers are split by the plan of the configuration, and each process computes some of the
-# heads. Tensors that stay whole are cut where the heads begin: the identity term and `f`, whose norms need whole rows, and
-# parameters with a part for each head. Their gradients are whole on every process.
+# Under tensor parallelism, linear layers are split by the plan of the configuration, and each process computes some of
+# the heads. Tensors that stay whole are cut where the heads begin: the identity term and `f`, whose norms need whole
+# rows, and parameters with a part for each head. Their gradients are whole on every process.
 
 
 class SplitByHeads(nn.Module):
-    """A module of which each process computes its own heads. `tp_mesh` has the processes that share the heads, or is `None`."""
+    """A module of which each process computes its own heads. `tp_mesh` has the processes that share the heads, or is
+    `None`.
+    """
 
     tp_mesh: "DeviceMesh | None" = None
 
 
 def own_heads(states: torch.Tensor, mesh: "DeviceMesh | None", dim: int) -> torch.Tensor:
-    """Returns the heads of this process, of a tensor that is equal on all processes, with the heads in order along `dim`."""
+    """Returns the heads of this process, of a tensor that is equal on all processes, with the heads in order along
+    `dim`.
+    """
     if mesh is None:
         return states
-    return DTensor.from_local(states, mesh, [Replicate()], run_check=False).redistribute(placements=[Shard(dim)]).to_local()
+    return (
+        DTensor.from_local(states, mesh, [Replicate()], run_check=False)
+        .redistribute(placements=[Shard(dim)])
+        .to_local()
+    )
 
 
 def shared_by_heads(parameter: torch.Tensor, mesh: "DeviceMesh | None") -> torch.Tensor:
@@ -81,16 +90,17 @@ class AttentionCall:
     Attributes:
         layer: the attention layer, an `NLQAttentionProjections`.
         hidden_states: `(batch, query, hidden)`, its input.
-        token_context: positions, padding and visible-key counts of its tokens. Only parts with `needs_token_context` may read
-            it.
-        first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts with
-            `needs_first_values` may read it.
+        token_context: positions, padding and visible-key counts of its tokens. Only parts with `needs_token_context`
+            may read it.
+        first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts
+            with `needs_first_values` may read it.
         cache: the cache of the call, or `None`.
         values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
             `change_qkv`.
-        source: `(batch, key, hidden)`, the tokens of an encoder that keys and values are projected from; none of them where the
-            cache has those of all. `None` in self-attention, where they are `hidden_states`.
-        states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after the cache.
+        source: `(batch, key, hidden)`, the tokens of an encoder that keys and values are projected from; none of them
+            where the cache has those of all. `None` in self-attention, where they are `hidden_states`.
+        states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after
+            the cache.
     """
 
     layer: SplitByHeads
@@ -108,7 +118,9 @@ class AttentionCall:
         return self.layer.tp_mesh
 
     def store_state(self, name: str, state: torch.Tensor) -> None:
-        """Puts another state of all keys, `(batch, groups, key, ...)`, in the place of the one that a part has in the cache."""
+        """Puts another state of all keys, `(batch, groups, key, ...)`, in the place of the one that a part has in the
+        cache.
+        """
         self.states[name] = state
         layer = self.cache.layers[self.layer.layer_idx]
         states = [self.states[part.name] for part in self.layer.parts_with("token_state")]
@@ -119,7 +131,9 @@ class AttentionCall:
             layer.keys = torch.cat([keys, columns], dim=-1)  # not in place: a gradient may need the old state
 
     def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs one of the `MLP_HOOKS`, by a call of the attention layer: FSDP may hold parameters of its parts until then."""
+        """Runs one of the `MLP_HOOKS`, by a call of the attention layer: FSDP may hold parameters of its parts until
+        then.
+        """
         if not self.layer.parts_with(hook):
             return states
         # Tensors in no tuple, because reentrant checkpointing of the attention layer differentiates only those
@@ -143,31 +157,33 @@ class _EqualDraws(TorchFunctionMode):
 class AttentionPart(SplitByHeads):
     """What an attention layer may have beside its projections, positions and activation.
 
-    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The others cost
-    nothing. The hooks run in this order: `change_input`, the projections, `change_qkv`, rotary positions, `token_state`, the
-    cache, `score_bias`, `change_cached_qkv`, the scores, `change_scores`, the attention weights, `change_weights`
-    (`change_returned_weights` if they are returned), `change_output`, the output projection; and in the MLP after the
-    attention, `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of its scores in memory;
-    with `change_weights`, the weights of some queries at a time. The layer calls the part for each hook, because offloading,
-    ZeRO-3 and FSDP give a module its parameters when it is called. So a hook reads parameters of its own part only, and calls
-    other modules.
+    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The
+    others cost nothing. The hooks run in this order: `change_input`, the projections, `change_qkv`, rotary positions,
+    `token_state`, the cache, `score_bias`, `change_cached_qkv`, the scores, `change_scores`, the attention weights,
+    `change_weights` (`change_returned_weights` if they are returned), `change_output`, the output projection; and in
+    the MLP after the attention, `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of
+    its scores in memory; with `change_weights`, the weights of some queries at a time. The layer calls the part for
+    each hook, because offloading, ZeRO-3 and FSDP give a module its parameters when it is called. So a hook reads
+    parameters of its own part only, and calls other modules.
 
     Attributes:
-        name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on by its
-            name in the field `attention_parts`.
+        name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on
+            by its name in the field `attention_parts`.
         formula: what it computes, in one line.
         source: where the formula comes from.
         needs_token_context: whether its hooks read `call.token_context`.
         needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
-        needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention is then
-            computed in float32, except by flash attention, which cannot.
+        needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention
+            is then computed in float32, except by flash attention, which cannot.
         activations: the attention activations that it can have; all if empty.
         causal_only: whether it needs an order of the tokens, so that an encoder (`is_causal=False`) cannot have it.
         needs_own_value: whether it reads `call.values`, of which cross-attention has none.
-        supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it notices.
+        supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it
+            notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
-        start: how `nlq convert` adds it to a trained layer, which must compute what it did without the part: `"zero"`, all its
-            parameters are 0; or the reason why there is no such start. `start_without_effect` may do something else.
+        start: how `nlq convert` adds it to a trained layer, which must compute what it did without the part: `"zero"`,
+            all its parameters are 0; or the reason why there is no such start. `start_without_effect` may do something
+            else.
     """
 
     name: ClassVar[str] = ""
@@ -196,7 +212,7 @@ class AttentionPart(SplitByHeads):
 
     @classmethod
     def of_own_tokens(cls) -> bool:
-        """Tells whether it needs an order or values of the query's own tokens, so that cross-attention cannot have it."""
+        """Tells whether it needs the order or the values of the query's own tokens, which cross-attention lacks."""
         return cls.causal_only or cls.needs_first_values or cls.needs_own_value
 
     def forward(self, hook: str, *inputs) -> Any:
@@ -221,7 +237,9 @@ class AttentionPart(SplitByHeads):
 
     @classmethod
     def calls_per_token(cls, config: PreTrainedConfig) -> dict[str, int]:
-        """Returns how often each token passes through a linear layer, by its name in the attention layer; others count once."""
+        """Returns how often each token passes through a linear layer, by its name in the attention layer; others count
+        once.
+        """
         return {}
 
     @classmethod
@@ -237,7 +255,9 @@ class AttentionPart(SplitByHeads):
 
     @classmethod
     def refuse_change(cls, before: PreTrainedConfig, after: PreTrainedConfig) -> str | None:
-        """Returns the reason why a trained layer that keeps the part would compute something else in another configuration."""
+        """Returns the reason why a trained layer that keeps the part would compute something else in another
+        configuration.
+        """
 
     @classmethod
     def conv_states(cls, config: PreTrainedConfig) -> int:
@@ -249,7 +269,9 @@ class AttentionPart(SplitByHeads):
 
     @classmethod
     def shard_dim(cls, parameter: str) -> str:
-        """Returns what the rows of a parameter are: heads of `"query"` or of `"key_value"`, or the `"inner"` MLP width."""
+        """Returns what the rows of a parameter are: heads of `"query"` or of `"key_value"`, or the `"inner"` MLP
+        width.
+        """
         return "query"
 
     @classmethod
@@ -265,8 +287,8 @@ class AttentionPart(SplitByHeads):
     def initialize(self) -> None:
         """Sets parameters and buffers to the values that `__init__` gives them.
 
-        Parameters of modules inside the part that `__init__` leaves at PyTorch's defaults, as in a plain `nn.Linear`, keep the
-        model's initialisation.
+        Parameters of modules inside the part that `__init__` leaves at PyTorch's defaults, as in a plain `nn.Linear`,
+        keep the model's initialisation.
         """
         own = {name for name, _ in self.named_parameters(recurse=False)}
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
@@ -292,16 +314,22 @@ class AttentionPart(SplitByHeads):
     def _default_parameters(self) -> set[str]:
         """Returns the names of inner parameters that `__init__` leaves at defaults which the model replaces.
 
-        Each module of a new part is reset while all random draws are equal. A parameter that `__init__` sets has another value
-        afterwards, or had been written more often.
+        Each module of a new part is reset while all random draws are equal. A parameter that `__init__` sets has
+        another value afterwards, or had been written more often.
         """
         names = set()
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):
             fresh = type(self)(self.config, self.layer_idx)
-            given = {name: (value.clone(), value._version) for name, value in fresh.named_parameters(remove_duplicate=False)}
+            given = {
+                name: (value.clone(), value._version) for name, value in fresh.named_parameters(remove_duplicate=False)
+            }
             for path, module in list(fresh.named_modules())[1:]:
                 is_ours = hasattr(module, "initialize")
-                bases = [type(module)] if is_ours else [c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.")]
+                bases = (
+                    [type(module)]
+                    if is_ours
+                    else [c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.")]
+                )
                 resets = (getattr(base, name, None) for base in bases for name in _RESETS)
                 parameters = {f"{path}.{name}": value for name, value in module.named_parameters(recurse=False)}
                 if not parameters or (reset := next(filter(None, resets), None)) is None:
@@ -313,15 +341,20 @@ class AttentionPart(SplitByHeads):
                 if not is_ours:
                     PreTrainedModel._init_weights(self, module)
                     unset = {name for name in unset if given[name][1] == after[name] - before[name]}
-                    unset = {name for name in unset if parameters[name]._version > after[name]}  # else Transformers leaves it
+                    # Else Transformers leaves it
+                    unset = {name for name in unset if parameters[name]._version > after[name]}
                 names |= unset
         return names
 
     def scale_keys(self, factor: float) -> None:
-        """Called when a conversion multiplies the keys by `factor`, and the scores by its inverse: keeps the part's output."""
+        """Called when a conversion multiplies the keys by `factor`, and the scores by its inverse: keeps the part's
+        output.
+        """
 
     def start_without_effect(self, layer: SplitByHeads) -> str | None:
-        """Makes a trained layer compute what it computed without the part (`nlq convert`), or returns why there is no way."""
+        """Makes a trained layer compute what it computed without the part (`nlq convert`), or returns why there is no
+        way.
+        """
         if self.start != "zero":
             return self.start
         for parameter in self.parameters():
@@ -343,21 +376,29 @@ class AttentionPart(SplitByHeads):
     def change_qkv(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Changes the new tokens' queries, keys and values `(batch, query, heads or groups, head_dim)`, before positions."""
+        """Changes the new tokens' queries, keys and values `(batch, query, heads or groups, head_dim)`, before
+        positions.
+        """
 
     def token_state(self, call: AttentionCall) -> torch.Tensor:
-        """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`; at least float32 is kept."""
+        """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`; at least float32 is
+        kept.
+        """
 
     def change_cached_qkv(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Changes queries `(batch, heads, query, head_dim)`, and keys and values of all tokens `(batch, groups, key, ...)`."""
+        """Changes queries `(batch, heads, query, head_dim)`, and keys and values of all tokens
+        `(batch, groups, key, ...)`.
+        """
 
     def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
         """Returns the bias, from the `token_state` of all keys, `(batch, groups, key, state_size)`."""
 
     def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """Changes the scores `(batch, heads, query, key)`, in at least float32; `visible` broadcasts to them, or is `None`."""
+        """Changes the scores `(batch, heads, query, key)`, in at least float32; `visible` broadcasts to them, or is
+        `None`.
+        """
 
     def change_weights(
         self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor
@@ -367,12 +408,15 @@ class AttentionPart(SplitByHeads):
         Args:
             call: the call, of which only the layer may be read: the queries may be some of those of the call.
             weights: `(batch, heads, query, key)`.
-            own_columns: `(batch, heads, query, ...)`, what the part put after the queries' columns in `change_cached_qkv`.
+            own_columns: `(batch, heads, query, ...)`, what the part put after the queries' columns in
+                `change_cached_qkv`.
             key: `(batch, heads, key, head_dim)`.
         """
 
     def change_returned_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
-        """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns, as the output changes."""
+        """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns, as the output
+        changes.
+        """
 
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
         """Changes the outputs of the heads, `(batch, query, heads, head_dim)`."""
@@ -385,13 +429,20 @@ class AttentionPart(SplitByHeads):
 
 
 # Hooks of scores and weights, which linear attention has not
-WEIGHT_HOOKS = ("token_state", "score_bias", "change_cached_qkv", "change_scores", "change_weights", "change_returned_weights")
+WEIGHT_HOOKS = (
+    "token_state",
+    "score_bias",
+    "change_cached_qkv",
+    "change_scores",
+    "change_weights",
+    "change_returned_weights",
+)
 MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
 HOOKS = ("change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
 
 
 def materialized_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
-    """Returns what a layer with these parts must form in memory: nothing, the weights of some queries, or all scores."""
+    """Returns what a layer with these parts must hold: nothing, the weights of some queries, or all scores."""
     parts = list(parts)
     if any(part.has_hook("change_scores") for part in parts):
         return "all"
@@ -405,8 +456,9 @@ _UNITS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
 
-    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its own. The
-    gradient passes through the last column, whose unit is 1: that of a column in units of 2^16 would overflow float16.
+    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its
+    own. The gradient passes through the last column, whose unit is 1: that of a column in units of 2^16 would overflow
+    float16.
     """
     rest, columns = torch.cat(states, dim=-1), []
     for unit in _UNITS.get(dtype, (1.0,))[:-1]:

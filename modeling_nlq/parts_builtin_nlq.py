@@ -81,9 +81,9 @@ class ShortConvolution(nn.Module):
 class Canon(AttentionPart):
     """`h + conv(h)` over 4 tokens, at sites that the letters name.
 
-    `"A"`: the input of the attention. `"B"`: queries, keys and values, before norms and positions. `"C"`: the input of the MLP.
-    `"D"`: what the MLP's activation gets, of a gated MLP also the factor. The cache keeps 3 tokens for each, in Transformers'
-    own layer for convolutions beside keys and values.
+    `"A"`: the input of the attention. `"B"`: queries, keys and values, before norms and positions. `"C"`: the input of
+    the MLP. `"D"`: what the MLP's activation gets, of a gated MLP also the factor. The cache keeps 3 tokens for each,
+    in Transformers' own layer for convolutions beside keys and values.
     """
 
     name = "canon"
@@ -117,7 +117,9 @@ class Canon(AttentionPart):
     def check(cls, config) -> None:
         sites = config.canon
         if not sites or set(sites) - set("ABCD") or list(sites) != sorted(set(sites)):
-            raise ValueError(f"canon={sites!r} must be letters out of 'ABCD', each once and in order, such as 'ABCD' or 'AC'")
+            raise ValueError(
+                f"canon={sites!r} must be letters out of 'ABCD', each once and in order, such as 'ABCD' or 'AC'"
+            )
 
     @classmethod
     def conv_states(cls, config) -> int:
@@ -133,7 +135,8 @@ class Canon(AttentionPart):
             return states
         if call.token_context.has_own_mask:
             raise ValueError(
-                "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; give a "
+                "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; "
+                "give a "
                 "padding mask (batch, key), or position_ids of packed documents"
             )
         index, earlier, cache_layer = self.state_indices[name], None, None
@@ -155,7 +158,8 @@ class Canon(AttentionPart):
         layer = layers[index] if index < len(layers) else None
         if not hasattr(layer, "update_conv_state"):
             raise ValueError(
-                f"canon (layer {index}) needs a cache that stores its tokens: make it by DynamicCache(config=model.config)"
+                f"canon (layer {index}) needs a cache that stores its tokens: make it by "
+                "DynamicCache(config=model.config)"
             )
         keep_rows_together(layer)
         return layer
@@ -165,7 +169,9 @@ class Canon(AttentionPart):
 
     def change_qkv(self, call: AttentionCall, query, key, value):
         pairs = zip(("query", "key", "value"), (query, key, value))
-        return tuple(self._convolve(name, call, states.flatten(2), is_split=True).view(states.shape) for name, states in pairs)
+        return tuple(
+            self._convolve(name, call, states.flatten(2), is_split=True).view(states.shape) for name, states in pairs
+        )
 
     def change_mlp_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
         return self._convolve("mlp_input", call, hidden_states)
@@ -201,7 +207,7 @@ class NLQAllHeadsRMSNorm(SplitByHeads, nn.RMSNorm):
 
 
 class NLQL2Norm(SplitByHeads):
-    """Unit-length heads, times a learned scale per head if `num_heads` is given (Henry et al. 2020, arXiv 2010.04245)."""
+    """Unit-length heads, times a learned scale per head if `num_heads` is given (arXiv 2010.04245)."""
 
     def __init__(self, head_dim: int, num_heads: int | None = None):
         super().__init__()
@@ -251,7 +257,8 @@ class LengthScaling(AttentionPart):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        # The factor starts at 1 for a query that sees the most keys. `bias` in the name keeps it out of Trainer's weight decay
+        # The factor starts at 1 for a query that sees the most keys. `bias` in the name keeps it out of Trainer's
+        # weight decay
         most = max(2, config.most_visible_keys)
         self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), 1.0 / math.log(most)))
 
@@ -261,21 +268,25 @@ class LengthScaling(AttentionPart):
         normalization = config.attention_normalization or activation.normalization
         if activation.kind == "linear" or (activation.is_homogeneous and normalization == "sum"):
             raise ValueError(
-                f"attention_length_scaling={config.attention_length_scaling!r}: attention_activation={activation.name!r} "
+                f"attention_length_scaling={config.attention_length_scaling!r}: "
+                f"attention_activation={activation.name!r} "
                 f"normalised by {normalization!r} cancels a factor of the scores; use another activation or normaliser"
             )
 
     def change_qkv(self, call: AttentionCall, query, key, value):
-        log_count = call.token_context.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
+        log_count = (
+            call.token_context.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
+        )
         factor = own_heads(self.scale_bias, call.tp_mesh, dim=0) * log_count.transpose(1, 2)  # (batch, query, heads)
         return (query * factor[..., None]).to(query.dtype), key, value
 
 
 class Parallax(AttentionPart):
-    """`(1 + sum_j p_ij t_ij) (p V)_i - ((p * t) V)_i`, with `t = r . k` unscaled, and `r = X W_r` at the query's position.
+    """`(1 + sum_j p_ij t_ij) (p V)_i - ((p * t) V)_i`, with `t = r . k` unscaled, and `r = X W_r` at the query's
+    position.
 
-    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do, and they can be negative.
-    The second query has as many parameters as a query projection.
+    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do, and they can be
+    negative. The second query has as many parameters as a query projection.
     """
 
     name = "parallax"
@@ -348,8 +359,8 @@ class ValueResidual(AttentionPart):
 class SelectiveAttention(AttentionPart):
     """`s_ij - sum_{j < k < i} S_kj` in all heads, with `S` the `relu` of the first head's scores.
 
-    `k` is a token, no padding, that sees `j`. A document's first token loses nothing. The cache keeps the sum for each key, and
-    forward writes it there, so tokens cannot be taken back. Memory is quadratic in the length.
+    `k` is a token, no padding, that sees `j`. A document's first token loses nothing. The cache keeps the sum for each
+    key, and forward writes it there, so tokens cannot be taken back. Memory is quadratic in the length.
     """
 
     name = "selective_attention"
@@ -367,7 +378,9 @@ class SelectiveAttention(AttentionPart):
 
     def token_state(self, call: AttentionCall) -> torch.Tensor:
         query, groups = call.hidden_states, call.layer.config.num_key_value_heads
-        state = query.new_zeros(*query.shape[:2], self.state_size, dtype=torch.promote_types(query.dtype, torch.float32))
+        state = query.new_zeros(
+            *query.shape[:2], self.state_size, dtype=torch.promote_types(query.dtype, torch.float32)
+        )
         state[..., 2] = call.token_context.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
         return state[:, None].expand(-1, groups, -1, -1)
 
@@ -377,7 +390,8 @@ class SelectiveAttention(AttentionPart):
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
         if has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
-                "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which assisted "
+                "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which "
+                "assisted "
                 "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
             )
         own = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
@@ -398,9 +412,9 @@ class SelectiveAttention(AttentionPart):
 class ForgetGate(AttentionPart):
     """Adds `c_i - c_j` to the scores. `c` is the running sum of `log sigmoid(x w_h + b_h)` over the tokens.
 
-    Padding adds 0, and a difference within a document does not depend on earlier documents. The cache keeps the terms of the
-    sum, so it can go back, and a window's can forget. `"fixed"` has no parameters: `sigmoid(b_h) = exp(-1 / T_h)`, with `T`
-    from 2 tokens to `max_position_embeddings`, equally spaced in logarithm.
+    Padding adds 0, and a difference within a document does not depend on earlier documents. The cache keeps the terms
+    of the sum, so it can go back, and a window's can forget. `"fixed"` has no parameters:
+    `sigmoid(b_h) = exp(-1 / T_h)`, with `T` from 2 tokens to `max_position_embeddings`, equally spaced in logarithm.
     """
 
     name = "forget_gate"
@@ -424,7 +438,9 @@ class ForgetGate(AttentionPart):
 
     @classmethod
     def refuse_change(cls, before, after) -> str | None:
-        is_same = all(getattr(before, name) == getattr(after, name) for name in ("max_position_embeddings", "num_query_heads"))
+        is_same = all(
+            getattr(before, name) == getattr(after, name) for name in ("max_position_embeddings", "num_query_heads")
+        )
         if before.forget_gate == "learned" or is_same:
             return None
         return "the rates depend on max_position_embeddings and on the number of query heads"
@@ -465,12 +481,13 @@ class AttentionSink(AttentionPart):
 class DifferentialAttention(AttentionPart):
     """Subtracts one softmax map from another.
 
-    `"v2"`: `num_attention_heads` counts the outputs, and there are twice as many heads of queries. Heads `2h` and `2h + 1`
-    share their keys and values, and output `h` is `A_2h - sigmoid(x W)_h A_2h+1`.
+    `"v2"`: `num_attention_heads` counts the outputs, and there are twice as many heads of queries. Heads `2h` and
+    `2h + 1` share their keys and values, and output `h` is `A_2h - sigmoid(x W)_h A_2h+1`.
 
-    `"v1"`: heads `h` and `h + H/2` pair. Each has the keys of its own group, and both have the values of two groups, `g` and
-    `g + G/2`, side by side. `(1 - lambda_init) RMSNorm(A_1 - lambda A_2)` has `lambda = exp(q_1 . k_1) - exp(q_2 . k_2) +
-    lambda_init` of four vectors, and `lambda_init = 0.8 - 0.6 exp(-0.3 layer)`, from layer 0 on.
+    `"v1"`: heads `h` and `h + H/2` pair. Each has the keys of its own group, and both have the values of two groups,
+    `g` and `g + G/2`, side by side. `(1 - lambda_init) RMSNorm(A_1 - lambda A_2)` has
+    `lambda = exp(q_1 . k_1) - exp(q_2 . k_2) + lambda_init` of four vectors, and
+    `lambda_init = 0.8 - 0.6 exp(-0.3 layer)`, from layer 0 on.
     """
 
     name = "differential_attention"
@@ -507,7 +524,9 @@ class DifferentialAttention(AttentionPart):
 
     @classmethod
     def refuse_split(cls, config) -> str | None:
-        return "its pairs of heads are on several processes; use 'v2'" if config.differential_attention == "v1" else None
+        return (
+            "its pairs of heads are on several processes; use 'v2'" if config.differential_attention == "v1" else None
+        )
 
     @classmethod
     def refuse_paged(cls, config) -> str | None:
@@ -547,7 +566,9 @@ class DifferentialAttention(AttentionPart):
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
         factor = self._factor(call)
-        return {"factor_of_second_map": factor.mean(dim=(0, 1)) if self.is_v2 else factor.expand(call.layer.num_heads // 2)}
+        return {
+            "factor_of_second_map": factor.mean(dim=(0, 1)) if self.is_v2 else factor.expand(call.layer.num_heads // 2)
+        }
 
     def _factor(self, call: AttentionCall) -> torch.Tensor:
         """Returns the factor of the second map: `(batch, query, heads)`, or one number for `"v1"`."""
@@ -592,7 +613,8 @@ class ExclusiveAttention(AttentionPart):
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
         values = call.values.transpose(1, 2)[:, :, :, None]  # (batch, query, groups, 1, head_dim)
         values = values.to(torch.promote_types(values.dtype, torch.float32))
-        direction = nn.functional.normalize(values, dim=-1, eps=torch.finfo(values.dtype).tiny)  # 0 where the value is 0
+        # 0 where the value is 0
+        direction = nn.functional.normalize(values, dim=-1, eps=torch.finfo(values.dtype).tiny)
         by_group = heads.unflatten(2, (values.shape[2], -1))
         along = (by_group * direction).sum(dim=-1, keepdim=True)
         if self.alpha is not None:
@@ -602,7 +624,9 @@ class ExclusiveAttention(AttentionPart):
 
 
 class NLQHeadProjection(SplitByHeads):
-    """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the identity."""
+    """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the
+    identity.
+    """
 
     def __init__(self, num_heads: int, head_dim: int):
         super().__init__()

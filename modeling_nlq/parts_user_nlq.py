@@ -1,4 +1,6 @@
-"""Attention parts of a user's own: files that are loaded, told apart by a hash of their code, and saved beside a model."""
+"""Attention parts of a user's own: files that are loaded, told apart by a hash of their code, and saved beside a
+model.
+"""
 
 import ast
 import functools
@@ -22,7 +24,10 @@ _MODULES = {
     **dict.fromkeys(("AttentionCall", "AttentionPart", "ScoreBias", "TokenContext"), "parts_base_nlq"),
     "register_attention_activation": "activations_nlq",
 }
-_ORIGINS = ("modeling_nlq", *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())))
+_ORIGINS = (
+    "modeling_nlq",
+    *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())),
+)
 
 # By name and hash of the code. The latest of a name is what a new configuration means by it
 _registered: dict[tuple[str, str], type[AttentionPart]] = {}
@@ -36,8 +41,8 @@ _registering: set[str] = set()
 def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
 
-    A configuration remembers the code that it was made with. A model whose part is defined in a notebook or a script can be
-    used, but not saved: put the class into a file, and load it by `load_attention_parts`.
+    A configuration remembers the code that it was made with. A model whose part is defined in a notebook or a script
+    can be used, but not saved: put the class into a file, and load it by `load_attention_parts`.
 
     Args:
         part: a subclass of `AttentionPart`.
@@ -46,15 +51,20 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         The class itself.
 
     Raises:
-        ValueError: if it is no such class, its name is no identifier or one that modules use, or it overrides `forward`.
+        ValueError: if it is no such class, its name is no identifier or one that modules use, or it overrides
+            `forward`.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
     # A layer keeps its parts in a `ModuleDict`, which has attributes of its own
     if not part.name.isidentifier() or hasattr(nn.ModuleDict(), part.name):
-        raise ValueError(f"{part.__name__}.name={part.name!r} must be a Python identifier, and no attribute of nn.ModuleDict")
+        raise ValueError(
+            f"{part.__name__}.name={part.name!r} must be a Python identifier, and no attribute of nn.ModuleDict"
+        )
     if part.forward is not AttentionPart.forward:
-        raise ValueError(f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name")
+        raise ValueError(
+            f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name"
+        )
     code = code_of(part)
     _registered[part.name, code] = part
     _latest[part.name] = code
@@ -75,11 +85,16 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
         The parts. The same text is run once in a process.
 
     Raises:
-        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no part and
-            no activation.
+        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no
+            part and no activation.
     """
     path = Path(source)
-    if not path.stem.isidentifier() or keyword.iskeyword(path.stem) or path.suffix != ".py" or path.stem.endswith("_nlq"):
+    if (
+        not path.stem.isidentifier()
+        or keyword.iskeyword(path.stem)
+        or path.suffix != ".py"
+        or path.stem.endswith("_nlq")
+    ):
         raise ValueError(f"{source}: a file of parts must have a name such as my_idea.py, and not end in _nlq")
     text = published_text(text_of(source) if text is None else text, str(source))
     name = f"{__package__}.{path.stem}_{_hash(text)}"
@@ -104,9 +119,11 @@ def text_of(source: str | Path) -> str:
 
 
 def add_to_package(name: str) -> None:
-    """Makes a loaded module an attribute of its package, as importing does; Transformers leaves that out for remote code.
+    """Makes a loaded module an attribute of its package, as importing does; Transformers leaves that out for remote
+    code.
 
-    dill, and with it `datasets.map`, pickles by value any class that it cannot find there, with everything the class refers to.
+    dill, and with it `datasets.map`, pickles by value any class that it cannot find there, with everything the class
+    refers to.
     """
     package, _, own_name = name.rpartition(".")
     setattr(sys.modules[package], own_name, sys.modules[name])
@@ -153,12 +170,17 @@ def published_text(text: str, source: str) -> str:
             foreign = [name for name in ([origin] if origin else names) if name.split(".")[0] in ("", "modeling_nlq")]
         if foreign:
             raise ValueError(
-                f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may write "
+                f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may "
+                "write "
                 f"`from modeling_nlq import ...` with {', '.join(_MODULES)}"
             )
         if origin in _ORIGINS:
-            aliases = {module: [a for a in node.names if _MODULES[a.name] == module] for module in map(_MODULES.get, names)}
-            new = "; ".join(f"from .{module} import {', '.join(map(ast.unparse, own))}" for module, own in aliases.items())
+            aliases = {
+                module: [a for a in node.names if _MODULES[a.name] == module] for module in map(_MODULES.get, names)
+            }
+            new = "; ".join(
+                f"from .{module} import {', '.join(map(ast.unparse, own))}" for module, own in aliases.items()
+            )
             first, last = node.lineno - 1, node.end_lineno - 1
             line = lines[first][: node.col_offset] + new.encode() + lines[last][node.end_col_offset :]
             lines[first : last + 1] = [line] + [b""] * (last - first)
@@ -171,12 +193,14 @@ def _hash(text: str) -> str:
 
 @functools.cache
 def code_of(part: type[AttentionPart]) -> str:
-    """Returns the hash of the file that defines a part, as it is published; `""` for one that is defined in no file."""
+    """Returns the hash of the file that defines a part, as it is published; `""` without a file."""
     if part.__module__ in _files:
         return _hash(_files[part.__module__][1])
     if part not in PARTS:
         return ""
-    return _hash(published_text(Path(sys.modules[part.__module__].__file__).read_text(encoding="utf-8"), part.__module__))
+    return _hash(
+        published_text(Path(sys.modules[part.__module__].__file__).read_text(encoding="utf-8"), part.__module__)
+    )
 
 
 def find_part(name: str, code: str | None) -> type[AttentionPart]:
@@ -195,7 +219,8 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
     if part := _registered.get((name, _latest.get(name) if code is None else code)):
         return part
     raise ValueError(
-        f"attention_parts: {name!r} (code {code}) is unknown here; if you trust its file, which lies beside the model, load it "
+        f"attention_parts: {name!r} (code {code}) is unknown here; if you trust its file, which lies beside the "
+        "model, load it "
         "by load_attention_parts('FILE.py') or --parts FILE.py"
     )
 
@@ -211,14 +236,16 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
     for part in parts:
         if part.__module__ not in _files:
             raise ValueError(
-                f"attention_parts: {part.name!r} is defined in no file, and a model cannot be saved without its code; put the "
+                f"attention_parts: {part.name!r} is defined in no file, and a model cannot be saved without its code; "
+                "put the "
                 "class into a file, and load it by load_attention_parts"
             )
         file, text = _files[part.__module__]
         if texts.setdefault(file, text) != text:
             raise ValueError(f"attention_parts: two files are named {file}; rename one of them")
         module = file.removesuffix(".py")
-        imports.setdefault(module, []).append((part.__name__, f"{module}_{part.__name__}"))  # two files may have one class name
+        # Two files may have one class name
+        imports.setdefault(module, []).append((part.__name__, f"{module}_{part.__name__}"))
     for file, text in texts.items():
         Path(folder, file).write_text(text, encoding="utf-8")
     lines = ['"""The attention parts that the author of this model wrote."""', ""]

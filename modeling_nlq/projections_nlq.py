@@ -1,9 +1,10 @@
-"""The projections of one attention layer: the table of their terms, and what linear attention has in common with the others.
+"""The projections of one attention layer: the table of their terms, and what linear attention has in common with the
+others.
 
 Shapes: d is `hidden_size`, r is `projection_bottleneck_size`.
 
-`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381). With the default
-`r = d / 2` it has `d^2 + O(d)` parameters, as many as the matrix it replaces.
+`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381). With the
+default `r = d / 2` it has `d^2 + O(d)` parameters, as many as the matrix it replaces.
 """
 
 import math
@@ -41,8 +42,8 @@ class Projection:
     def default_attention_scaling(self, head_dim: int) -> float:
         """Returns the factor of the scores when this projection computes the queries.
 
-        With an identity term it is half of the usual factor. The paper has `Q(X) = (X + f(X)) / 2`; here the factor of the
-        scores contains the 1/2, and `Q(X) = X + f(X)`.
+        With an identity term it is half of the usual factor. The paper has `Q(X) = (X + f(X)) / 2`; here the factor of
+        the scores contains the 1/2, and `Q(X) = X + f(X)`.
         """
         return (0.5 if self.identity else 1.0) / math.sqrt(head_dim)
 
@@ -93,7 +94,9 @@ class NLQBottleneck(nn.Module):
         return self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states)))))
 
 
-def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotates queries and keys by their positions (Su et al. 2021, arXiv 2104.09864).
 
     Args:
@@ -112,8 +115,8 @@ class NLQAttentionProjections(SplitByHeads):
 
     def __init__(self, config: PreTrainedConfig, layer_idx: int):
         super().__init__()
-        # `config` is the global configuration, because only it has the current attention implementation. The switches come from
-        # the layer's own copy, which is read here once.
+        # `config` is the global configuration, because only it has the current attention implementation. The switches
+        # come from the layer's own copy, which is read here once.
         self.config = config
         layer = self.layer_config(config, layer_idx)
         self.layer_idx = layer_idx
@@ -125,7 +128,8 @@ class NLQAttentionProjections(SplitByHeads):
         self.attention_activation = layer.attention_activation
         self.output_scaling = layer.attention_output_scaling
 
-        # diff with Llama: each projection is a sum of terms. A term with weights is a module, and a missing one is `None`
+        # diff with Llama: each projection is a sum of terms. A term with weights is a module, and a missing one is
+        # `None`
         heads = {"query": self.num_heads, "key": config.num_key_value_heads, "value": config.num_key_value_heads}
         self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in heads}
         for name, projection in self.projections.items():
@@ -151,7 +155,9 @@ class NLQAttentionProjections(SplitByHeads):
         self.o_proj.ends_sublayer = True  # read by `_init_weights`
 
         # What a layer may have under a name of its own is `None` where it has none
-        self.q_norm = self.k_norm = self.head_proj = self.output_activation = self.gate_proj = self.value_gate_proj = None
+        self.q_norm = self.k_norm = self.head_proj = self.output_activation = self.gate_proj = self.value_gate_proj = (
+            None
+        )
         parts = {}
         for part in parts_of(layer):
             if part.needs_first_values and layer_idx == 0:
@@ -178,7 +184,9 @@ class NLQAttentionProjections(SplitByHeads):
 
     @property
     def activation(self) -> AttentionActivation:
-        """The row of the table, found by name: a registered function may be replaced, and few functions can be pickled."""
+        """The row of the table, found by name: a registered function may be replaced, and few functions can be
+        pickled.
+        """
         return get_attention_activation(self.attention_activation)
 
     def parts_with(self, hook: str) -> Sequence[AttentionPart]:
@@ -204,8 +212,8 @@ class NLQAttentionProjections(SplitByHeads):
 
         Args:
             call: the call, with the input of the layer, `(batch, length, hidden)`. Its `values` are set.
-            position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each, of which `rotated` is
-                `head_dim` or a part of it.
+            position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each, of which `rotated`
+                is `head_dim` or a part of it.
         """
         query_states = self._apply_projection("query", call.hidden_states)
         states = (query_states, *self.project_source(call, query_states))
@@ -242,7 +250,9 @@ class NLQAttentionProjections(SplitByHeads):
         return self.o_proj(attn_output.flatten(2))
 
     def change_mlp(self, states: torch.Tensor, factor: torch.Tensor | None, hook: str, call: AttentionCall) -> tuple:
-        """Returns states `(batch, query, ...)` as one of the `MLP_HOOKS` changes them, no attention weights, and the factor."""
+        """Returns states `(batch, query, ...)` as one of the `MLP_HOOKS` changes them, no attention weights, and the
+        factor.
+        """
         states = (states,) if factor is None else (states, factor)
         for part in self.parts_with(hook):
             changed = part(hook, call, *states)

@@ -1,10 +1,11 @@
-"""`nlq_tiled`: attention for every elementwise activation, and for softmax with a bias, in memory linear in the length.
+"""`nlq_tiled`: attention for every elementwise activation, and for softmax with a bias, in memory linear in the
+length.
 
-Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep only sums
-over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs above the causal
-diagonal, before a window or in other packed documents. So with a window the cost is linear in the length. Unlike softmax, an
-elementwise `phi` needs no maximum over the row, so nothing is rescaled between tiles (compare Dao et al. 2022, arXiv
-2205.14135).
+Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep
+only sums over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs
+above the causal diagonal, before a window or in other packed documents. So with a window the cost is linear in the
+length. Unlike softmax, an elementwise `phi` needs no maximum over the row, so nothing is rescaled between tiles
+(compare Dao et al. 2022, arXiv 2205.14135).
 
 With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G = dO / Z`,
 
@@ -15,7 +16,8 @@ where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T -
 
 Softmax is rescaled between tiles. Its `Z` is part of `P`: backward subtracts the logarithm of `Z` from the scores.
 
-Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, and the queries of a group share its keys.
+Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, and the queries of a group share its
+keys.
 """
 
 import bisect
@@ -95,7 +97,7 @@ class _Tiles:
         return self.key_is_valid is not None and not self.is_any_valid[j]
 
     def hidden(self, i: int, j: int) -> torch.Tensor | None:
-        """Returns `(batch or 1, 1 or heads, query tile, key tile)`, true where a key is hidden; `None` if no key is."""
+        """Returns `(batch or 1, 1 or heads, query tile, key tile)`, true where a key is hidden, or `None`."""
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
         if self.visible is not None:
             return ~self.visible[:, :, start:end, key_start:key_end]
@@ -127,7 +129,9 @@ class _TiledCall(_Tiles):
         self.sum_dtype = torch.promote_types(inputs.query.dtype, torch.float32)
         self.dtype = self.sum_dtype if inputs.query.dtype == torch.float16 else inputs.query.dtype
         self.query = self.by_group(inputs.query).to(self.dtype).contiguous()
-        self.key, self.value = (states.to(self.dtype).flatten(0, 1).contiguous() for states in (inputs.key, inputs.value))
+        self.key, self.value = (
+            states.to(self.dtype).flatten(0, 1).contiguous() for states in (inputs.key, inputs.value)
+        )
 
         # (batch or 1, key_value_heads or 1, group or 1, query)
         self.count = self._by_head(inputs.visible_count).clamp(min=1).to(self.sum_dtype)
@@ -145,7 +149,9 @@ class _TiledCall(_Tiles):
         return tensor.unflatten(1, self.shape[1:]).flatten(0, 1)
 
     def rows(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
-        """Returns the rows of a query tile for all heads of a group: `(batch * key_value_heads, group * query tile, ...)`."""
+        """Returns the rows of a query tile for all heads of a group:
+        `(batch * key_value_heads, group * query tile, ...)`.
+        """
         start, end = self.query_tiles[i]
         return tensor[:, :, start:end].flatten(1, 2)
 
@@ -164,7 +170,7 @@ class _TiledCall(_Tiles):
         return [tile.masked_fill(self._by_head(hidden), value).flatten(0, 1).flatten(1, 2) for tile in by_head]
 
     def scores(self, i: int, j: int) -> torch.Tensor:
-        """Returns the scores of a pair, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
+        """Returns a pair's scores, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
         rows, keys = self.rows(self.query, i), self.columns(self.key, j).transpose(1, 2)
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
         bias = None if self.log_count is None else -self.log_count[..., start:end, None]
@@ -188,7 +194,8 @@ class _TiledCall(_Tiles):
             if bias is not None:
                 scores.view(shape).add_(bias)
         if self.query_bias is not None and self.activation.name in ("sigmoid", "softplus"):
-            nn.functional.threshold_(scores, math.log(zero_limit(scores.dtype)), -torch.inf)  # denormal weights are slow
+            # Denormal weights are slow
+            nn.functional.threshold_(scores, math.log(zero_limit(scores.dtype)), -torch.inf)
         return scores
 
     def weights(self, i: int, j: int) -> torch.Tensor:
@@ -210,7 +217,9 @@ class _TiledCall(_Tiles):
         return gradient if factors is None else gradient.mul_(factors)
 
     def dropout_factors(self, i: int, j: int) -> torch.Tensor | None:
-        """Returns dropout's factors of a pair's weights. Each pair has its own seed, so every pass draws the same factors."""
+        """Returns dropout's factors of a pair's weights. Each pair has its own seed, so every pass draws the same
+        factors.
+        """
         if self.dropout == 0.0:
             return None
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
@@ -220,7 +229,8 @@ class _TiledCall(_Tiles):
         return factors.bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
 
     def delta(self, scaled: torch.Tensor, output: torch.Tensor, inverse_normalizer: torch.Tensor) -> torch.Tensor:
-        """Returns `rowsum(G * O)`, the mean of `G V^T` weighted with `P / Z`: `(batch * key_value_heads, group, query, 1)`.
+        """Returns `rowsum(G * O)`, the mean of `G V^T` weighted with `P / Z`:
+        `(batch * key_value_heads, group, query, 1)`.
 
         FlashAttention calls it delta.
 
@@ -231,8 +241,8 @@ class _TiledCall(_Tiles):
         """
         if output.dtype == self.sum_dtype:
             return (scaled * self.by_group(output.transpose(1, 2))).sum(dim=-1, keepdim=True)
-        # The rounding of `G V^T` must cancel, because `phi' / Z`, the next factor, has no bound. So this is the mean of exactly
-        # the numbers that it is subtracted from
+        # The rounding of `G V^T` must cancel, because `phi' / Z`, the next factor, has no bound. So this is the mean
+        # of exactly the numbers that it is subtracted from
         delta = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
         for i, (start, end) in enumerate(self.query_tiles):
             rows = self.rows(scaled, i)
@@ -287,7 +297,9 @@ def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and `log Z` of a query tile, `(batch * key_value_heads, group * query tile, ...)`; 0 without keys."""
+    """Returns the output and `log Z` of a query tile, `(batch * key_value_heads, group * query tile, ...)`; 0 without
+    keys.
+    """
     weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
     total = torch.zeros_like(weighted[..., 0])
     largest = torch.full_like(total, torch.finfo(total.dtype).min)
@@ -308,14 +320,18 @@ def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tens
 def _tiled_attention_backward(
     gradient: torch.Tensor, inputs: AttentionInputs, results: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key, value and the biases, in their shapes, given that of the output; empty without a bias."""
+    """The gradients of query, key, value and the biases, in their shapes, given that of the output; empty without a
+    bias.
+    """
     output, inverse_normalizer = results
     query, key, value, *biases = inputs[:5]
     with torch.autocast(query.device.type, enabled=False):
         call = _TiledCall(inputs)
         if call.is_softmax:
             call.log_normalizer, inverse_normalizer = inverse_normalizer, torch.ones_like(inverse_normalizer)
-        scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(call.dtype)
+        scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(
+            call.dtype
+        )
         delta = call.delta(scaled, output, inverse_normalizer) if inputs.normalization == "sum" else None
 
         query_gradient = torch.zeros_like(call.query, dtype=call.sum_dtype)
@@ -342,7 +358,9 @@ def _tiled_attention_backward(
                 call.add_product(key_sum, scores_gradient.transpose(1, 2), call.rows(call.query, i))
                 query_sum = torch.zeros_like(rows, dtype=call.sum_dtype)
                 call.add_product(query_sum, scores_gradient, keys)
-                query_gradient[:, :, start:end] += query_sum.view(*query_gradient.shape[:2], end - start, query_sum.shape[-1])
+                query_gradient[:, :, start:end] += query_sum.view(
+                    *query_gradient.shape[:2], end - start, query_sum.shape[-1]
+                )
             key_gradient[:, key_start:key_end] = key_sum * call.scaling
             value_gradient[:, key_start:key_end] = value_sum
         query_gradient = (query_gradient * call.scaling).to(query.dtype)
@@ -353,7 +371,9 @@ def _tiled_attention_backward(
 def _new_results(query: torch.Tensor, *others) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes the results, empty: the output `(batch, query, heads, head_dim)`, and `1 / Z`, `(batch, heads, query)`."""
     batch, heads, query_length, head_dim = query.shape
-    inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32))
+    inverse_normalizer = query.new_empty(
+        batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32)
+    )
     return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
 
 
@@ -369,12 +389,15 @@ FORWARD = define_operator(
 )
 BACKWARD = define_operator(
     "tiled_attention_backward",
-    f"(Tensor gradient, {SCHEMA}, Tensor output, Tensor inverse_normalizer) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"(Tensor gradient, {SCHEMA}, Tensor output, Tensor inverse_normalizer) -> (Tensor, Tensor, Tensor, Tensor, "
+    "Tensor)",
     lambda gradient, *inputs: _tiled_attention_backward(gradient, AttentionInputs(*inputs[:-2]), inputs[-2:]),
     _new_gradients,
 )
 _attention = DifferentiableAttention(
-    lambda inputs: FORWARD(*inputs), lambda gradient, inputs, results: BACKWARD(gradient, *inputs, *results), seed_device="cpu"
+    lambda inputs: FORWARD(*inputs),
+    lambda gradient, inputs, results: BACKWARD(gradient, *inputs, *results),
+    seed_device="cpu",
 )
 
 
@@ -392,17 +415,23 @@ def tiled_attention_forward(
     return attend_in_scale(_attention.attend, *inputs, score_bias), None
 
 
-def attend_in_scale(attend, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
+def attend_in_scale(
+    attend, module, query, key, value, attention_mask, scaling, dropout, score_bias=None
+) -> torch.Tensor:
     """Returns the output of an attention function with the arguments of `tiled_attention_forward`.
 
-    It computes a single query by an operation of its own, and calls the function again, with smaller queries, where sums of
-    weights overflow. It casts inputs as autocast would.
+    It computes a single query by an operation of its own, and calls the function again, with smaller queries, where
+    sums of weights overflow. It casts inputs as autocast would.
     """
     query, key, value = in_autocast_precision(query, key, value)
     inputs = (key, value, attention_mask, scaling)
     if query.shape[2] == 1 and not (dropout and module.training):
         # A single query needs no tiles, and hardly any memory
-        attend = one_query_attention if score_bias is None else functools.partial(one_query_by_pytorch, score_bias=score_bias)
+        attend = (
+            one_query_attention
+            if score_bias is None
+            else functools.partial(one_query_by_pytorch, score_bias=score_bias)
+        )
     else:
         inputs += (dropout, score_bias)
     activation, normalization = module.activation, module.normalization

@@ -1,4 +1,6 @@
-"""Fixtures of all tests: no network, one seed, small models whose parameters all matter, and one finished training run."""
+"""Fixtures of all tests: no network, one seed, small models whose parameters all matter, and one finished training
+run.
+"""
 
 import functools
 import gc
@@ -24,7 +26,8 @@ from modeling_nlq.training.run.documents import python_documents
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` says
 def pytest_collection_modifyitems(items):
-    """Starts with the tests of training, which take longest: a long test at the end would leave the other processes idle.
+    """Starts with the tests of training, which take longest: a long test at the end would leave the other processes
+    idle.
 
     Of tests marked `thin`, rows become slow that are not among every so-many-th.
     """
@@ -44,7 +47,7 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """Leaves what is imported and collected out of Python's searches for garbage, which would take half a second each."""
+    """Leaves imported modules out of Python's garbage collections, which would take half a second each."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -79,7 +82,8 @@ def own_modules(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         folder = str(tmp_path_factory.mktemp("modules"))
         monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", folder)
-        # First, because `evaluate` adds the user's own folder, where the code of other models may lie under the same package
+        # First, because `evaluate` adds the user's own folder, where the code of other models may lie under the same
+        # package
         monkeypatch.syspath_prepend(folder)
         yield
 
@@ -135,7 +139,13 @@ def corpus(tmp_path_factory) -> Path:
 def recipe_file(corpus, tmp_path_factory) -> Path:
     """A recipe for a very small model, eight steps with a checkpoint every two."""
     folder = tmp_path_factory.mktemp("recipe")
-    config = {"model_type": "nlq", "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {
+        "model_type": "nlq",
+        "vocab_size": 512,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     (folder / "model.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     recipe = {
         "model": str(folder / "model.json"),

@@ -20,7 +20,20 @@ from modeling_nlq.training.parameters import measure as measure_model
 def test_attention(monkeypatch, capsys):
     """Every candidate has its row, and a wrong result none."""
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)
-    words = ["--lengths", "64", "96", "--rounds", "2", "--activations", "sigmoid", "relu", "--heads", "1", "--head_dim", "8"]
+    words = [
+        "--lengths",
+        "64",
+        "96",
+        "--rounds",
+        "2",
+        "--activations",
+        "sigmoid",
+        "relu",
+        "--heads",
+        "1",
+        "--head_dim",
+        "8",
+    ]
     words += ["--dtypes", "float32", "--no-memory"]
     assert attention.main(words) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
@@ -49,7 +62,10 @@ def test_attention_refuses_a_missing_device(monkeypatch, capsys):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_attention_on_a_gpu(capsys):
     backends = ["nlq_tiled", "flex_attention"]
-    assert attention.main(["--device", "cuda", "--lengths", "256", "--activations", "sigmoid", "--backends", *backends]) == 0
+    assert (
+        attention.main(["--device", "cuda", "--lengths", "256", "--activations", "sigmoid", "--backends", *backends])
+        == 0
+    )
     assert "| sigmoid, flex_attention |" in capsys.readouterr().out
 
 
@@ -117,7 +133,9 @@ def test_generation(monkeypatch, capsys):
 def test_parts(monkeypatch, capsys):
     """Every part has its row, beside the model without it."""
     monkeypatch.setattr(parts.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too
-    monkeypatch.setattr(parts, "SHAPE", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 29})
+    monkeypatch.setattr(
+        parts, "SHAPE", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 29}
+    )
     assert set(parts.PARTS) - {"attention_activation"} <= set(ATTENTION_PARTS)
     assert parts.main(["--length", "80", "--new", "3", "--rounds", "2", "--threads", "1"]) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]

@@ -63,13 +63,17 @@ def test_wrong_import_is_found(file, line, installed):
 
 
 def test_form_of_imports():
-    """The Hub's loader follows one dot only, and tools follow the repository's own folders only where imports are relative."""
+    """The Hub's loader follows one dot only, and tools follow the repository's own folders only where imports are
+    relative.
+    """
     for path in [*MODEL.glob("*_nlq.py"), *TRAINING.rglob("*.py")]:
         wrong = r"^\s*(?:from|import) modeling_nlq\b.*|^\s*from \.(?:\.| import).*"
         if path.is_relative_to(TRAINING):
             wrong = r"^\s*(?:from|import) modeling_nlq\.(?:training|configuration)\b.*"
         if not path.is_relative_to(TRAINING / "nlq"):
-            assert not (found := re.findall(wrong, path.read_text(), re.MULTILINE)), f"{path.relative_to(ROOT)}: {found}"
+            assert not (found := re.findall(wrong, path.read_text(), re.MULTILINE)), (
+                f"{path.relative_to(ROOT)}: {found}"
+            )
 
 
 @pytest.mark.slow
@@ -87,7 +91,12 @@ def test_configuration_imports_no_kernels(tmp_path):
     assert done.returncode == 0, done.stderr
     tables = {"activations_nlq", "cache_nlq", "configuration_nlq", "masking_nlq", "projections_nlq"}
     parts = {f"{part.__module__.rpartition('.')[2]}" for part in ATTENTION_PARTS.values()}
-    assert set(done.stdout.split()) == tables | parts | {"parts_base_nlq", "parts_user_nlq", "parts_builtin_nlq", "parts_nlq"}
+    assert set(done.stdout.split()) == tables | parts | {
+        "parts_base_nlq",
+        "parts_user_nlq",
+        "parts_builtin_nlq",
+        "parts_nlq",
+    }
 
 
 def base_distributions() -> set[str]:
@@ -100,17 +109,28 @@ def base_distributions() -> set[str]:
         if (name, extras) not in done:
             done.add((name, extras))
             found = map(Requirement, metadata.requires(name) or [])
-            waiting += [each for each in found if not each.marker or any(each.marker.evaluate({"extra": x}) for x in extras)]
+            waiting += [
+                each for each in found if not each.marker or any(each.marker.evaluate({"extra": x}) for x in extras)
+            ]
     return {name for name, _ in done}
 
 
 @pytest.mark.slow
 def test_every_module_imports_with_the_base_dependencies_only(tmp_path):
-    """Everything else is blocked that is installed here, and Triton, which some builds of PyTorch bring. Nothing starts."""
+    """Everything else is blocked that is installed here, and Triton, which some builds of PyTorch bring. Nothing
+    starts.
+    """
     needed = {*base_distributions(), "modeling-nlq"}
     installed = metadata.packages_distributions()
-    blocked = {"triton", *(module for module, names in installed.items() if needed.isdisjoint(map(canonicalize_name, names)))}
-    folders = {"modeling_nlq": MODEL, "modeling_nlq.configuration": ROOT / "configuration", "modeling_nlq.training": TRAINING}
+    blocked = {
+        "triton",
+        *(module for module, names in installed.items() if needed.isdisjoint(map(canonicalize_name, names))),
+    }
+    folders = {
+        "modeling_nlq": MODEL,
+        "modeling_nlq.configuration": ROOT / "configuration",
+        "modeling_nlq.training": TRAINING,
+    }
     folders["modeling_nlq.examples"] = ROOT / "examples"
     names = []
     for package, folder in folders.items():

@@ -1,4 +1,4 @@
-"""Properties of every configuration and backend; hypothesis chooses switches, shapes, paddings, packings and chunks."""
+"""Properties of every configuration and backend; hypothesis chooses switches, shapes, masks and chunks."""
 
 import contextlib
 import copy
@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import reference
 from support.attention_cases import NON_NEGATIVE
-from support.model_cases import BLOCKS, ELEMENTWISE_KINDS, LINEAR_KINDS, PROJECTIONS, ROW_KINDS, SOFTMAX_KINDS, VOCABULARY
+from support.model_cases import (
+    BLOCKS,
+    ELEMENTWISE_KINDS,
+    LINEAR_KINDS,
+    PROJECTIONS,
+    ROW_KINDS,
+    SOFTMAX_KINDS,
+    VOCABULARY,
+)
 from support.properties import examples
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -345,7 +353,8 @@ class TestPacking:
         input_ids, position_ids = torch.ones(1, 5).long(), torch.tensor([[0, 1, 0, 1, 2]])
         with pytest.raises(ValueError, match="use_cache"):
             model(input_ids, use_cache=True, position_ids=position_ids)
-        # A cache that is given says that each row is one text, as in Transformers, whose `generate` leaves out a mask of ones
+        # A cache that is given says that each row is one text, as in Transformers, whose `generate` leaves out a mask
+        # of ones
         cached = model(input_ids, past_key_values=DynamicCache(config=model.config), position_ids=position_ids)
         masked = model(input_ids, attention_mask=torch.ones_like(input_ids), position_ids=position_ids)
         assert torch.equal(cached.logits, masked.logits)
@@ -409,7 +418,9 @@ class TestBackends:
             # With a cache, linear layers would take the same form under either name
             logits = model(**inputs, use_cache=False).logits[is_real]
             direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1), dtype=logits.dtype)
-            gradients = torch.autograd.grad((logits * direction).sum(), list(model.parameters()), materialize_grads=True)
+            gradients = torch.autograd.grad(
+                (logits * direction).sum(), list(model.parameters()), materialize_grads=True
+            )
             results.append((logits.detach(), gradients))
         torch.testing.assert_close(*results, rtol=1e-8, atol=1e-8)
 
@@ -497,7 +508,8 @@ class TestMasks:
         torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
     @pytest.mark.parametrize(
-        "activation, implementation", [("softmax", "eager"), ("softmax", "sdpa"), ("softmax", "nlq"), ("relu", "nlq_tiled")]
+        "activation, implementation",
+        [("softmax", "eager"), ("softmax", "sdpa"), ("softmax", "nlq"), ("relu", "nlq_tiled")],
     )
     def test_refuses_a_bias(self, make_model, activation, implementation):
         model = make_model(implementation=implementation, attention_activation=activation)
@@ -561,7 +573,7 @@ class TestAtRunTime:
 
     @model_cases()
     def test_weights(self, make_model, kind, implementation):
-        """`output_attentions=True` gives eager's weights, an error, or, as in all of Transformers under SDPA, nothing."""
+        """`output_attentions=True` gives eager's weights, an error, or nothing, as Transformers' SDPA does."""
         switches = switches_of(kind, implementation)
         model = make_model(implementation=implementation, **switches)
         input_ids, attention_mask, _ = pad([[1, 2, 3, 4, 5, 6], [4, 2, 8]], left=[0, 2])
@@ -573,7 +585,9 @@ class TestAtRunTime:
         with torch.no_grad():
             expected = make_model(**switches)(**inputs)
             if implementation in ("nlq_tiled", "flex_attention"):
-                with pytest.raises(ValueError, match=f"{implementation}' cannot compute the weights .*use one of nlq, eager"):
+                with pytest.raises(
+                    ValueError, match=f"{implementation}' cannot compute the weights .*use one of nlq, eager"
+                ):
                     model(**inputs)
                 return
             actual = model(**inputs)

@@ -19,7 +19,9 @@ from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS
 def wheel(tmp_path_factory) -> Path:
     """The wheel of a copy of the tracked files, so that nothing is left behind in the checkout."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, files.split("\0")):
         if (REPOSITORY / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)

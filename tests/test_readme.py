@@ -72,7 +72,9 @@ def test_snippets_of_encoder_and_decoder(tmp_path, monkeypatch, capsys):
     for snippet in snippets(DOCUMENTS / "encoder_decoder.md"):
         exec(compile(snippet, "encoder_decoder.md", "exec"), names)
     assert "torch.Size([2, " in capsys.readouterr().out.splitlines()[-1]
-    assert {"modeling_seq2seq_nlq.py", "tokenizer.json"} <= {path.name for path in (tmp_path / "runs" / "reversed").iterdir()}
+    assert {"modeling_seq2seq_nlq.py", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "runs" / "reversed").iterdir()
+    }
 
 
 @pytest.mark.slow
@@ -89,7 +91,9 @@ def test_snippets_of_the_other_side(run, tmp_path):
         # Trainer needs accelerate, and the snippet datasets
         code = 'import sys\nsys.modules["modeling_nlq"] = None\n' + "".join(shared) + "print(tuple(features.shape))\n"
         environment = {**os.environ, **server.client_environment(tmp_path / "other", "hf_you"), "PYTHONPATH": ""}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("import ") and done.stdout.splitlines()[-1].startswith("(1, ")
         assert {"modeling_nlq.py", "model.safetensors", "tokenizer.json"} <= server.files("you/mine").keys()
@@ -115,7 +119,8 @@ PAGES = [*sorted(REPOSITORY.glob("[A-Z]*.md")), *sorted(DOCUMENTS.glob("*.md")),
 def test_a_new_python_block_needs_a_test_that_runs_it():
     """All are run: here, by test_python and test_checking, and by test_pages and test_peft of tests/clients."""
     assert ", ".join(f"{page.stem} {len(snippets(page))}" for page in PAGES if snippets(page)) == (
-        "README 2, adapters 3, attention 2, conversion 1, distributed 1, encoder_decoder 3, encoders 3, export 3, own_parts 1, "
+        "README 2, adapters 3, attention 2, conversion 1, distributed 1, encoder_decoder 3, encoders 3, export 3, "
+        "own_parts 1, "
         "python 7, serving 2, switches 1, training 3"
     )
 
@@ -170,7 +175,9 @@ def test_table_of_backends():
     for name, backend in ATTENTION_BACKENDS.items():
         dropout, weights = rows[name]
         assert dropout == ("yes" if backend.has_dropout else "an error")
-        assert weights == {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}[backend.weights]
+        assert (
+            weights == {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}[backend.weights]
+        )
 
 
 def test_an_activation_of_your_own(tmp_path, monkeypatch):
@@ -190,7 +197,9 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("page, line", COMMANDS, ids=[f"{page.stem}-{index}" for index, (page, _) in enumerate(COMMANDS)])
+@pytest.mark.parametrize(
+    "page, line", COMMANDS, ids=[f"{page.stem}-{index}" for index, (page, _) in enumerate(COMMANDS)]
+)
 def test_commands_are_understood(page, line):
     """Options exist, and fields are those of a recipe, of `TrainingArguments` or of the model."""
     command, (name, *words) = typer.main.get_command(app), shlex.split(line.partition(" > ")[0], comments=True)[1:]

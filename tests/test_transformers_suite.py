@@ -58,8 +58,8 @@ def set_large_epsilon(config: NLQConfig) -> None:
     config.layer_norm_eps = 1.0
 
 
-# So that rounding weighs less, Transformers' tests set the epsilon of the norms, under every name that some model has for it.
-# One of them is close to NLQ's own: the saved configuration would be refused, as one with a misspelt field.
+# So that rounding weighs less, Transformers' tests set the epsilon of the norms, under every name that some model has
+# for it. One of them is close to NLQ's own: the saved configuration would be refused, as one with a misspelt field.
 model_tests.set_config_for_less_flaky_test = set_large_epsilon
 
 CONFIGURATIONS = {
@@ -109,8 +109,16 @@ _SDPA = "It selects SDPA, which computes softmax only."
 _WEIGHTS = "It asks for attention weights, which linear layers never form."
 DESELECTED = (
     ("test_generation_tester_mixin_inheritance", EVERY, "The source distribution leaves out the tests of `generate`."),
-    ("test_model_rope_scaling_from_config_*", NOT_ROPE, "This configuration has no rotary positions to scale, only the field."),
-    ("test_model_rope_scaling_from_config_*_dynamic", ROPE, "NLQ refuses it: its angles would change what is already cached."),
+    (
+        "test_model_rope_scaling_from_config_*",
+        NOT_ROPE,
+        "This configuration has no rotary positions to scale, only the field.",
+    ),
+    (
+        "test_model_rope_scaling_from_config_*_dynamic",
+        ROPE,
+        "NLQ refuses it: its angles would change what is already cached.",
+    ),
     ("test_training_overfit", (PAIR,), "It expects the prompt in what `generate` returns."),
     ("test_can_set_attention_dynamically", NOT_SOFTMAX, _SDPA),
     ("test_config", (PAIR,), "It compares each half with the dictionary that was given, which lacks the defaults."),
@@ -228,7 +236,8 @@ class PairTester(ModelTester):
 
     def get_config(self) -> NLQSeq2SeqConfig:
         sizes = {
-            name: getattr(self, name) for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+            name: getattr(self, name)
+            for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         }
         half = {**sizes, "max_position_embeddings": 512}
         return NLQSeq2SeqConfig(encoder=half, decoder={**half, **self.switches}, pad_token_id=0, bos_token_id=1)

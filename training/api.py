@@ -39,15 +39,15 @@ def train(
         engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
         workers, cpus_per_worker, gpus_per_worker, max_retries: options of the engine `ray`, see `train_on_ray`.
         trust_parts: run the parts whose code the recipe itself holds.
-        overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`, and
-            `switches`, a mapping of model switches.
+        overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`,
+            and `switches`, a mapping of model switches.
 
     Returns:
         The metrics that `metrics.json` in the run folder holds.
 
     Raises:
-        ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder that holds
-            another run.
+        ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder
+            that holds another run.
         ChildProcessError: if the run failed on the engine `ray`.
     """
     options = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
@@ -87,13 +87,14 @@ def train_on_ray(
 ) -> dict[str, Any]:
     """Trains a recipe on the cluster that Ray finds, at the same global batch size for any number of workers.
 
-    Called again, it goes on. Tokenizer and tokenised data lie beside the run folder, in `NAME.data`, and so does the log.
+    Called again, it goes on. Tokenizer and tokenised data lie beside the run folder, in `NAME.data`, and so does the
+    log.
 
     Args:
         folder: its `output_dir`, by `open_folder`.
         workers: processes that train together.
-        cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as PyTorch takes
-            in this process if there is one worker and no GPU.
+        cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as
+            PyTorch takes in this process if there is one worker and no GPU.
         gpus_per_worker: 0, 1, or a fraction for a single worker.
         max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
 
@@ -102,8 +103,8 @@ def train_on_ray(
 
     Raises:
         ImportError: if Ray is not installed.
-        ValueError: for a recipe that cannot be trained, a cluster that does not answer or is too small, or a folder that cannot
-            be written.
+        ValueError: for a recipe that cannot be trained, a cluster that does not answer or is too small, or a folder
+            that cannot be written.
         ChildProcessError: if the run failed.
     """
     from .run import ray_jobs  # it imports Ray, which takes seconds
@@ -156,8 +157,8 @@ def compare(
         The content of `results.json` in the results folder (see `Outcome` and `ScreeningOutcome`).
 
     Raises:
-        ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot be written
-            or holds another comparison or something else.
+        ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot
+            be written or holds another comparison or something else.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     options = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run}

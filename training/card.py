@@ -73,8 +73,8 @@ def render(
         metrics: the content of `metrics.json`, if it was trained.
         conversion: the content of `conversion.json`, if it was converted.
         comparison: verdicts of the comparison it took part in, as `Markdown`.
-        license: license of the weights; by default Apache-2.0 if they were trained from scratch, and none if they may belong to
-            others.
+        license: license of the weights; by default Apache-2.0 if they were trained from scratch, and none if they may
+            belong to others.
         has_plot: whether `loss.png` lies beside the card.
         has_tokenizer: whether a tokenizer lies beside the card.
         is_adapter: whether an adapter lies beside the card, in place of the model: what the conversion added.
@@ -151,7 +151,9 @@ def render(
 
 
 def base_model_of(model: str | Path) -> str | None:
-    """The model on the Hub that given weights come from: the model itself, or the one that the card in its folder names."""
+    """The model on the Hub that given weights come from: the model itself, or the one that the card in its folder
+    names.
+    """
     if not Path(model).exists():
         return str(model)
     card = Path(model) / CARD_FILE
@@ -173,7 +175,7 @@ def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None
 
 
 def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:
-    """The commands that make the model of a conversion in the folder `target`, from the model that was trained last."""
+    """Returns the commands that make a conversion's model in the folder `target`, from the last trained model."""
     words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
         is_upcycling = (name, value) == ("query_projection", "upcycled")

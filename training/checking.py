@@ -1,7 +1,7 @@
 """`nlq check`: the invariants of every configuration, on an attention part of the user's own.
 
-The models are small and random. Each invariant goes from the shortest cases to longer ones. When a long text fails, shorter
-texts are tried, to name the smallest case.
+The models are small and random. Each invariant goes from the shortest cases to longer ones. When a long text fails,
+shorter texts are tried, to name the smallest case.
 """
 
 import copy
@@ -29,8 +29,8 @@ from .text import one_line
 from .trust import run_parts
 
 
-# Short texts, with all of their cuts; one that is longer than what a part may take in blocks; and the longest, which only one
-# decoder and one encoder get, because it takes the most time
+# Short texts, with all of their cuts; one that is longer than what a part may take in blocks; and the longest, which
+# only one decoder and one encoder get, because it takes the most time
 VOCABULARY, SHORT, LONG, LONGEST, ROWS = 13, 7, 130, 512, 5
 LENGTHS = (1, 2, 3, 5, SHORT, LONG, LONGEST)
 # In float64, where nothing but a wrong number is left to differ; rotary angles are float32 everywhere
@@ -97,7 +97,9 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
             names = decoders if invariant in OF_DECODERS else models
             cases = [(length, name) for length in lengths for name in names if length <= LONG or name in longest]
             if LONGEST in lengths and drawn in names:  # many heads take as much time as a long text
-                cases.append((draws.randint(SHORT + 1, LONGEST // max(1, switches["num_attention_heads"] // 4)), drawn))
+                cases.append(
+                    (draws.randint(SHORT + 1, LONGEST // max(1, switches["num_attention_heads"] // 4)), drawn)
+                )
             difference, case = _try(differences, sorted(cases, key=itemgetter(0)), models)
             if case is not None:
                 lines.append(f"  {invariant:<41} FAILS, difference {difference:.1e}: {case}")
@@ -136,7 +138,9 @@ def _try(
     for length, name in cases:
         difference, case = _try_one(differences, length, name, models[name])
         if case is not None:
-            passed = max((shorter for shorter, other in cases if other == name and shorter < length), default=length - 1)
+            passed = max(
+                (shorter for shorter, other in cases if other == name and shorter < length), default=length - 1
+            )
             while length - passed > 1:
                 middle = (passed + length) // 2
                 smaller = _try_one(differences, middle, name, models[name])
@@ -169,7 +173,9 @@ def _count(length: int) -> str:
 
 
 def _cuts(length: int) -> Sequence[int]:
-    """Returns where a text is cut in two: everywhere; a long one at a border of blocks, inside of one, and near the end."""
+    """Returns where a text is cut in two: everywhere; a long one at a border of blocks, inside of one, and near the
+    end.
+    """
     return range(1, length) if length <= SHORT else sorted({min(64, length // 3), length // 2 + 1, length - 1})
 
 
@@ -239,7 +245,7 @@ def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
 
 
 def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch in which every other text is shorter, the first by a half, and padded before it; and its mask."""
+    """Returns a batch and its mask, in which every other text is shorter, the first by half, and left-padded."""
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(0, rows, 2):
         mask[row, : length // (2 + row)] = 0
@@ -274,7 +280,10 @@ def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = Fal
         mask = mask if is_padded else torch.ones_like(mask)
         expected = model(tokens, attention_mask=mask, use_cache=False).logits
         options = {"max_cache_len": length + 3} if cache_class is StaticCache else {}
-        for sizes in [*([cut, length - cut] for cut in _cuts(length)), *([[1] * length] if 2 < length <= SHORT else [])]:
+        for sizes in [
+            *([cut, length - cut] for cut in _cuts(length)),
+            *([[1] * length] if 2 < length <= SHORT else []),
+        ]:
             cache, logits = cache_class(config=model.config, **options), []
             for end, chunk in zip(itertools.accumulate(sizes), tokens.split(sizes, dim=1)):
                 seen = mask[:, :end] if is_padded else None
@@ -322,7 +331,9 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     tokens = _tokens(_rows(length), length)
     expected = _with_gradients(model, tokens)
     for name in ("sdpa", "nlq_tiled", "nlq_rows"):
-        if not all(ATTENTION_BACKENDS[name].supports_layer(request_of(layer)) for layer in model.config.per_layer_config):
+        if not all(
+            ATTENTION_BACKENDS[name].supports_layer(request_of(layer)) for layer in model.config.per_layer_config
+        ):
             continue
         model.set_attn_implementation(name)
         rows = 2 if length <= SHORT else attention_nlq.ROWS  # blocks that short texts have too
@@ -352,8 +363,12 @@ def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
 
     tokens = _tokens(_rows(length), length)
     results = in_training(tokens, 0)
-    if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:  # a part may draw random numbers, as for dropout
-        yield f"{len(tokens)} texts of {_count(length)}, gradients included", _largest(results, _with_gradients(model, tokens))
+    # A part may draw random numbers, as for dropout
+    if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:
+        yield (
+            f"{len(tokens)} texts of {_count(length)}, gradients included",
+            _largest(results, _with_gradients(model, tokens)),
+        )
 
 
 def _used(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
@@ -423,8 +438,8 @@ def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"{length} tokens, after saving and loading", _difference(loaded(tokens).logits, model(tokens).logits)
 
 
-# The invariants in the order in which they are tried, with the lengths of their texts: what is called causal, padded, packed
-# and cached comes first
+# The invariants in the order in which they are tried, with the lengths of their texts: what is called causal, padded,
+# packed and cached comes first
 INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
     "a repeated call gives the same": (_repeated, LENGTHS),
     "no token sees the future": (_causality, LENGTHS),

@@ -1,8 +1,8 @@
 """Opens, writes and deletes files in folders in which somebody else may have put symbolic links.
 
-`open_file`, `atomic_dir` and `delete` are the only functions of this package that open, write (append, rename) and delete. Each
-opens the folders of a path one below the other with `O_NOFOLLOW`, so that no link is followed. Links in a path that the user
-typed are followed once, by `resolve_user_path`, where a command takes the path.
+`open_file`, `atomic_dir` and `delete` are the only functions of this package that open, write (append, rename) and
+delete. Each opens the folders of a path one below the other with `O_NOFOLLOW`, so that no link is followed. Links in a
+path that the user typed are followed once, by `resolve_user_path`, where a command takes the path.
 """
 
 import errno
@@ -18,17 +18,21 @@ from typing import IO, NoReturn
 
 
 UNFINISHED = ".unfinished"  # suffix of temporary files and folders
-# In a folder of results: the names of the files that this package wrote, one per line. No other file is replaced or deleted
+# In a folder of results: the names of the files that this package wrote, one per line. No other file is replaced or
+# deleted
 MANIFEST = ".nlq-manifest"
 _MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # O_PATH needs no permission to list the folder
 _FOLDER = _NO_LINK | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", 0)
-_LINK = "{} is a symbolic link, which nlq does not follow inside a folder; replace it by what it points to, or remove it"
-# A link that huggingface_hub makes, and its target: from a snapshot to its repository's `blobs`, or from there to a file that
-# repositories share, whose name is a hash
+_LINK = (
+    "{} is a symbolic link, which nlq does not follow inside a folder; replace it by what it points to, or remove it"
+)
+# A link that huggingface_hub makes, and its target: from a snapshot to its repository's `blobs`, or from there to a
+# file that repositories share, whose name is a hash
 _HUB_LINK = re.compile(
-    r"(.*/\w+--[^/]+)/snapshots/.+\0\1/blobs/[^/]+|(.*)/\w+--[^/]+/blobs/[^/]+\0\2/blobs/[0-9a-f]{2}/[0-9a-f]{64}", re.DOTALL
+    r"(.*/\w+--[^/]+)/snapshots/.+\0\1/blobs/[^/]+|(.*)/\w+--[^/]+/blobs/[^/]+\0\2/blobs/[0-9a-f]{2}/[0-9a-f]{64}",
+    re.DOTALL,
 )
 
 
@@ -86,7 +90,8 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
-    """Yields a temporary folder, whose files move into `folder` when the block ends; none does if it ends with an error.
+    """Yields a temporary folder, whose files move into `folder` when the block ends; none does if it ends with an
+    error.
 
     Libraries, which open files by path, write into it. Its files get the permissions of the umask.
 
@@ -95,7 +100,8 @@ def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
         last: the file that moves after all others, so that its presence shows that they are complete.
 
     Raises:
-        ValueError: if a path contains a link, or a file would replace one that is not in the manifest. Then no file moves.
+        ValueError: if a path contains a link, or a file would replace one that is not in the manifest. Then no file
+            moves.
     """
     place = folder if os.path.lexists(folder) else folder.parent
     make_folder(place)
@@ -146,7 +152,9 @@ def make_empty_folder(path: Path) -> None:
 
 
 def check_no_symlinks(paths: Iterable[Path]) -> None:
-    """Raises `ValueError` if a path is a link, because libraries would follow it; those of huggingface_hub's cache may stay."""
+    """Raises `ValueError` if a path is a link, because libraries would follow it; those of huggingface_hub's cache may
+    stay.
+    """
     for path in paths:
         if path.is_symlink() and _hub_blob(path) is None:
             raise ValueError(_LINK.format(path))
@@ -170,14 +178,16 @@ def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
 
 
 def read_manifest(folder: Path) -> list[str] | None:
-    """Returns the names in the manifest of a folder, or `None` without a manifest. Names outside the folder are ignored."""
+    """Returns the names in the manifest of a folder, or `None` without a manifest. Names outside the folder are
+    ignored.
+    """
     if not os.path.lexists(folder / MANIFEST):
         return None
     return list(filter(_is_inside, read_text(folder / MANIFEST).splitlines()))
 
 
 def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns those names that the manifest of a folder does not contain, neither themselves nor one of their parents."""
+    """Returns the names that a folder's manifest does not contain, neither themselves nor one of their parents."""
     known = {*(read_manifest(folder) or ())}
     return [name for name in names if known.isdisjoint((name, *map(str, PurePosixPath(name).parents)))]
 
@@ -215,7 +225,8 @@ def _default_mode(folder: Path) -> int:
 
 @contextmanager
 def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
-    """Opens the parent of a path without following links, and yields its descriptor and the last component of the path.
+    """Opens the parent of a path without following links, and yields its descriptor and the last component of the
+    path.
 
     Args:
         path: absolute, or relative to the working directory.

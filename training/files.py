@@ -1,4 +1,6 @@
-"""Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at all."""
+"""Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at
+all.
+"""
 
 import ast
 import hashlib
@@ -18,9 +20,9 @@ from .disk import MANIFEST, UNFINISHED, read_bytes, read_text, write_text
 from .text import QUOTE_IT
 
 
-# The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end, with the
-# builder of `datasets` that reads them; and the built-in corpus with the key of `sysconfig.get_paths()` for the folder of
-# their Python files
+# The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end,
+# with the builder of `datasets` that reads them; and the built-in corpus with the key of `sysconfig.get_paths()` for
+# the folder of their Python files
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-docstrings": "stdlib"}
 CARD_FILE = "README.md"
@@ -60,7 +62,8 @@ TOKENIZER = (
 VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 
-# Fields of a recipe and of a configuration that change neither the result nor its data: a run may resume with other values
+# Fields of a recipe and of a configuration that change neither the result nor its data: a run may resume with other
+# values
 _FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
 _FREE_FIELDS |= {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
 
@@ -78,7 +81,9 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder with more than a lock, a manifest and temporary files."""
     try:
-        return any(content.suffix != UNFINISHED and content.name not in (LOCK_FILE, MANIFEST) for content in path.iterdir())
+        return any(
+            content.suffix != UNFINISHED and content.name not in (LOCK_FILE, MANIFEST) for content in path.iterdir()
+        )
     except FileNotFoundError:
         return False
     except NotADirectoryError:
@@ -95,7 +100,12 @@ class YamlLoader(yaml.SafeLoader):
 
     def compose_node(self, parent, index):
         self._level += 1
-        is_alias, values, deepest, self._deepest = self.check_event(yaml.AliasEvent), self._values, self._deepest, self._level
+        is_alias, values, deepest, self._deepest = (
+            self.check_event(yaml.AliasEvent),
+            self._values,
+            self._deepest,
+            self._level,
+        )
         node = super().compose_node(parent, index)
         if not is_alias:
             node.size = (self._values - values + 1, self._deepest - self._level)
@@ -119,7 +129,9 @@ class _YamlDumper(yaml.SafeDumper):
 
 
 _MERGE = "tag:yaml.org,2002:merge"
-_TOO_LARGE = "more than 4,000,000 characters, 50,000 values (with those that aliases repeat), 100 levels or 1,000 digits"
+_TOO_LARGE = (
+    "more than 4,000,000 characters, 50,000 values (with those that aliases repeat), 100 levels or 1,000 digits"
+)
 for _kind in (YamlLoader, _YamlDumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -127,7 +139,7 @@ for _kind in (YamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads YAML, from a file or a command line; raises `yaml.YAMLError` or `ValueError` if it is none or too large."""
+    """Reads YAML; raises `yaml.YAMLError` or `ValueError` if the text is not YAML, or too large."""
     if len(text) > 4_000_000:
         raise ValueError(_TOO_LARGE)
     try:
@@ -154,7 +166,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Merges two mappings of fields; of an encoder and decoder, the fields of each half too."""
     halves = [
-        name for name in ("encoder", "decoder") if isinstance(fields.get(name), dict) and isinstance(more.get(name), dict)
+        name
+        for name in ("encoder", "decoder")
+        if isinstance(fields.get(name), dict) and isinstance(more.get(name), dict)
     ]
     return {**fields, **more, **{name: {**fields[name], **more[name]} for name in halves}}
 
@@ -226,7 +240,9 @@ def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The files of a saved model: weights, settings, code, tokenizer and records, without the card; raises as `code_files`."""
+    """The files of a saved model: weights, settings, code, tokenizer and records, without the card; raises as
+    `code_files`.
+    """
     code = {path for path in code_files(folder) if path.is_file()}
     return sorted(code | files_in(folder, (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)))
 

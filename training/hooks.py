@@ -1,4 +1,4 @@
-"""Runs an NLQ model on given tokens, and shows each attention layer's call to a function before the layer computes it."""
+"""Runs an NLQ model on given tokens, and shows each attention layer's call to a function beforehand."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,9 @@ def attention_layers(model: nn.Module) -> list[NLQAttentionProjections]:
     """
     layers = [module for module in model.modules() if isinstance(module, NLQAttentionProjections)]
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no NLQ attention layers, so its attention cannot be shown or recorded")
+        raise ValueError(
+            f"{type(model).__name__} has no NLQ attention layers, so its attention cannot be shown or recorded"
+        )
     return layers
 
 

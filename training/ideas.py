@@ -13,7 +13,9 @@ from .text import check_name
 
 
 _EXAMPLES = files("modeling_nlq.examples")
-IDEAS = sorted(Path(file.name).stem for file in _EXAMPLES.iterdir() if file.name.endswith(".py") and file.name[0] != "_")
+IDEAS = sorted(
+    Path(file.name).stem for file in _EXAMPLES.iterdir() if file.name.endswith(".py") and file.name[0] != "_"
+)
 
 
 def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
@@ -34,7 +36,9 @@ def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
         raise ValueError(f"--from {source!r} is unknown; {suggestion(source, IDEAS, is_short=True)}")
     if file.stem in (*ATTENTION_PARTS, "without"):  # the name of the baseline
         raise ValueError(f"{file}: {file.stem!r} is taken; choose another name")
-    text = re.sub(r'(?<=    name = )".*"', f'"{file.stem}"', _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8"))
+    text = re.sub(
+        r'(?<=    name = )".*"', f'"{file.stem}"', _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8")
+    )
     load_attention_parts(file, text)  # raises for a name that no file of parts can have
     check_name(str(file), parse_yaml(file.stem))  # nor a model in the comparison: YAML reads on as true
     comparison = file.with_suffix(".yaml")

@@ -1,4 +1,4 @@
-"""Models by the names that users give: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
+"""Models by name: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
 
 import hashlib
 import os
@@ -51,7 +51,9 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
     check_kernels(values, path)
     if values.get("model_type") not in CONFIG_MAPPING:
-        raise ValueError(f"{path}: model_type={values.get('model_type')!r} is no type of model that Transformers knows")
+        raise ValueError(
+            f"{path}: model_type={values.get('model_type')!r} is no type of model that Transformers knows"
+        )
     config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
     if not switches:
         return config
@@ -66,7 +68,9 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
             known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
             halves = {part: getattr(config, part) for part in config.sub_configs}
-            parts = [part for part, half in halves.items() if half and half._hasattr_without_heterogeneous_validation(key)]
+            parts = [
+                part for part, half in halves.items() if half and half._hasattr_without_heterogeneous_validation(key)
+            ]
             if parts and isinstance(config, NLQSeq2SeqConfig):
                 continue  # of both
             hint = f"set it in {' or '.join(parts)}" if parts else suggestion(key, known)
@@ -81,12 +85,13 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
     """Draws the initial values of each module from random numbers of its own, which its name and the seed decide.
 
-    Models of one seed then begin with the same values in all modules that they share. From a single stream, a module more would
-    change all values that are drawn after it.
+    Models of one seed then begin with the same values in all modules that they share. From a single stream, a module
+    more would change all values that are drawn after it.
     """
     with torch.random.fork_rng(devices=[]):
         owners = {"": model}
-        for name, module in model.named_modules():  # as in Transformers, a model inside another one initializes its own modules
+        # As in Transformers, a model inside another one initializes its own modules
+        for name, module in model.named_modules():
             owners[name] = module if isinstance(module, PreTrainedModel) else owners[name.rpartition(".")[0]]
         # Children first, as Transformers does
         for name, module in reversed(list(model.named_modules())):
@@ -135,7 +140,8 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
     """The names of the parameters that a conversion added to a trained model.
 
     Args:
-        model: a folder or a Hub name of the converted model, or of one that was trained from there by `trainable: new`.
+        model: a folder or a Hub name of the converted model, or of one that was trained from there by
+            `trainable: new`.
         conversion: the record of its conversion (see `read_record`).
 
     Raises:
@@ -143,7 +149,8 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
     """
     if conversion is None:
         raise ValueError(
-            f"trainable='new' trains what `nlq convert` added, and beside model {model!r} there is no {CONVERSION_FILE}"
+            f"trainable='new' trains what `nlq convert` added, and beside model {model!r} there is no "
+            f"{CONVERSION_FILE}"
         )
     if conversion["enlarged"] or not conversion["added"]:
         did = f"enlarged {listed(conversion['enlarged'])}" if conversion["enlarged"] else "added no parameters"
@@ -179,7 +186,7 @@ def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def check_model_folder(name: str) -> None:
-    """Raises `ValueError` if a model's folder has a link, or the index of its weights names a file outside the folder."""
+    """Raises `ValueError` if a model's folder has a link, or its index of weights names a file outside it."""
     if not os.path.isdir(name):
         return
     folder = resolve_user_path(name)
@@ -192,20 +199,24 @@ def check_model_folder(name: str) -> None:
 
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of the libraries that read its files; raises as `check_model_folder`."""
+    """Names a model or tokenizer in the errors of libraries that read it; raises as `check_model_folder`."""
     check_model_folder(name)
     try:
         yield
     except UnpicklingError:  # PyTorch's message advises to run what it holds
-        raise ValueError(f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code") from None
+        raise ValueError(
+            f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code"
+        ) from None
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{name!r} brings code of its own; if you trust it, `nlq generate`, `evaluate` and `explore` run it with "
+                f"{name!r} brings code of its own; if you trust it, `nlq generate`, `evaluate` and `explore` run it "
+                "with "
                 "--trust-remote-code"
             ) from None
         kinds = ValueError | KeyError | RecursionError | SafetensorError
-        if name in str(error) or not (isinstance(error, kinds) or type(error) is Exception):  # as those of `tokenizers`
+        # As those of `tokenizers`
+        if name in str(error) or not (isinstance(error, kinds) or type(error) is Exception):
             raise
         raise ValueError(f"{what}{name!r} cannot be read: {one_line(error)}") from error
 
@@ -221,8 +232,8 @@ def load_model(
         decoder_for: what needs a decoder, if an encoder is to be refused.
 
     Raises:
-        ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is not
-            trusted.
+        ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is
+            not trusted.
     """
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")

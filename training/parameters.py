@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
@@ -27,8 +33,8 @@ class Size:
     Attributes:
         total: number of parameters; tied ones count once.
         non_embedding: the same without token embeddings, learned positions, and LM head.
-        flops_per_token: floating-point operations of forward and backward for one token of a full context; of an encoder and
-            decoder for one token, of source or target, of a full pair.
+        flops_per_token: floating-point operations of forward and backward for one token of a full context; of an
+            encoder and decoder for one token, of source or target, of a full pair.
         trained: number of parameters that are not frozen.
     """
 
@@ -67,7 +73,9 @@ def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTraine
 
 
 def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """The number of tokens that a model, or a half of it, is meant for; `None` if its configuration has none (T5, Mamba)."""
+    """The number of tokens that a model, or a half of it, is meant for; `None` if its configuration has none (T5,
+    Mamba).
+    """
     names = ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions")
     part = text_config_of(config, half)
     found = next((getattr(part, name) for name in names if getattr(part, name, None) is not None), 0)
@@ -80,7 +88,9 @@ def vocabulary_of(config: PreTrainedConfig) -> int:
 
 
 def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """The most tokens that a model, or a half of it, can read; `None` where positions do not limit them, as rotary ones."""
+    """The most tokens that a model, or a half of it, can read; `None` where positions do not limit them, as rotary
+    ones.
+    """
     part, positions = text_config_of(config, half), context_of(config, half)
     if isinstance(part, NLQConfig):
         return positions if part.has_learned_positions else None
@@ -104,7 +114,9 @@ def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eag
     except (AssertionError, AttributeError, NotImplementedError) as error:
         if isinstance(config, NLQConfig | NLQSeq2SeqConfig):
             raise
-        raise ValueError(f"Transformers makes no language model of this {type(config).__name__}: {one_line(error)}") from error
+        raise ValueError(
+            f"Transformers makes no language model of this {type(config).__name__}: {one_line(error)}"
+        ) from error
 
 
 def measure(
@@ -115,15 +127,16 @@ def measure(
 ) -> Size:
     """Counts the parameters, and the FLOPs per token of a full context.
 
-    A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the `2 * context`
-    products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022, appendix B: no discount
-    for causality), as does, of linear attention, each of the `head_dim` products of a head that reads its state, and of one of
-    keys that writes it. Norms, activations and the softmax are not counted. Of a mixture of experts, all count.
+    A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the
+    `2 * context` products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022,
+    appendix B: no discount for causality), as does, of linear attention, each of the `head_dim` products of a head
+    that reads its state, and of one of keys that writes it. Norms, activations and the softmax are not counted. Of a
+    mixture of experts, all count.
 
     Args:
         config: configuration of the model.
-        context: the context length in tokens; by default that of the model (`context_of`). Of an encoder and decoder the
-            lengths of source and target, or one length of both.
+        context: the context length in tokens; by default that of the model (`context_of`). Of an encoder and decoder
+            the lengths of source and target, or one length of both.
         attn_implementation: any backend that the model can use; `None` is the model's own choice.
         prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
 
@@ -133,7 +146,9 @@ def measure(
     for length in context if isinstance(context, Sequence) else [context]:
         check_number("context", length, 1)
     if (context or context_of(config)) is None and hasattr(text_config_of(config), "num_attention_heads"):
-        raise ValueError(f"context=None: a {type(config).__name__} does not say how long a text is; give --context, in tokens")
+        raise ValueError(
+            f"context=None: a {type(config).__name__} does not say how long a text is; give --context, in tokens"
+        )
     model = empty_model(config, attn_implementation)
     if prepare is not None:
         with torch.device("meta"):
@@ -154,7 +169,7 @@ def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
 
 
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Freezes every parameter of a model but those of the given names; raises `ValueError` if it has none of a name."""
+    """Freezes all parameters of a model but the named ones; raises `ValueError` for a name that it lacks."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(set(names) - parameters.keys()):
         raise ValueError(f"{type(model).__name__} has no parameter {unknown[0]!r} that could be trained")
@@ -201,8 +216,8 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     )
 
 
-# The matrices of an encoder and decoder that multiply tokens of the source: those of the encoder, and of keys and values in
-# cross-attention, by their names in NLQ, T5Gemma, BERT, Bart and T5
+# The matrices of an encoder and decoder that multiply tokens of the source: those of the encoder, and of keys and
+# values in cross-attention, by their names in NLQ, T5Gemma, BERT, Bart and T5
 _OF_SOURCE = re.compile(
     r"^(?!.*\.decoder\.).*\.encoder\."
     r"|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."
@@ -218,7 +233,8 @@ def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
         for name in ("encoder", "decoder")
     }
     if hasattr(config, "num_decoder_layers"):  # T5
-        with contextlib.suppress(NotImplementedError):  # ProphetNet, where encoder and decoder have equally many by default
+        # ProphetNet, where encoder and decoder have equally many by default
+        with contextlib.suppress(NotImplementedError):
             halves["decoder"].num_hidden_layers = config.num_decoder_layers
     return halves
 
@@ -246,7 +262,9 @@ def _attention_products(half: str, config: PreTrainedConfig, length: int, source
         products += [length * source * 2 * heads * head_dim for heads, head_dim in shapes]
     layers = layers if is_nlq else []
     # A layer's parts may compute more heads, or wider values
-    costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(products)
+    costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(
+        products
+    )
     for cross in filter(None, (layer.cross_attention_config for layer in layers)):
         state = head_dim * head_dim * (heads * length + key_value_heads * source)
         products.append(state if cross.activation.kind == "linear" else length * source * 2 * heads * head_dim)
@@ -259,7 +277,10 @@ def _operations(matrix: torch.nn.Parameter) -> int:
 
 
 def matching_intermediate_size(
-    config: PreTrainedConfig, budget: Size, match: Literal["parameters", "flops"] = "parameters", context: int | None = None
+    config: PreTrainedConfig,
+    budget: Size,
+    match: Literal["parameters", "flops"] = "parameters",
+    context: int | None = None,
 ) -> int:
     """Finds the MLP width that brings a model nearest to a budget.
 
@@ -274,11 +295,15 @@ def matching_intermediate_size(
     if {"encoder", "decoder"} <= config.sub_configs.keys():
         raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
     if not getattr(config, "intermediate_size", None):
-        raise ValueError(f"match={match!r} widens intermediate_size, and {type(config).__name__} has none; leave match out")
+        raise ValueError(
+            f"match={match!r} widens intermediate_size, and {type(config).__name__} has none; leave match out"
+        )
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
     name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]
-    wanted, own, own_wider = (getattr(size, name) for size in (budget, measure(config, context), measure(wider, context)))
+    wanted, own, own_wider = (
+        getattr(size, name) for size in (budget, measure(config, context), measure(wider, context))
+    )
     width = config.intermediate_size + round((wanted - own) / (own_wider - own))
     if width < 1:
         raise ValueError(f"no MLP width brings the model down to {wanted:,} {name}")

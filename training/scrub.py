@@ -11,8 +11,8 @@ from .files import TOKENIZER
 
 
 _NAME = r"[^\s/\\\"'`,;:<>|]+"
-# An address, which is no path unless it begins with `file:`; or a path from the root or the home folder, but not the rest of a
-# relative path, of a closing tag or of a variable
+# An address, which is no path unless it begins with `file:`; or a path from the root or the home folder, but not the
+# rest of a relative path, of a closing tag or of a variable
 _PATH = re.compile(
     r"(?P<address>\b(?!file:)[A-Za-z][\w+.-]+://[^\s:\"'`<>|,]*(?::\d+[^\s:\"'`<>|,]*)?)"
     rf"|(?:\bfile:/+{_NAME}|(?<![\w./\\~*)\]}}>$<^-])(?:~(?:[A-Za-z_][\w.-]*)?)?/+{_NAME})(?:/+{_NAME})*/*"
@@ -44,7 +44,8 @@ def _cut(match: re.Match) -> str:
 
 
 def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
-    """Looks for tokens, addresses with a password, and the home folder, the working folder and the folder that is published.
+    """Looks for tokens, addresses with a password, and the home folder, the working folder and the folder that is
+    published.
 
     Weights are not read. In a vocabulary, a path is a token of it, and only the others are looked for.
 
@@ -55,19 +56,29 @@ def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
     Raises:
         ValueError: naming the file and the line, but not the token or password itself.
     """
-    places = {str(path) for place in (folder, Path.home(), Path.cwd()) for path in (place.absolute(), place.resolve())} - {"/"}
+    places = {
+        str(path) for place in (folder, Path.home(), Path.cwd()) for path in (place.absolute(), place.resolve())
+    } - {"/"}
     # Not the end of an address, and not the beginning of another name
-    path = re.compile(rf"(?:(?<![\w./-])|(?<=://))(?:{'|'.join(map(re.escape, sorted(places)))})(?![\w-])[^\s\"'`,;<>|]*")
+    path = re.compile(
+        rf"(?:(?<![\w./-])|(?<=://))(?:{'|'.join(map(re.escape, sorted(places)))})(?![\w-])[^\s\"'`,;<>|]*"
+    )
     token = get_token()
     for name, content in contents.items():
         if name.endswith(".safetensors"):
             continue
-        is_vocabulary = name in set(TOKENIZER) - {"chat_template.jinja", "special_tokens_map.json", "tokenizer_config.json"}
+        is_vocabulary = name in set(TOKENIZER) - {
+            "chat_template.jinja",
+            "special_tokens_map.json",
+            "tokenizer_config.json",
+        }
         data = read_bytes(content) if isinstance(content, Path) else content
         text = data.replace(b"\0", b"").decode(errors="replace")  # also UTF-16, which puts zeros between letters
         for number, line in enumerate(text.splitlines(), start=1):
             if _TOKEN.search(line) or (token and token in line):
-                raise ValueError(f"{name}, line {number}: holds what looks like a token of Hugging Face; remove it first")
+                raise ValueError(
+                    f"{name}, line {number}: holds what looks like a token of Hugging Face; remove it first"
+                )
             if not is_vocabulary and _PASSWORD.search(line):
                 raise ValueError(f"{name}, line {number}: holds an address with a password; remove it first")
             if not is_vocabulary and (found := path.search(line)):

@@ -1,7 +1,8 @@
-"""Addresses of object storage, such as `s3://bucket/results`: their files, and the folder in which a command works on them.
+"""Addresses of object storage, such as `s3://bucket/results`: their files, and the folder in which a command works on
+them.
 
-Commands read and write folders. For an address, that is a temporary folder: `open_folder` fetches what is small, `fetch` the
-rest, and `publish` sends what has changed.
+Commands read and write folders. For an address, that is a temporary folder: `open_folder` fetches what is small,
+`fetch` the rest, and `publish` sends what has changed.
 """
 
 import re
@@ -56,9 +57,12 @@ class WorkingCopy:
             check_no_symlinks(paths_below(Path(self.path)))
 
     def files(self, name: str = "") -> list[str]:
-        """The name of a file of the storage, or those of the files below a folder; `ValueError` for a key such as `a/../b`."""
+        """The name of a file of the storage, or those of the files below a folder; `ValueError` for a key such as
+        `a/../b`.
+        """
         found = self.system.find(f"{self.path}/{name}".rstrip("/"))
-        keys = [path.removeprefix(f"{self.path}/") for path in found if not path.endswith("/")]  # that stands for a folder
+        # That stands for a folder
+        keys = [path.removeprefix(f"{self.path}/") for path in found if not path.endswith("/")]
         for key in keys:
             safe_join(self.folder, key)
         return keys
@@ -103,7 +107,8 @@ _temporary: list[tempfile.TemporaryDirectory] = []  # their folders are removed 
 
 
 def open_folder(name: str | Path) -> Path:
-    """The folder of a path, which need not exist, or the folder that stands for an address, for as long as the process lasts.
+    """The folder of a path, which need not exist, or the folder that stands for an address, for as long as the process
+    lasts.
 
     Raises:
         ValueError: if the address cannot be read.

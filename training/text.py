@@ -83,7 +83,9 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = ["<", *(">" if right else "<" for _ in widths[1:])]
-    return ["  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip() for row in rows]
+    return [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)).rstrip() for row in rows
+    ]
 
 
 def duration(seconds: float) -> str:
@@ -98,7 +100,9 @@ def duration(seconds: float) -> str:
 
 def bar_options() -> dict[str, Any]:
     """Options of a progress bar over many runs: a terminal shows it every second, a log file at its end."""
-    return {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
+    return (
+        {"mininterval": 1.0, "dynamic_ncols": True} if sys.stderr.isatty() else {"mininterval": math.inf, "ncols": 110}
+    )
 
 
 def check_number(name: str, value: float | None, least: float = -math.inf, most: float = math.inf) -> None:
@@ -114,15 +118,17 @@ def from_json(kind: Any, value: Any, place: str = "") -> Any:
     """Makes a value of a type, in which dataclasses may be anywhere, from one of JSON.
 
     Raises:
-        ValueError: for a missing field, a value of another type, or a number that is not finite. The message begins with
-            `place`, the file and the field, such as `metrics.json: versions.`
+        ValueError: for a missing field, a value of another type, or a number that is not finite. The message begins
+            with `place`, the file and the field, such as `metrics.json: versions.`
     """
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
         return None if value is None else from_json(parts[0], value, place)
     found, allowed = _KINDS.get(origin, (dict, "fields and values"))
     is_number = origin in (int, float)
-    if not isinstance(value, found) or (is_number and (isinstance(value, bool) or not abs(value) <= sys.float_info.max)):
+    if not isinstance(value, found) or (
+        is_number and (isinstance(value, bool) or not abs(value) <= sys.float_info.max)
+    ):
         raise ValueError(f"{place[:-1]}={reprlib.repr(value)} must be {allowed}")
     if is_dataclass(kind):
         types_of, known, value = get_type_hints(kind), {}, getattr(kind, "fields_in", dict)(value)
@@ -135,23 +141,32 @@ def from_json(kind: Any, value: Any, place: str = "") -> Any:
     if origin is dict:
         # The keys of JSON are texts
         keys = {name: int(name) if parts[0] is int and str(name).isdecimal() else name for name in value}
-        return {from_json(parts[0], keys[name], place): from_json(parts[1], value[name], f"{place}{name}.") for name in value}
+        return {
+            from_json(parts[0], keys[name], place): from_json(parts[1], value[name], f"{place}{name}.")
+            for name in value
+        }
     if origin in (list, tuple):
         parts = parts * len(value) if origin is list else parts
-        return origin(from_json(part, entry, f"{place}{index}.") for index, (part, entry) in enumerate(zip(parts, value)))
+        return origin(
+            from_json(part, entry, f"{place}{index}.") for index, (part, entry) in enumerate(zip(parts, value))
+        )
     return np.array(value) if kind is np.ndarray else value
 
 
 def is_disk_full(error: BaseException | None) -> bool:
     """Tells whether an error, or one that led to it, is that of a full disk."""
-    return error is not None and bool(_DISK_FULL.search(str(error)) or is_disk_full(error.__cause__ or error.__context__))
+    return error is not None and bool(
+        _DISK_FULL.search(str(error)) or is_disk_full(error.__cause__ or error.__context__)
+    )
 
 
 def one_line(error: BaseException) -> str:
     """The message of an error in one line. The libraries of Hugging Face wrap the error that says what is wrong."""
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
         error = error.__cause__
-    return "the disk is full: " * is_disk_full(error) + (printable(" ".join(str(error).split())) or type(error).__name__)
+    return "the disk is full: " * is_disk_full(error) + (
+        printable(" ".join(str(error).split())) or type(error).__name__
+    )
 
 
 def first_line(error: BaseException) -> str:

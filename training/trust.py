@@ -23,7 +23,9 @@ TRUSTED_PARTS = resolve_user_path(constants.HF_HOME) / "nlq" / "trusted_parts"
 
 
 def run_parts(source: str | Path, text: str | None = None, only_known: bool = False) -> list[type[AttentionPart]]:
-    """Runs a file of parts as `load_attention_parts` does, and remembers its code; with `only_known`, only if it ran before."""
+    """Runs a file of parts as `load_attention_parts` does, and remembers its code; with `only_known`, only if it ran
+    before.
+    """
     text = text_of(source) if text is None else text  # once: what is hashed is what runs
     # As it is published, since the file beside a model has other import lines than its author's
     digest = hashlib.sha256(published_text(text, str(source)).encode()).hexdigest()

@@ -43,13 +43,18 @@ def draw(ladder: dict) -> Figure:
         axes.errorbar(flops, improvements, yerr=np.transpose(reach), **style)
         axes.annotate(name, (1, improvements[-1]), (6, shift), color=colour, **beside)
     compute = list(trend["flops"].values())
-    labels = [f"{parameters(ladder, scale):,}\n{flops:.1e} FLOPs".replace("e+", "e") for scale, flops in trend["flops"].items()]
+    labels = [
+        f"{parameters(ladder, scale):,}\n{flops:.1e} FLOPs".replace("e+", "e")
+        for scale, flops in trend["flops"].items()
+    ]
     axes.set_xticks(compute, labels, size=FONT)
     axes.set_xticks([], minor=True)
     axes.set_xlim(compute[0] / 1.4, compute[-1] * 1.3)
     axes.set_xlabel("parameters outside the embedding, compute of a run", size=FONT)
     ticks = range(-15, 11, 5)
-    axes.set_yticks(ticks, [f"{tick:+d} %".replace("-", "\N{MINUS SIGN}") if tick else "0" for tick in ticks], size=FONT)
+    axes.set_yticks(
+        ticks, [f"{tick:+d} %".replace("-", "\N{MINUS SIGN}") if tick else "0" for tick in ticks], size=FONT
+    )
     axes.set_ylabel("improvement of the loss", size=FONT)
     figure.suptitle("Four activations beside softmax, at three sizes", size=FONT + 3, weight="bold")
     axes.grid(axis="y", alpha=0.3)

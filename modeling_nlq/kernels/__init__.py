@@ -1,7 +1,8 @@
 """Kernels that compute what the model's own files compute by PyTorch, faster where they can.
 
-The model's files do not import this folder, and a published model does not hold it. The installed package adds its kernels to
-the tables of backends and operations when it is imported. That builds nothing: a kernel is compiled when it is first used.
+The model's files do not import this folder, and a published model does not hold it. The installed package adds its
+kernels to the tables of backends and operations when it is imported. That builds nothing: a kernel is compiled when it
+is first used.
 """
 
 from ..attention_nlq import one_query_attention

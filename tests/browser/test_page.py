@@ -204,7 +204,9 @@ def test_the_map_is_drawn(open_page, explored):
     opened.page.locator(".heads").first.get_by_role("button").first.click()
     opened.shows("#panels h3", "layer 0, head 0 ")
     row = explored[1].models[0].layers[0].weights[0, 9]
-    image = opened.page.evaluate("[...document.querySelector('canvas').getContext('2d').getImageData(0, 9, 16, 1).data]")
+    image = opened.page.evaluate(
+        "[...document.querySelector('canvas').getContext('2d').getImageData(0, 9, 16, 1).data]"
+    )
     pixels = [image[4 * key : 4 * key + 3] for key in range(16)]
     assert pixels[row.argmax()] == [0xD1, 0x57, 0x0B]
     assert pixels[12] == [0xD6, 0xDB, 0xE1]

@@ -7,7 +7,7 @@ from support.client_cases import trained_model
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """A function from switches to the folder of a tiny trained model; the processes of pytest-xdist share the folders."""
+    """A function from switches to the folder of a tiny trained model; pytest-xdist's processes share the folders."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if root.name.startswith("popen-") else root
 

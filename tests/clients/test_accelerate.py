@@ -25,7 +25,9 @@ def test_offloading(activation, query, trained, tmp_path):
 
 
 FILLED = SWITCHES | PART_SWITCHES | {"canon_of_a_plain_mlp": {"canon": "ABCD"}}
-FILLED |= {f"linear_{name}": {"attention_activation": "linear_attention", **case} for name, case in LINEAR_SWITCHES.items()}
+FILLED |= {
+    f"linear_{name}": {"attention_activation": "linear_attention", **case} for name, case in LINEAR_SWITCHES.items()
+}
 
 
 @pytest.mark.parametrize("name", FILLED)

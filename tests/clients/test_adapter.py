@@ -1,4 +1,6 @@
-"""`nlq publish --adapter`: what a run with `trainable: new` trained arrives on the Hub alone, and PEFT puts it on the base."""
+"""`nlq publish --adapter`: what a run with `trainable: new` trained arrives on the Hub alone, and PEFT puts it on the
+base.
+"""
 
 import json
 from pathlib import Path
@@ -97,7 +99,14 @@ def test_follow_the_card(tuned, server, nlq, tmp_path):
     assert (
         files.keys()
         == {
-            *(".gitattributes", "README.md", "adapter_config.json", "adapter_model.safetensors", "conversion.json", "loss.png"),
+            *(
+                ".gitattributes",
+                "README.md",
+                "adapter_config.json",
+                "adapter_model.safetensors",
+                "conversion.json",
+                "loss.png",
+            ),
             *("chat_template.jinja", "metrics.json", "recipe.yaml", "tokenizer.json", "tokenizer_config.json"),
         }
         == done.sizes.keys() | {".gitattributes"}

@@ -48,7 +48,9 @@ def folder(request, tmp_path_factory):
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     torch.manual_seed(0)
     tokens = {"mask_token_id": tokenizer.mask_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = NLQForMaskedLM(NLQConfig(**{**SIZES, "vocab_size": len(tokenizer)}, is_causal=False, **tokens, **request.param))
+    model = NLQForMaskedLM(
+        NLQConfig(**{**SIZES, "vocab_size": len(tokenizer)}, is_causal=False, **tokens, **request.param)
+    )
     ids = torch.tensor(tokenizer(TEXT).input_ids).unfold(0, 24, 1).tolist()
     Trainer(
         model,
@@ -67,14 +69,18 @@ def expected(folder) -> np.ndarray:
     """`(texts, hidden)`, the mean over the tokens of each text alone."""
     model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
-        return np.stack([model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0).numpy() for text in TEXTS])
+        return np.stack(
+            [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0).numpy() for text in TEXTS]
+        )
 
 
 def test_texts_as_vectors(folder, tmp_path):
     encoder = SentenceTransformer(str(folder), device="cpu")
     np.testing.assert_allclose(encoder.encode(TEXTS), expected(folder), atol=1e-5)
     encoder.save(str(tmp_path))
-    np.testing.assert_array_equal(SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), encoder.encode(TEXTS))
+    np.testing.assert_array_equal(
+        SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), encoder.encode(TEXTS)
+    )
     features = pipeline("feature-extraction", str(folder), device="cpu")(TEXTS)
     np.testing.assert_allclose([np.mean(rows[0], axis=0) for rows in features], expected(folder), atol=1e-5)
 
@@ -83,7 +89,8 @@ FILL = """
 import sys
 from transformers import pipeline
 
-print([row["token_str"] for row in pipeline("fill-mask", sys.argv[1], trust_remote_code=True)("one two<|mask|> four five six")])
+fill = pipeline("fill-mask", sys.argv[1], trust_remote_code=True)
+print([row["token_str"] for row in fill("one two<|mask|> four five six")])
 """
 
 
@@ -101,7 +108,9 @@ def test_fine_tuning(folder, tmp_path):
 
     def train(model):
         collator = DataCollatorWithPadding(tokenizer)
-        trainer = Trainer(model, TrainingArguments(str(tmp_path / "run"), **options), collator, rows, eval_dataset=rows)
+        trainer = Trainer(
+            model, TrainingArguments(str(tmp_path / "run"), **options), collator, rows, eval_dataset=rows
+        )
         trainer.train()
         prediction = trainer.predict(rows)
         assert (prediction.predictions.argmax(-1) == prediction.label_ids).mean() > 0.9
@@ -133,7 +142,9 @@ def eurobert(tmp_path_factory):
     root, tokenizer = tmp_path_factory.mktemp("eurobert"), make_tokenizer()
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     tokenizer.save_pretrained(root / "model")
-    tokens = {name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "bos_token_id", "eos_token_id")}
+    tokens = {
+        name: getattr(tokenizer, name) for name in ("mask_token_id", "pad_token_id", "bos_token_id", "eos_token_id")
+    }
     config = EuroBertConfig(**{**SIZES, "vocab_size": len(tokenizer)}, **tokens)
     torch.manual_seed(0)
     EuroBertForMaskedLM(config).save_pretrained(root / "model")
@@ -147,7 +158,13 @@ def test_adapters_of_runs(trained, eurobert, tmp_path):
     """By a recipe: a LoRA, and what a conversion added, which the adapter brings to the base."""
     source, text = eurobert
     convert(source, tmp_path / "base", upcycle=True)
-    fields = {"model": str(tmp_path / "base"), "objective": "masked", "dataset": str(text), "block_size": 32, **trained}
+    fields = {
+        "model": str(tmp_path / "base"),
+        "objective": "masked",
+        "dataset": str(text),
+        "block_size": 32,
+        **trained,
+    }
     training = {"max_steps": 4, "learning_rate": 1e-2, "save_strategy": "no", "report_to": "none"}
     (tmp_path / "recipe.yaml").write_text(json.dumps({**fields, "validation_fraction": 0.2, "training": training}))
     run, adapter = tmp_path / "run", tmp_path / "run" / "adapter"
@@ -159,7 +176,9 @@ def test_adapters_of_runs(trained, eurobert, tmp_path):
     base = AutoModelForMaskedLM.from_pretrained(tmp_path / "base").eval()
     before, expected = (model(IDS).logits for model in (base, AutoModelForMaskedLM.from_pretrained(run).eval()))
     assert (expected - before).abs().max() > 1e-4
-    torch.testing.assert_close(PeftModel.from_pretrained(base, adapter).eval()(IDS).logits, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        PeftModel.from_pretrained(base, adapter).eval()(IDS).logits, expected, atol=2e-5, rtol=0
+    )
 
 
 def test_compiled_and_exported(folder):
@@ -168,9 +187,13 @@ def test_compiled_and_exported(folder):
     model = AutoModelForMaskedLM.from_pretrained(folder).eval()
     mask = torch.ones_like(IDS)
     mask[0, :4] = 0
-    shapes = {name: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for name in ("input_ids", "attention_mask")}
+    shapes = {
+        name: {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC} for name in ("input_ids", "attention_mask")
+    }
     with torch.no_grad():
-        exported = torch.export.export(model, (), {"input_ids": IDS, "attention_mask": mask}, dynamic_shapes=shapes).module()
+        exported = torch.export.export(
+            model, (), {"input_ids": IDS, "attention_mask": mask}, dynamic_shapes=shapes
+        ).module()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         for length in (12, 7):
             inputs = {"input_ids": IDS[:, -length:], "attention_mask": mask[:, -length:]}

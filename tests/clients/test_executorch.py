@@ -1,4 +1,6 @@
-"""ExecuTorch: programs of Transformers' exporter, lowered to XNNPACK and run by ExecuTorch, against the model in PyTorch."""
+"""ExecuTorch: programs of Transformers' exporter, lowered to XNNPACK and run by ExecuTorch, against the model in
+PyTorch.
+"""
 
 import pytest
 import torch

@@ -35,7 +35,9 @@ def test_hf_model(activation, query, trained):
 
     options = {"max_gen_toks": 6, "until": [], "do_sample": False}
     requests = [Instance("generate_until", {}, (prompt, options), index) for index, prompt in enumerate(PROMPTS)]
-    assert client.generate_until(requests, disable_tqdm=True) == [continuation(folder, prompt, 6) for prompt in PROMPTS]
+    assert client.generate_until(requests, disable_tqdm=True) == [
+        continuation(folder, prompt, 6) for prompt in PROMPTS
+    ]
 
 
 REMOTE = """
@@ -60,7 +62,9 @@ def test_task_of_your_own(trained, tmp_path):
     """Multiple choice, by the package and by remote code."""
     folder = trained("sigmoid", "nonlinear")
     words = TEXT.split()[:12]
-    rows = [{"text": " ".join(words[: i + 1]), "choices": [" " + words[i + 1], " " + words[i - 1]]} for i in range(1, 9)]
+    rows = [
+        {"text": " ".join(words[: i + 1]), "choices": [" " + words[i + 1], " " + words[i - 1]]} for i in range(1, 9)
+    ]
     (tmp_path / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
         "task": "numbers",

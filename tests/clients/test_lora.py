@@ -1,4 +1,6 @@
-"""`lora` in a recipe: PEFT's LoRA is all that is trained, and the run folder holds it alone and in the weights of the model."""
+"""`lora` in a recipe: PEFT's LoRA is all that is trained, and the run folder holds it alone and in the weights of the
+model.
+"""
 
 import json
 
@@ -65,7 +67,10 @@ def test_what_is_trained_and_saved(tuned, llama):
     assert metrics["trained_parameters"] == size
     before, after = (load_file(path / "model.safetensors") for path in (llama, folder))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name} and before.keys() == after.keys()
+    assert (
+        changed == {name for name in before if "q_proj" in name or "down_proj" in name}
+        and before.keys() == after.keys()
+    )
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
     checkpoint = folder / "checkpoint-8"
@@ -78,11 +83,17 @@ def test_what_is_trained_and_saved(tuned, llama):
     untrained = logits(base)
     merged, beside = (
         logits(model)
-        for model in (AutoModelForCausalLM.from_pretrained(folder), PeftModel.from_pretrained(base, folder / "adapter"))
+        for model in (
+            AutoModelForCausalLM.from_pretrained(folder),
+            PeftModel.from_pretrained(base, folder / "adapter"),
+        )
     )
     torch.testing.assert_close(merged, beside, atol=1e-5, rtol=0.0)
     assert (merged - untrained).abs().max() > 1e-2
-    assert sorted(path.name for path in (folder / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in (folder / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
     card = ModelCard.load(folder / "README.md").text
     assert f"A LoRA of {size:,} parameters was trained" in card
@@ -92,7 +103,10 @@ def test_what_is_trained_and_saved(tuned, llama):
 def test_interrupted_run_ends_alike(recipe, tuned, tmp_path):
     interrupt(recipe, output_dir=tmp_path / "run")
     metrics = train(recipe, output_dir=tmp_path / "run")
-    assert logged_losses(tmp_path / "run") == logged_losses(tuned[0]) and metrics["token_stream"] == tuned[1]["token_stream"]
+    assert (
+        logged_losses(tmp_path / "run") == logged_losses(tuned[0])
+        and metrics["token_stream"] == tuned[1]["token_stream"]
+    )
     weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "run", tuned[0]))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 

@@ -110,7 +110,9 @@ print(found)
 
 
 def test_remote_code(trained):
-    """Transformers' runner, for linear attention: no layer has keys, whose length would tell how many tokens are cached."""
+    """Transformers' runner, for linear attention: no layer has keys, whose length would tell how many tokens are
+    cached.
+    """
     folder = trained("linear_attention", "nonlinear")
     model, tokenizer = NLQForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("one two three", return_tensors="pt").input_ids[0]

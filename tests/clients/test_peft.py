@@ -51,7 +51,9 @@ def check_round_trip(folder, config, tmp_path, merge=True):
     assert (after - logits(load(folder))).abs().max() > 1e-3
     model.save_pretrained(tmp_path / "adapter")
 
-    torch.testing.assert_close(logits(PeftModel.from_pretrained(load(folder), tmp_path / "adapter")), after, atol=0, rtol=0)
+    torch.testing.assert_close(
+        logits(PeftModel.from_pretrained(load(folder), tmp_path / "adapter")), after, atol=0, rtol=0
+    )
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(logits(loaded), after, atol=0, rtol=0)
     with model.disable_adapter():
@@ -147,7 +149,9 @@ def test_remote_code(trained, tmp_path):
     folders = [trained(*case) for case in CASES]
     expected = []
     for index, folder in enumerate(folders):
-        model = get_peft_model(load(folder), LoraConfig(target_modules="all-linear", init_lora_weights=False, **LORA)).eval()
+        model = get_peft_model(
+            load(folder), LoraConfig(target_modules="all-linear", init_lora_weights=False, **LORA)
+        ).eval()
         model.save_pretrained(tmp_path / f"adapter-{index}")
         expected.append(logits(model))
     torch.save(IDS, tmp_path / "ids.pt")
@@ -224,7 +228,9 @@ def test_default_targets(trained, pair_folder):
         model = get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
         assert adapted_layers(model) == {f"self_attn.{name}" for name in (*layers, "v_proj")}
     model = get_peft_model(load_pair(pair_folder), LoraConfig(task_type="SEQ_2_SEQ_LM"))
-    names = {name.split("layers.0.")[1] for name in model.base_model.targeted_module_names if "decoder.layers.0." in name}
+    names = {
+        name.split("layers.0.")[1] for name in model.base_model.targeted_module_names if "decoder.layers.0." in name
+    }
     layers = ("q_bottleneck.fc1", "q_bottleneck.fc2", "v_proj")
     assert names == {f"{attention}.{name}" for attention in ("self_attn", "cross_attn") for name in layers}
 

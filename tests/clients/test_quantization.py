@@ -13,7 +13,9 @@ def quantized(folder):
 
 
 def linear_layers(model) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"]
+    return [
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    ]
 
 
 @pytest.mark.parametrize("activation, query", CASES)

@@ -29,9 +29,13 @@ def test_encode(activation, query, trained, tmp_path):
     """A padded batch, a saved copy, and the pooling that sentence-transformers chooses for a decoder."""
     folder = trained(activation, query)
     transformer = Transformer(str(folder))
-    encoder = SentenceTransformer(modules=[transformer, Pooling(transformer.get_embedding_dimension(), "mean")], device="cpu")
+    encoder = SentenceTransformer(
+        modules=[transformer, Pooling(transformer.get_embedding_dimension(), "mean")], device="cpu"
+    )
     np.testing.assert_allclose(encoder.encode(TEXTS), expected(folder, "mean"), atol=1e-5)
     encoder.save(str(tmp_path))
-    np.testing.assert_array_equal(SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), encoder.encode(TEXTS))
+    np.testing.assert_array_equal(
+        SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), encoder.encode(TEXTS)
+    )
     plain = SentenceTransformer(str(folder), device="cpu")
     np.testing.assert_allclose(plain.encode(TEXTS), expected(folder, "last"), atol=1e-5)

@@ -1,4 +1,6 @@
-"""`transformers serve`, asked by OpenAI's client: completions, chat and streaming, one by one and by continuous batching."""
+"""`transformers serve`, asked by OpenAI's client: completions, chat and streaming, one by one and by continuous
+batching.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 

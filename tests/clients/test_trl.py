@@ -53,7 +53,9 @@ def test_sft(activation, query, adapter, trained, tmp_path):
             SFTConfig(tmp_path, packing=packing, max_length=32 if packing else None, **SETTINGS),
             train_dataset=Dataset.from_dict({"text": TEXTS}),
             processing_class=AutoTokenizer.from_pretrained(folder),
-            peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "fc1"]) if adapter else None,
+            peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj", "fc1"])
+            if adapter
+            else None,
         )
         first[packing], *_, last = losses(trainer)
         assert last < first[packing]

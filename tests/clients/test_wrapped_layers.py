@@ -1,4 +1,6 @@
-"""Programs that wrap a layer: activation steering (repeng), layer-wise quantizers (the catchers of GPTQ, SparseGPT, Wanda)."""
+"""Programs that wrap a layer: activation steering (repeng), layer-wise quantizers (the catchers of GPTQ, SparseGPT,
+Wanda).
+"""
 
 import sys
 from functools import partial
@@ -100,13 +102,17 @@ def test_programs_that_fail_without_tokens(program):
     if program == "torchao":
         quantize_(model, Int8DynamicActivationInt8WeightConfig())
     else:
-        model = get_peft_model(model, C3AConfig(block_size=16, target_modules="all-linear", task_type="SEQ_2_SEQ_LM")).eval()
+        model = get_peft_model(
+            model, C3AConfig(block_size=16, target_modules="all-linear", task_type="SEQ_2_SEQ_LM")
+        ).eval()
     options = {"input_ids": IDS, "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     assert torch.equal(model.generate(**options), model.generate(**options, use_cache=False))
 
 
 def test_dill_and_datasets_with_remote_code(trained, tmp_path):
-    """`datasets.map` hashes what a function refers to by dill, which looks for each class in the package of its module."""
+    """`datasets.map` hashes what a function refers to by dill, which looks for each class in the package of its
+    module.
+    """
     script = """
     import sys
     import dill, torch, transformers

@@ -98,7 +98,13 @@ def s3(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [shutil.which("rclone", path=os.path.dirname(sys.executable)), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
+    command = [
+        shutil.which("rclone", path=os.path.dirname(sys.executable)),
+        "serve",
+        "s3",
+        "--addr",
+        f"127.0.0.1:{port}",
+    ]
     command += ["--auth-key", "key,secret", "--config", os.devnull, str(folder)]
     with open(folder.with_suffix(".log"), "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -1,4 +1,6 @@
-"""The engine `ray` gives the numbers of the local engine: on several nodes, at an address, and with several workers a run."""
+"""The engine `ray` gives the numbers of the local engine: on several nodes, at an address, and with several workers a
+run.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ class TestSameNumbers:
         files = WorkingCopy(address, tmp_path).files()
         assert {"report.html", "results.md", "figures/curves.png", "comparison.yaml"} <= set(files)
         assert [name for name in files if name.startswith(".data/") and name.endswith("/blocks.json")]
-        runs = {name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")}
+        runs = {
+            name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")
+        }
         assert runs == {"rate-0.005-seed-0", "rate-0.01-seed-0"}
         assert "runs/base/rate-0.01-seed-0/model.safetensors" in files and "runs/base/rate-0.01-seed-0.log" in files
         assert not [name for name in files if "checkpoint-" in name or "progress" in name or ".lock" in name]
@@ -102,7 +106,9 @@ class TestWorkers:
         file, one = two_runs
         start_cluster(1, 1)
         folder = tmp_path / "two"
-        killer = threading.Thread(target=lambda: os.kill(process_of(wait_until(lambda: running(folder))[0]), signal.SIGKILL))
+        killer = threading.Thread(
+            target=lambda: os.kill(process_of(wait_until(lambda: running(folder))[0]), signal.SIGKILL)
+        )
         killer.start()
         two = run_comparison(load_plan(file), folder, RayEngine(workers_per_run=2))
         killer.join()
@@ -122,7 +128,9 @@ class TestWorkers:
         address = "s3://bucket/training"
         overrides = {"output_dir": address, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
         metrics = train_with("ray", load_recipe(recipe_file, overrides), workers=2)
-        assert metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]
+        assert (
+            metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]
+        )
         folder = fetch(open_folder(address))
         history = read_json(folder / "trainer_state.json")["log_history"]
         losses = [entry["loss"] for entry in history if "loss" in entry]

@@ -1,4 +1,6 @@
-"""What is lost with a node, a process, the memory or the driver is made again from the last checkpoint, with equal numbers."""
+"""What is lost with a node, a process, the memory or the driver is made again from the last checkpoint, with equal
+numbers.
+"""
 
 import json
 import os
@@ -75,7 +77,9 @@ class TestLost:
         monkeypatch.setenv("RAY_memory_usage_threshold", str((memory.used + 2.5 * 2**30) / memory.total))
         monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "50")
         start_cluster(1)
-        file = comparison_file(models={"base": None, "vast": {"switches": {"intermediate_size": 5_000_000}}}, seeds=[0])
+        file = comparison_file(
+            models={"base": None, "vast": {"switches": {"intermediate_size": 5_000_000}}}, seeds=[0]
+        )
         folder = tmp_path / "results"
         options = ["--engine", "ray", "--cpus-per-run", "1", "--max-retries", "1"]
         assert main(["compare", file, "--output_dir", str(folder), *options]) == 1

@@ -13,7 +13,9 @@ from modeling_nlq.kernels.cpu import cpu_ops
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles so small that short sequences take several; for `nlq_tiled` smaller ones with more than 4 heads in the batch."""
+    """Tiles so small that short sequences take several; for `nlq_tiled` smaller ones with more than 4 heads in the
+    batch.
+    """
     set_tiles(monkeypatch, 4, 3, 4)
     set_rows(monkeypatch, 4)
 

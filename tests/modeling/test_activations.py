@@ -45,7 +45,9 @@ class TestTable:
 
     def test_linear_is_no_function(self):
         """Transformers has a function named `linear`, the identity, which is another thing."""
-        with pytest.raises(ValueError, match="attention_activation='linear_attention' is not a function of the scores"):
+        with pytest.raises(
+            ValueError, match="attention_activation='linear_attention' is not a function of the scores"
+        ):
             get_attention_activation("linear_attention").function(SCORES)
 
     @pytest.mark.parametrize("name", OF_A_ROW)
@@ -84,7 +86,12 @@ class TestTable:
     @pytest.mark.parametrize("name", LIBRARY_ACTIVATIONS)
     def test_functions_of_transformers(self, name):
         row = get_attention_activation(name)
-        assert (row.name, row.normalization, row.non_negative, row.subtract_log_count) == (name, "length", False, False)
+        assert (row.name, row.normalization, row.non_negative, row.subtract_log_count) == (
+            name,
+            "length",
+            False,
+            False,
+        )
         scores = SCORES.clone().requires_grad_()
         expected = ACT2FN[name](scores)
         slope = torch.autograd.grad(expected.sum(), scores)[0]
@@ -124,7 +131,9 @@ class TestRegistration:
     @pytest.mark.parametrize("normalization", ["sum", "length", "none"])
     def test_function(self, monkeypatch, derivative, normalization):
         monkeypatch.setitem(PHI, "cauchy", lambda s: 1 / (1 + s * s))
-        register_attention_activation("cauchy", cauchy, derivative=derivative, non_negative=True, normalization=normalization)
+        register_attention_activation(
+            "cauchy", cauchy, derivative=derivative, non_negative=True, normalization=normalization
+        )
         layout = LAYOUTS["one_key_value_head"]
         module, states = layer_for(layout, "cauchy"), layout.states()
         assert module.normalization == normalization
@@ -148,7 +157,9 @@ class TestRegistration:
             StrictDataclassError, match=r"'couchy' is unknown; did you mean 'cauchy'\? .* linear_attention, cauchy, "
         ):
             NLQConfig(attention_activation="couchy")
-        with pytest.raises(StrictDataclassError, match="attention_normalization='sum' needs weights that are never negative"):
+        with pytest.raises(
+            StrictDataclassError, match="attention_normalization='sum' needs weights that are never negative"
+        ):
             NLQConfig(attention_activation="cauchy", attention_normalization="sum")
         activations_nlq._REGISTERED.clear()
         register_attention_activation("cauchy", cauchy, non_negative=True)
@@ -197,11 +208,19 @@ class TestRegistration:
 
     ELEMENT = "function of 'mine' must work element by element and keep the shape"
     REFUSED = {
-        "normalization": (torch.tanh, {"normalization": "max"}, "normalization='max' must be one of sum, length, none"),
+        "normalization": (
+            torch.tanh,
+            {"normalization": "max"},
+            "normalization='max' must be one of sum, length, none",
+        ),
         "sum": (cauchy, {"normalization": "sum"}, "needs weights that are never negative: give non_negative=True"),
         "negative": (torch.tanh, {"non_negative": True}, "function of 'mine' is -1 somewhere, but non_negative=True"),
         "logarithm": (lambda s: s.log(), {}, "is not finite"),
-        "derivative": (torch.tanh, {"derivative": lambda s, w: w - w.square()}, "is not the derivative of its function"),
+        "derivative": (
+            torch.tanh,
+            {"derivative": lambda s, w: w - w.square()},
+            "is not the derivative of its function",
+        ),
         "infinite_slope": (lambda s: (0 * s).sqrt(), {}, "or its derivative, is not finite"),
         "softmax": (lambda s: torch.softmax(s, dim=-1), {}, ELEMENT),
         "mean": (lambda s: s.mean(dim=-1), {}, ELEMENT),
@@ -220,7 +239,9 @@ class TestRegistration:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_exp_makes_no_denormal_numbers(dtype):
-    scores = torch.cat([torch.linspace(-1000.0, 5.0, 2000, dtype=dtype), torch.tensor([-torch.inf, torch.nan], dtype=dtype)])
+    scores = torch.cat(
+        [torch.linspace(-1000.0, 5.0, 2000, dtype=dtype), torch.tensor([-torch.inf, torch.nan], dtype=dtype)]
+    )
     expected = scores.exp()
     expected = expected.where(~(expected < zero_limit(dtype)), 0.0)
     torch.testing.assert_close(exp_(scores), expected, rtol=0, atol=0, equal_nan=True)

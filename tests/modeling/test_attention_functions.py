@@ -1,4 +1,6 @@
-"""The attention functions of all backends but `flex_attention`: outputs and gradients of the formulas, and what they refuse."""
+"""The attention functions of all backends but `flex_attention`: outputs and gradients of the formulas, and what they
+refuse.
+"""
 
 import math
 
@@ -73,7 +75,12 @@ def computes(backend, case, dtype=torch.float32, **others):
 
 
 @parametrize_grid(
-    {"backend": ("eager", "nlq_rows", "nlq_tiled", "nlq_cpp", "sdpa"), "case": CASES, "layout": LAYOUTS, "dtype": DTYPES},
+    {
+        "backend": ("eager", "nlq_rows", "nlq_tiled", "nlq_cpp", "sdpa"),
+        "case": CASES,
+        "layout": LAYOUTS,
+        "dtype": DTYPES,
+    },
     allowed=computes,
 )
 def test_formulas(backend, case, layout, dtype):
@@ -84,12 +91,15 @@ def test_formulas(backend, case, layout, dtype):
         check(actual, expected, 1e-5)
     else:
         check_rounding(actual[:4], run("eager", layout, module, states), expected)
-        for one, exact in zip(actual[4:], expected[4:]):  # a sink, a parameter in float32 read in the precision of the scores
+        # A sink, a parameter in float32 read in the precision of the scores
+        for one, exact in zip(actual[4:], expected[4:]):
             assert one.dtype == torch.float32 and error(one, exact) <= 2 * 2**-7
     assert (actual[0][~layout.visible.any(dim=-1).transpose(1, 2)] == 0).all()
 
 
-@parametrize_grid({"backend": ("nlq_tiled", "nlq_cpp"), "pair": dict(enumerate(THREE)), "layout": LONG_LAYOUTS}, strength=1)
+@parametrize_grid(
+    {"backend": ("nlq_tiled", "nlq_cpp"), "pair": dict(enumerate(THREE)), "layout": LONG_LAYOUTS}, strength=1
+)
 def test_usual_tiles(backend, pair, layout, monkeypatch):
     monkeypatch.undo()  # tiles as large as they are in use
     allow_cpp(monkeypatch)
@@ -149,7 +159,9 @@ def test_sums_over_many_tiles(backend, query_length, key_length):
 
 @parametrize_grid({"scaling": (0.0, -0.5), "case": SOFTMAX, "name": ("causal", "left_padding", "one_query")})
 def test_scaling_without_sign(scaling, case, name):
-    """Equal scores, which leave only the sink to choose, and turned ones: PyTorch's causal kernel returns NaN for both."""
+    """Equal scores, which leave only the sink to choose, and turned ones: PyTorch's causal kernel returns NaN for
+    both.
+    """
     layout = LAYOUTS[name]
     module, states = module_for(layout, case), layout.states()
     expected = expected_of(layout, *case[:2], states, scaling, module.sink)
@@ -249,7 +261,9 @@ class TestScoreBias:
         return [tensor.requires_grad_() for tensor in (*states, total.clone(), total.clone())]
 
     @parametrize_backends("nlq_tiled", "nlq_rows")
-    @pytest.mark.parametrize("pair", [("softmax", "sum"), ("sigmoid", "none"), ("relu_squared", "sum"), ("softplus", "length")])
+    @pytest.mark.parametrize(
+        "pair", [("softmax", "sum"), ("sigmoid", "none"), ("relu_squared", "sum"), ("softplus", "length")]
+    )
     @pytest.mark.parametrize("dropout", [0.0, 0.3])
     def test_finite_differences(self, backend, pair, dropout):
         """Also that forward and backward drop the same weights, tile by tile."""
@@ -257,7 +271,9 @@ class TestScoreBias:
 
         def function(*states, backend=backend, dropout=dropout):
             torch.manual_seed(1)
-            return attend(backend, module, *states[:3], scaling=0.7, dropout=dropout, score_bias=ScoreBias(*states[3:]))
+            return attend(
+                backend, module, *states[:3], scaling=0.7, dropout=dropout, score_bias=ScoreBias(*states[3:])
+            )
 
         states = self.states(6)
         assert torch.autograd.gradcheck(function, states, fast_mode=True)
@@ -296,7 +312,9 @@ def dropped_weights(backend, states, **options):
 @parametrize_backends("eager", "nlq_tiled", "nlq_rows")
 class TestDropout:
     def test_random_numbers(self, backend):
-        """A seed tells what is dropped, and where nothing is, no numbers are drawn: others would depend on the backend."""
+        """A seed tells what is dropped, and where nothing is, no numbers are drawn: others would depend on the
+        backend.
+        """
         states = LAYOUTS["grouped_queries"].states()
         first, second, other = (dropped(backend, states, seed=seed) for seed in (1, 1, 2))
         assert torch.equal(first, second) and not torch.allclose(first, other)
@@ -345,5 +363,7 @@ def test_dropout_of_sdpa(case):
 def test_tiled_attention_on_a_gpu(activation, normalization):
     module = layer(activation, normalization)
     states = [torch.randn(2, 4, 300, 64, device="cuda", requires_grad=True) for _ in range(3)]
-    actual, expected = (results(attend(name, module, *states), inputs_of(module, states)) for name in ("nlq_tiled", "eager"))
+    actual, expected = (
+        results(attend(name, module, *states), inputs_of(module, states)) for name in ("nlq_tiled", "eager")
+    )
     check(actual, expected, 1e-4)

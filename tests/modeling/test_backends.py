@@ -15,7 +15,15 @@ class TestChoice:
     # By activation, "zero" being softmax with a sink
     CAN = {
         "softmax": {
-            *("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "nlq_cpp")
+            *(
+                "eager",
+                "sdpa",
+                "flash_attention_2",
+                "flash_attention_3",
+                "flash_attention_4",
+                "flex_attention",
+                "nlq_cpp",
+            )
         },
         "zero": {"eager", "sdpa", "flex_attention"},
         **{name: {"eager", "nlq_tiled", "flex_attention"} for name in NON_NEGATIVE},
@@ -50,7 +58,9 @@ class TestChoice:
             find_backend(backend, [0, 3], self.asked(name))
         message, choices = str(error.value).split("; use one of ")
         activation = "'softmax' with attention_sink='zero'" if name == "zero" else repr(name)
-        assert message == f"attn_implementation={backend!r} cannot compute attention_activation={activation} (layer 0, 3)"
+        assert (
+            message == f"attn_implementation={backend!r} cannot compute attention_activation={activation} (layer 0, 3)"
+        )
         assert set(choices.split(", ")) == {"nlq", *self.CAN[name]}
 
     @pytest.mark.parametrize("name", CAN)
@@ -67,7 +77,9 @@ class TestChoice:
         """C++ code comes first, but for a single query, dropout and other types."""
         automatic = self.AUTOMATIC.get(name, "nlq_tiled")
         call = {"device": torch.device("cpu"), "dtype": torch.float32, "queries": 9, "head_dim": 8}
-        assert find_backend("nlq", [0], self.asked(name, **call)) == ("nlq_cpp" if "nlq_cpp" in self.CAN[name] else automatic)
+        assert find_backend("nlq", [0], self.asked(name, **call)) == (
+            "nlq_cpp" if "nlq_cpp" in self.CAN[name] else automatic
+        )
         for other in ({"queries": 1}, {"dtype": torch.float16}, {"dtype": torch.bfloat16, "head_dim": 7}):
             assert find_backend("nlq", [0], self.asked(name, **{**call, **other})) == automatic
         assert find_backend("nlq", [0], self.asked(name, **call, dropout=0.1)) == automatic
@@ -82,5 +94,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])
     def test_weights(self, backend):
-        with pytest.raises(ValueError, match=r"the weights that output_attentions=True asks for .* use one of nlq, eager$"):
+        with pytest.raises(
+            ValueError, match=r"the weights that output_attentions=True asks for .* use one of nlq, eager$"
+        ):
             find_backend(backend, [0], self.asked("relu", weights=True))

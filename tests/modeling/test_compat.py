@@ -1,4 +1,4 @@
-"""The arguments of `forward`: both names of the cache, and none that matters is ignored. Deprecated calls of our own."""
+"""The arguments of `forward`: both names of the cache, and none that matters is ignored. Deprecated calls."""
 
 import contextlib
 
@@ -27,7 +27,9 @@ def test_both_names_of_the_cache(make_model, name, activation):
             outputs = [module(part, **{name: cache}) for part in TOKENS.split([3, 2], dim=1)]
         torch.testing.assert_close(torch.cat([output[key] for output in outputs], dim=1), module(TOKENS)[key])
         assert outputs[0][CACHE_NAME] is cache
-        with pytest.raises(ValueError, match=r"cache and past_key_values are two names|Both `past_key_values` and `cache`"):
+        with pytest.raises(
+            ValueError, match=r"cache and past_key_values are two names|Both `past_key_values` and `cache`"
+        ):
             module(TOKENS, cache=cache, past_key_values=DynamicCache(config=model.config))  # as PEFT may give
 
 
@@ -52,7 +54,14 @@ def test_known_arguments(make_model):
     model = make_model()
     positions = torch.arange(5)[None]
     known = dict.fromkeys(KNOWN_ARGUMENTS - {"output_attentions", "output_hidden_states"}, torch.ones_like(TOKENS))
-    switches = {"return_dict": True, "use_cache": False, "a_switch": True, "a_number": 3, "a_name": "x", "nothing": None}
+    switches = {
+        "return_dict": True,
+        "use_cache": False,
+        "a_switch": True,
+        "a_number": 3,
+        "a_name": "x",
+        "nothing": None,
+    }
     actual = model(TOKENS, position_ids=positions, **known, **switches).logits
     assert torch.equal(actual, model(TOKENS).logits)
 

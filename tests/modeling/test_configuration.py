@@ -33,7 +33,13 @@ from modeling_nlq.training.parameters import Size, auto_class_of, matching_inter
 from modeling_nlq.training.run.recipe import load_recipe
 
 
-TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 16}
+TINY = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 16,
+}
 
 # arXiv 2603.13381, table 1 and its public code
 NON_EMBEDDING_PARAMETERS = {
@@ -59,7 +65,12 @@ def test_sizes_are_the_papers(name):
 @pytest.mark.parametrize("is_causal, visible, context", [(True, 16, 100), (False, 33, 100), (False, 33, 24)])
 def test_flops_of_windows(is_causal, visible, context):
     """A query multiplies with the keys of its window only, which in an encoder has two sides."""
-    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8, "per_layer_config": {1: {"sliding_window": None}}}
+    sizes = {
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+        "per_layer_config": {1: {"sliding_window": None}},
+    }
     sizes |= {**TINY, "is_causal": is_causal}
     whole = measure(NLQConfig(**TINY | sizes), context).flops_per_token
     windowed = measure(NLQConfig(**TINY | sizes, sliding_window=16), context).flops_per_token
@@ -70,7 +81,13 @@ def test_flops_of_windows(is_causal, visible, context):
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 @parametrize_switches(PART_SWITCHES | SOFTMAX_KINDS | ELEMENTWISE_KINDS | ROW_KINDS | LINEAR_KINDS)
 def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, switches, key_value_heads):
-    sizes = {**TINY, "query_projection": "linear", **switches, "num_key_value_heads": key_value_heads, "sliding_window": None}
+    sizes = {
+        **TINY,
+        "query_projection": "linear",
+        **switches,
+        "num_key_value_heads": key_value_heads,
+        "sliding_window": None,
+    }
     is_linear = switches.get("attention_activation") == "linear_attention"
     config = NLQConfig(**sizes, attn_implementation="nlq" if is_linear else "eager")
     model, context = NLQForCausalLM(config), config.max_position_embeddings
@@ -101,7 +118,11 @@ def test_shipped_models_build(name):
         model = auto_class_of(config).from_config(config)
     assert type(model).__name__ == config.architectures[0]
     if name.startswith("tiny-") and type(config) is NLQConfig:
-        assert 1e6 < model.num_parameters() < (3e6 if model.lm_head.weight is not model.model.embed_tokens.weight else 2.2e6)
+        assert (
+            1e6
+            < model.num_parameters()
+            < (3e6 if model.lm_head.weight is not model.model.embed_tokens.weight else 2.2e6)
+        )
 
 
 @pytest.mark.parametrize("name", sorted({*names("recipes")} - {"heal"}))  # whose model its user converts
@@ -142,11 +163,21 @@ def test_shipped_accelerate_files_are_valid(name):
     "switches",
     [
         {},
-        {"attention_activation": "squared", "attention_normalization": "length", "norm_position": "post", "use_bias": True},
+        {
+            "attention_activation": "squared",
+            "attention_normalization": "length",
+            "norm_position": "post",
+            "use_bias": True,
+        },
         {"attention_scaling": 0.5, "attention_output_scaling": 2, "eos_token_id": [1, 2], "num_key_value_heads": 4},
-        {"attention_activation": "entmax15", "per_layer_config": {1: LINEAR_KINDS["linear_learned"], 2: {"qk_norm": "rms"}}},
+        {
+            "attention_activation": "entmax15",
+            "per_layer_config": {1: LINEAR_KINDS["linear_learned"], 2: {"qk_norm": "rms"}},
+        },
         ROTARY["yarn"] | {"position_embedding": "rope"},
-        ROTARY["not_in_each_layer"] | ROTARY["partial"] | {"position_embedding": "rope", "sliding_window": 8, "mlp_bias": True},
+        ROTARY["not_in_each_layer"]
+        | ROTARY["partial"]
+        | {"position_embedding": "rope", "sliding_window": 8, "mlp_bias": True},
     ],
     ids=["defaults", "switches", "numbers", "per_layer", "rope", "modern"],
 )
@@ -177,7 +208,10 @@ BAD = [
         ["layer 2", "linear_attention_decay='fixed'", "'linear_attention'", "'relu'"],
     ),
     ({**LINEAR, "linear_attention_decay": "fast"}, ["linear_attention_decay", "fast", "fixed", "learned"]),
-    ({"attention_dropout": 0.1, "per_layer_config": {1: LINEAR}}, ["layer 1", "attention_dropout=0.1 excludes", "'linear_"]),
+    (
+        {"attention_dropout": 0.1, "per_layer_config": {1: LINEAR}},
+        ["layer 1", "attention_dropout=0.1 excludes", "'linear_"],
+    ),
     ({**LINEAR, "attention_sink": "zero"}, ["attention_sink='zero'", "'softmax'", "'linear_attention'"]),
     ({"hidden_act": "prelu"}, ["hidden_act='prelu'", "gelu"]),
     ({"hidden_act": None}, ["hidden_act"]),
@@ -211,7 +245,10 @@ BAD = [
         {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
         ["partial_rotary_factor=1.5", "12 rotated"],
     ),
-    ({"per_layer_config": {1: {"position_embedding": "none"}}}, ["position_embedding='learned'", "all layers or of none"]),
+    (
+        {"per_layer_config": {1: {"position_embedding": "none"}}},
+        ["position_embedding='learned'", "all layers or of none"],
+    ),
     ({"sliding_window": 1}, ["sliding_window=1", "at least 2", "None"]),
     ({"sliding_window": 4, "per_layer_config": {1: LINEAR}}, ["layer 1", "sliding_window=4 excludes"]),
     ({"per_layer_config": {1: {"norm_type": "rmsnorm"}}}, ["per_layer_config", "norm_type"]),
@@ -221,7 +258,12 @@ BAD = [
             "position_embedding": "rope",
             "head_dim": 7,
             "query_projection": "linear",
-            "rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4, "factor": 1.0, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "proportional",
+                "rope_theta": 1e4,
+                "factor": 1.0,
+                "partial_rotary_factor": 0.5,
+            },
         },
         ["head_dim=7"],
     ),
@@ -285,7 +327,8 @@ def test_flops_equal_those_pytorch_counts(name):
 def test_flops_of_linear_attention_do_not_grow_with_the_context():
     linear, softmax = (load_config(name) for name in ("tiny-linear-attention", "tiny-linear"))
     assert measure(linear, 128) == measure(linear, 65536)
-    # Writing into a state of head_dim x head_dim and reading from it, instead of one product for each of 256 keys, twice
+    # Writing into a state of head_dim x head_dim and reading from it, instead of one product for each of 256 keys,
+    # twice
     saved = 6 * 2 * (256 - linear.head_dim) * linear.num_hidden_layers * linear.hidden_size
     assert measure(softmax, 256).flops_per_token - measure(linear, 256).flops_per_token == saved
 

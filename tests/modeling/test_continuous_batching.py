@@ -42,7 +42,7 @@ PROMPTS = draw_prompts()
 
 
 def run(model, prompts=PROMPTS, batching=None, **generation) -> list[list[int]]:
-    """The new tokens of `generate_batch`, with blocks of 4 tokens and prompts computed in chunks of at most 16 tokens."""
+    """The new tokens of `generate_batch`, with blocks of 4 tokens and prompts in chunks of at most 16 tokens."""
     generation_config = GenerationConfig(
         **{"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **generation}
     )
@@ -99,7 +99,9 @@ def flash_stand_in(module, query, key, value, attention_mask, scaling, **kwargs)
     outputs = []
     starts = [kwargs[name].tolist() for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     for first, last, first_key, last_key in zip(starts[0], starts[0][1:], starts[1], starts[1][1:]):
-        visible = torch.ones(last - first, last_key - first_key, dtype=torch.bool).tril(last_key - first_key - (last - first))
+        visible = torch.ones(last - first, last_key - first_key, dtype=torch.bool).tril(
+            last_key - first_key - (last - first)
+        )
         states = query[:, :, first:last], key[:, :, first_key:last_key], value[:, :, first_key:last_key]
         outputs.append(sdpa_with_sink_forward(module, *states, visible[None, None], scaling)[0])
     return torch.cat(outputs, dim=1), None
@@ -146,7 +148,9 @@ def test_padded_batches_and_warm_up(sigmoid):
         assert runner.run_one_warmup(sigmoid, POSITIONS + 16, 0) > 0.0  # 0.0 if it failed
     manager.batch_processor.cache.reset()
     finite = []
-    hook = sigmoid.model.register_forward_hook(lambda module, _, output: finite.append(output[0].isfinite().all().item()))
+    hook = sigmoid.model.register_forward_hook(
+        lambda module, _, output: finite.append(output[0].isfinite().all().item())
+    )
     manager.start()
     ids = manager.add_requests(PROMPTS)
     tokens = {}
@@ -163,7 +167,9 @@ def test_requests_end_at_the_last_learned_position(sigmoid):
     prompt = [index % VOCABULARY for index in range(POSITIONS - 3)]
     assert run(sigmoid, [prompt], max_new_tokens=20) == [greedy(sigmoid, torch.tensor(prompt), 4)]
     assert run(sigmoid, [prompt * 2][:0]) == []
-    with pytest.raises(ValueError, match=f"a prompt of {POSITIONS + 1} tokens is longer than .* max_position_embeddings=64$"):
+    with pytest.raises(
+        ValueError, match=f"a prompt of {POSITIONS + 1} tokens is longer than .* max_position_embeddings=64$"
+    ):
         run(sigmoid, [[1], [1] * (POSITIONS + 1)])
     rope = make_model(attention_activation="sigmoid", position_embedding="rope")
     assert len(run(rope, [[1] * (POSITIONS + 1)])[0]) == 6
@@ -175,7 +181,8 @@ class TestRefused:
     def test_linear_attention(self, layers, start):
         switches = {layer: {"attention_activation": "linear_attention"} for layer in layers}
         model = make_model(attention_activation="sigmoid", per_layer_config=switches)
-        message = rf"^attention_activation='linear_attention' \(layer {layers[0]}\) has no continuous batching; use generate$"
+        layer = rf"attention_activation='linear_attention' \(layer {layers[0]}\)"
+        message = f"^{layer} has no continuous batching; use generate$"
         with pytest.raises(ValueError, match=message):
             getattr(model, start)(*([PROMPTS] if start == "generate_batch" else []))
         assert model.config._attn_implementation == "nlq"

@@ -166,7 +166,9 @@ class Answers(Dataset):
 @needs_compiler
 @pytest.mark.parametrize("method", slow_except(("fork", "spawn"), ("fork",)))
 def test_in_another_process(method):
-    """After use in this process. A worker of a DataLoader has one thread: after a fork, several would wait for each other."""
+    """After use in this process. A worker of a DataLoader has one thread: after a fork, several would wait for each
+    other.
+    """
     answers = Answers(one_query(2, 4, 2, 100, 16), torch.randn(5, 7), torch.randint(7, (5,)))
     expected = answers[0]
     (actual,) = DataLoader(answers, batch_size=None, num_workers=1, multiprocessing_context=method, timeout=120)

@@ -1,7 +1,7 @@
 """Attention in C++, `nlq_cpp`: widths and strides, its own exponential, threads, and what happens without it.
 
-`test_attention_functions.py`, `test_extremes.py` and `test_tiled.py` run their tests of activations, normalisers and masks with
-it too.
+`test_attention_functions.py`, `test_extremes.py` and `test_tiled.py` run their tests of activations, normalisers and
+masks with it too.
 """
 
 import functools
@@ -37,7 +37,13 @@ pytestmark = pytest.mark.thin(2)
 
 SOME_LAYOUTS = {
     name: LAYOUTS[name]
-    for name in ("odd_length", "padded_window_after_cache", "packed_grouped_queries", "mask_per_head", "one_key_value_head")
+    for name in (
+        "odd_length",
+        "padded_window_after_cache",
+        "packed_grouped_queries",
+        "mask_per_head",
+        "one_key_value_head",
+    )
 }
 BOTH = ["attention", "attention_backward"]
 attend_in_cpp = functools.partial(attend, "nlq_cpp")
@@ -93,13 +99,17 @@ class TestAgreement:
         def run_with(order, expand):
             inputs = [strided(tensor, order).requires_grad_() for tensor in states]
             output = attend_in_cpp(module, *inputs)
-            gradient = torch.ones(()).to(output).expand_as(output) if expand else strided(random_factors(output), order)
+            gradient = (
+                torch.ones(()).to(output).expand_as(output) if expand else strided(random_factors(output), order)
+            )
             return [output, *torch.autograd.grad(output, inputs, gradient)]
 
         for expand in (False, True):
             expected = run_with([0, 1, 2, 3], expand)
             for order in ([0, 2, 1, 3], [3, 2, 1, 0], [1, 3, 0, 2]):
-                assert all(torch.equal(one, other) for one, other in zip(run_with(order, expand), expected, strict=True))
+                assert all(
+                    torch.equal(one, other) for one, other in zip(run_with(order, expand), expected, strict=True)
+                )
 
 
 class TestSoftmax:
@@ -121,7 +131,10 @@ class TestSoftmax:
     def test_refused(self, monkeypatch):
         states, module = [torch.randn(1, 1, 3, 4) for _ in range(3)], layer("softmax")
         module.config._attn_implementation = "nlq_cpp"
-        for call in (lambda: [tensor.double() for tensor in states], lambda: monkeypatch.setenv("NLQ_CPP", "0") or states):
+        for call in (
+            lambda: [tensor.double() for tensor in states],
+            lambda: monkeypatch.setenv("NLQ_CPP", "0") or states,
+        ):
             with pytest.raises(ValueError, match=r"'nlq_cpp' .* computes float32 and bfloat16"):
                 attend_in_cpp(module, *call())
 
@@ -138,7 +151,9 @@ class TestSoftmax:
             with torch.autocast("cpu", enabled=precision == "autocast"):
                 losses[name] = model(tokens, labels=tokens).loss
             losses[name].backward()
-        torch.testing.assert_close(losses["nlq"], losses["sdpa"], rtol=1e-5 if precision == "float32" else 1e-2, atol=0)
+        torch.testing.assert_close(
+            losses["nlq"], losses["sdpa"], rtol=1e-5 if precision == "float32" else 1e-2, atol=0
+        )
         assert cpp_passes == ["attention"] * 2 + ["attention_backward"] * 2
         cpp_passes.clear()
         model.set_attn_implementation("nlq")
@@ -185,7 +200,12 @@ class TestFunctions:
 @two_dtypes
 def test_threads_change_nothing(cpp_passes, dtype):
     layout = LONG_LAYOUTS["many_heads"]
-    module, states, found, threads = layer_for(layout, "softplus"), layout.states(dtype, 8), [], torch.get_num_threads()
+    module, states, found, threads = (
+        layer_for(layout, "softplus"),
+        layout.states(dtype, 8),
+        [],
+        torch.get_num_threads(),
+    )
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)

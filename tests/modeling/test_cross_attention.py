@@ -1,4 +1,4 @@
-"""Cross-attention, and encoders with decoders: formulas, backends, caches, other people's models, heads and refusals."""
+"""Cross-attention, and encoders with decoders: formulas, backends, caches, other models, heads and refusals."""
 
 import random
 
@@ -41,7 +41,13 @@ from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 pytestmark = pytest.mark.thin(4)
 
 
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 SIZES |= {"max_position_embeddings": 64}
 SOURCE_MASK = mask_of("1111000", "0101111")
 TARGET_MASK = mask_of("000111111", "111111111")
@@ -99,7 +105,12 @@ def random_switches(seed: int) -> dict:
         switches["cross_attention"] = attention_switches(chance, groups, width == 16)
     both = {"attention_sink": "learned", "parallax": True, "attention_length_scaling": "log"}
     both |= {"differential_attention": chance.choice(["v1", "v2"])}
-    own = {"exclusive_attention": "learned", "value_residual": "learned", "forget_gate": "learned", "sliding_window": 3}
+    own = {
+        "exclusive_attention": "learned",
+        "value_residual": "learned",
+        "forget_gate": "learned",
+        "sliding_window": 3,
+    }
     own |= {"canon": "ABCD", "selective_attention": True, "attention_gate": "value"}
     for name, value in (both | own).items():
         if chance.random() < 0.25:
@@ -118,7 +129,9 @@ def _with_if_allowed(switches: dict, more: dict) -> dict:
 
 
 @pytest.mark.thin(5)
-@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))])
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))]
+)
 def test_random_decoders(seed):
     """Logits and weights are those of the formulas; the steps of a cache, and a pair alone, are those of the whole."""
     switches = random_switches(seed)
@@ -144,7 +157,9 @@ def test_random_decoders(seed):
         assert len(weights) == 2 * layers
         cache, steps = None, []
         for start, end in ((0, 5), (5, 6), (6, 9)):
-            step = model(input_ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **inputs)
+            step = model(
+                input_ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **inputs
+            )
             cache = step[1]
             steps.append(step.logits)
         torch.testing.assert_close(torch.cat(steps, dim=1)[is_token], output.logits[is_token], **close)
@@ -209,7 +224,12 @@ class TestGeneration:
     @pytest.mark.slow
     def test_compiled_steps(self):
         model = pair(torch.float32, sliding_window=3, cross_attention={"attention_activation": "sigmoid"})
-        inputs = {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "max_new_tokens": 6, "do_sample": False}
+        inputs = {
+            "input_ids": random_tokens(2, 7),
+            "attention_mask": SOURCE_MASK,
+            "max_new_tokens": 6,
+            "do_sample": False,
+        }
         expected = model.generate(**inputs)
         step = torch.compile(model, dynamic=False, fullgraph=True, backend="eager")
         cache = EncoderDecoderCache(DynamicCache(config=model.config.decoder), DynamicCache())
@@ -254,7 +274,11 @@ class TestOtherModels:
         block |= {"embedding_norm": is_bart}
         model = pair(encoder=block, **block)
         names = {"out_proj": "o_proj", "encoder_attn": "cross_attn", "final_layer_norm": "mlp_norm", "fc1": "mlp.fc1"}
-        names |= {"self_attn_layer_norm": "self_attn_norm", "encoder_attn_layer_norm": "cross_attn_norm", "fc2": "mlp.fc2"}
+        names |= {
+            "self_attn_layer_norm": "self_attn_norm",
+            "encoder_attn_layer_norm": "cross_attn_norm",
+            "fc2": "mlp.fc2",
+        }
         names |= {"layernorm_embedding": "embed_norm", "layer_norm": "norm"}
         state = {}
         for key, tensor in theirs.state_dict().items():
@@ -292,7 +316,9 @@ class TestOtherModels:
             (VisionEncoderDecoderModel, ViTModel(pixels, add_pooling_layer=False), image),
         ):
             width = encoder.config.hidden_size
-            half = decoder(**switches, cross_attention_hidden_size=width, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+            half = decoder(
+                **switches, cross_attention_hidden_size=width, bos_token_id=1, eos_token_id=2, pad_token_id=0
+            )
             model = composite(encoder=encoder, decoder=half).double().eval()
             model.config.decoder_start_token_id, model.config.pad_token_id = 1, 0
             options = {"max_new_tokens": 8, "min_new_tokens": 8, "num_beams": 2, "do_sample": False, **inputs}
@@ -305,9 +331,14 @@ class TestOtherModels:
             with torch.no_grad():
                 states = encoder(**inputs).last_hidden_state
                 shifted = model.prepare_decoder_input_ids_from_labels(labels)
-                source_inputs = {"encoder_hidden_states": states, "encoder_attention_mask": inputs.get("attention_mask")}
+                source_inputs = {
+                    "encoder_hidden_states": states,
+                    "encoder_attention_mask": inputs.get("attention_mask"),
+                }
                 logits = half(shifted, **source_inputs).logits
-            torch.testing.assert_close(loss.detach(), torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            torch.testing.assert_close(
+                loss.detach(), torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            )
 
 
 @pytest.mark.usefixtures("small_tiles", "cpp_allowed", "uncompiled")
@@ -333,7 +364,9 @@ def test_backends_equal_eager(implementation, activation, mask, queries):
     def results(name):
         model.set_attn_implementation(name)
         with torch.set_grad_enabled(has_gradients):
-            logits = model(input_ids, encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=False).logits
+            logits = model(
+                input_ids, encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=False
+            ).logits
             inputs = [encoded, *model.parameters()]
             return [logits, *(torch.autograd.grad(logits.square().mean(), inputs) if has_gradients else ())]
 
@@ -349,7 +382,10 @@ def test_backends_equal_eager(implementation, activation, mask, queries):
 def test_pairs_on_a_gpu(implementation, activation):
     """Gradients beside those of `eager`; tokens with a compiled static cache beside those of the CPU."""
     wide = {"hidden_size": 64, "num_key_value_heads": 2, "attention_activation": activation}
-    model, inputs = pair(torch.float32, encoder=wide, **wide), {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK}
+    model, inputs = (
+        pair(torch.float32, encoder=wide, **wide),
+        {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK},
+    )
     options, labels = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}, random_tokens(2, 9).cuda()
     expected = model.generate(**inputs, **options)
     model, inputs = model.cuda(), {name: value.cuda() for name, value in inputs.items()}
@@ -400,7 +436,7 @@ def test_backend_names_the_layer():
 
 
 def test_own_parts():
-    """Only where `cross_attention` names them, and none that needs the decoder's tokens, its MLP or a state of them."""
+    """Only where `cross_attention` names them, and none that needs the decoder's tokens, MLP or state."""
 
     class Doubled(AttentionPart):
         name = "doubled_test_part"
@@ -417,13 +453,19 @@ def test_own_parts():
 
     for part in (Doubled, Inner):
         register_attention_part(part)
-    inputs = {"input_ids": random_tokens(2, 5), "encoder_hidden_states": source(), "encoder_attention_mask": SOURCE_MASK}
+    inputs = {
+        "input_ids": random_tokens(2, 5),
+        "encoder_hidden_states": source(),
+        "encoder_attention_mask": SOURCE_MASK,
+    }
     for activation in ("softmax", "linear_attention"):
         cross = {"attention_activation": activation}
         model = decoder(cross_attention=cross | {"attention_parts": ["doubled_test_part"]})
         expected = decoder(cross_attention=cross | {"attention_output_scaling": 2.0})
         torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits)
-    with pytest.raises((ValueError, StrictDataclassError), match="inner_test_part needs the decoder's own tokens or its MLP"):
+    with pytest.raises(
+        (ValueError, StrictDataclassError), match="inner_test_part needs the decoder's own tokens or its MLP"
+    ):
         decoder(cross_attention={"attention_parts": ["inner_test_part"]})
 
 
@@ -449,7 +491,11 @@ def test_gradient_checkpointing(use_reentrant):
 @pytest.mark.slow
 def test_compiles_and_exports():
     model = pair(torch.float32, cross_attention={"attention_activation": "sigmoid"})
-    inputs = {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "decoder_input_ids": random_tokens(2, 5)}
+    inputs = {
+        "input_ids": random_tokens(2, 7),
+        "attention_mask": SOURCE_MASK,
+        "decoder_input_ids": random_tokens(2, 5),
+    }
     expected = model(**inputs, use_cache=False).logits
     torch.testing.assert_close(
         torch.compile(model, fullgraph=True, backend="eager")(**inputs, use_cache=False).logits, expected
@@ -476,7 +522,9 @@ def test_both_embeddings_are_resized(tied, tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
     assert again.config.encoder.vocab_size == again.config.decoder.vocab_size == VOCABULARY + 5
     decoder_table = again.model.decoder.embed_tokens.weight
-    assert (decoder_table is again.model.encoder.embed_tokens.weight) == (decoder_table is again.lm_head.weight) == tied
+    assert (
+        (decoder_table is again.model.encoder.embed_tokens.weight) == (decoder_table is again.lm_head.weight) == tied
+    )
 
 
 class TestRefusals:
@@ -484,7 +532,10 @@ class TestRefusals:
         "switches, message",
         [
             ({"is_causal": False}, "add_cross_attention=True needs is_causal=True"),
-            ({"add_cross_attention": False, "cross_attention": {}}, "cross_attention={} needs add_cross_attention=True"),
+            (
+                {"add_cross_attention": False, "cross_attention": {}},
+                "cross_attention={} needs add_cross_attention=True",
+            ),
             ({"cross_attention": True}, "cross_attention=True must be the switches"),
             ({"cross_attention_hidden_size": 0}, "cross_attention_hidden_size=0 must be a positive integer"),
             ({"cross_attention": {"sliding_window": 3}}, "cross_attention: 'sliding_window' cannot be set there"),
@@ -503,7 +554,10 @@ class TestRefusals:
                 {"cross_attention": {"key_projection": "identity"}, "cross_attention_hidden_size": 20},
                 "cross_attention: key_proj",
             ),
-            ({"per_layer_config": {1: {"cross_attention": {"canon": "A"}}}}, "layer 1: cross_attention: 'canon' cannot"),
+            (
+                {"per_layer_config": {1: {"cross_attention": {"canon": "A"}}}},
+                "layer 1: cross_attention: 'canon' cannot",
+            ),
         ],
     )
     def test_configurations(self, switches, message):
@@ -523,7 +577,11 @@ class TestRefusals:
                 "encoder_attention_mask=",
             ),
             (model, packed, "packed documents .* would all see the encoder's tokens"),
-            (plain, {"encoder_hidden_states": encoded}, "this model has no cross-attention; set add_cross_attention=True"),
+            (
+                plain,
+                {"encoder_hidden_states": encoded},
+                "this model has no cross-attention; set add_cross_attention=True",
+            ),
         ):
             with pytest.raises(ValueError, match=message):
                 other(input_ids, **inputs)

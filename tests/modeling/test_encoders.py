@@ -28,7 +28,13 @@ from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 pytestmark = pytest.mark.thin(4)
 
 
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 SIZES |= {"max_position_embeddings": 320, "is_causal": False}
 ORDERED = ("forget_gate", "canon", "selective_attention", "linear_attention_decay")
 PADDED = {
@@ -123,7 +129,9 @@ def random_switches(chance: random.Random) -> dict:
 
 
 @pytest.mark.thin(5)
-@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))])
+@pytest.mark.parametrize(
+    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))]
+)
 def test_random_encoders(seed):
     chance = random.Random(seed)
     switches = random_switches(chance)
@@ -178,7 +186,9 @@ class TestOtherEncoders:
         """Post-norm, an embedding norm and biases."""
         set_seed(0)
         sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-        bert = BertModel(BertConfig(**sizes, intermediate_size=24, max_position_embeddings=12), add_pooling_layer=False)
+        bert = BertModel(
+            BertConfig(**sizes, intermediate_size=24, max_position_embeddings=12), add_pooling_layer=False
+        )
         bert = bert.double().eval()
         switches = {"norm_position": "post", "embedding_norm": True, "use_bias": True, "query_projection": "linear"}
         model = encoder(NLQModel, **switches, layer_norm_eps=1e-12, max_position_embeddings=12)
@@ -189,7 +199,9 @@ class TestOtherEncoders:
         }
         for index, layer in enumerate(bert.encoder.layer):
             own = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
-            state |= {f"layers.{index}.self_attn.{name}": getattr(layer.attention.self, of) for name, of in own.items()}
+            state |= {
+                f"layers.{index}.self_attn.{name}": getattr(layer.attention.self, of) for name, of in own.items()
+            }
             state |= {
                 f"layers.{index}.self_attn.o_proj": layer.attention.output.dense,
                 f"layers.{index}.self_attn_norm": layer.attention.output.LayerNorm,
@@ -272,7 +284,10 @@ def test_export_of_packed_documents():
     """Of linear attention, whose chunks would fix the length."""
     model, (inputs, longer) = (
         encoder(attention_activation="linear_attention"),
-        ({"input_ids": random_tokens(1, length), "position_ids": torch.arange(length)[None] % 4} for length in (9, 70)),
+        (
+            {"input_ids": random_tokens(1, length), "position_ids": torch.arange(length)[None] % 4}
+            for length in (9, 70)
+        ),
     )
     shapes = {name: {1: torch.export.Dim("length", min=2, max=320)} for name in inputs}
     exported = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()

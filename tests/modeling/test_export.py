@@ -71,12 +71,16 @@ GROUPS = groups(list(KINDS), 6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds",
-    [pytest.param(kinds, marks=[] if kinds is GROUPS[-1] else pytest.mark.slow, id="+".join(kinds)) for kinds in GROUPS],
+    [
+        pytest.param(kinds, marks=[] if kinds is GROUPS[-1] else pytest.mark.slow, id="+".join(kinds))
+        for kinds in GROUPS
+    ],
 )
 def test_prompt(kinds, make_model):
     """Exported with one padding and length, run with others."""
     layers = {
-        index: {**KINDS[kind], "query_projection": PROJECTIONS[index % len(PROJECTIONS)]} for index, kind in enumerate(kinds)
+        index: {**KINDS[kind], "query_projection": PROJECTIONS[index % len(PROJECTIONS)]}
+        for index, kind in enumerate(kinds)
     }
     layers[0] |= {} if kinds[0] in LINEAR_KINDS else {"sliding_window": 3}
     model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=len(kinds), per_layer_config=layers)
@@ -124,7 +128,8 @@ def test_packed_documents(make_model):
 DECODING = {
     "softmax": {0: KINDS["softmax"], 1: KINDS["softmax_sink_learned"]},
     "elementwise": {0: KINDS["sigmoid"], 1: KINDS["squared"]},
-    "linear": {0: KINDS["linear_learned"], 1: KINDS["linear"]},  # without keys, whose length would tell the number of tokens
+    # Without keys, whose length would tell the number of tokens
+    "linear": {0: KINDS["linear_learned"], 1: KINDS["linear"]},
     "mixed": {0: KINDS["linear_fixed"], 1: KINDS["sigmoid"]},
     "windows": {0: {**KINDS["softmax"], "sliding_window": 4}, 1: {**KINDS["sigmoid"], "sliding_window": 6}},
 }
@@ -134,7 +139,9 @@ DECODING = {
 @pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("layers", slow_except(list(DECODING), ["mixed"]))
 def test_cached_tokens(layers, padding, make_model):
-    """The cache is an input and an output. Its length, the batch and the number of new tokens differ from the sample's."""
+    """The cache is an input and an output. Its length, the batch and the number of new tokens differ from the
+    sample's.
+    """
     model = make_model(
         implementation="nlq", position_embedding="rope", num_key_value_heads=2, per_layer_config=DECODING[layers]
     )

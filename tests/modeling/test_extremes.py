@@ -39,7 +39,9 @@ CASES = [
     *((dtype, "softmax", "sum") for dtype in (torch.float32, torch.bfloat16, torch.float16)),
     *((dtype, name, None) for name in ROW_KINDS for dtype in (torch.float32, torch.bfloat16)),
 ]
-all_cases = pytest.mark.parametrize("dtype, activation, normalization", CASES, ids=["-".join(map(str, case)) for case in CASES])
+all_cases = pytest.mark.parametrize(
+    "dtype, activation, normalization", CASES, ids=["-".join(map(str, case)) for case in CASES]
+)
 pytestmark = [pytest.mark.usefixtures("small_tiles", "cpp_allowed"), pytest.mark.thin(2)]
 
 
@@ -140,7 +142,9 @@ def test_only_differences_of_scores_count(activation, dtype):
     for shift in (-3e4, 0.0, 3e4):
         scores = torch.tensor([[[[0.0, -0.5, -1e5, -3e4, 0.25, 9.0]]]]) + shift
         visible = torch.tensor([True, True, True, True, False, False]).expand(1, 1, 1, 6)
-        weights = attention_weights(scores.to(dtype), visible, visible.sum(-1)[:, 0], layer(activation).activation, "sum")
+        weights = attention_weights(
+            scores.to(dtype), visible, visible.sum(-1)[:, 0], layer(activation).activation, "sum"
+        )
         expected = PROJECTED[activation](scores.to(dtype)[0, 0, 0, :4].double())
         torch.testing.assert_close(weights[0, 0, 0, :4].double(), expected, rtol=1e-5, atol=1e-5)
         assert (weights[..., 2:] == 0).all()
@@ -151,6 +155,8 @@ def test_without_entmax(make_model, monkeypatch, activation, tmp_path, tokens):
     """The model can be made, saved and loaded where the package is missing; running it says so."""
     monkeypatch.setitem(sys.modules, "entmax", None)
     make_model(attention_activation=activation).save_pretrained(tmp_path)
-    with pytest.raises(ImportError, match=f"attention_activation='{activation}' needs the package entmax: pip install"):
+    with pytest.raises(
+        ImportError, match=f"attention_activation='{activation}' needs the package entmax: pip install"
+    ):
         NLQForCausalLM.from_pretrained(tmp_path)(tokens)
     assert make_model()(tokens).logits.isfinite().all()

@@ -26,7 +26,9 @@ from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.flex_nlq import FlexMask, log_function
 
 
-FLEX_LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if "mask" not in name or name == "static_cache_without_mask"}
+FLEX_LAYOUTS = {
+    name: layout for name, layout in LAYOUTS.items() if "mask" not in name or name == "static_cache_without_mask"
+}
 COMBINATIONS = [pair for pair in ALL_COMBINATIONS if pair[0] in NON_NEGATIVE]
 
 
@@ -74,7 +76,10 @@ class TestHere:
         "module, refused",
         [
             (layer("relu", "length"), "a sink, or another normaliser than 'sum',"),
-            (layer("softmax", sink=torch.zeros(2), attention_sink="zero"), "a sink, or another normaliser than 'sum',"),
+            (
+                layer("softmax", sink=torch.zeros(2), attention_sink="zero"),
+                "a sink, or another normaliser than 'sum',",
+            ),
             (layer("relu", "sum"), "gradients"),
         ],
         ids=["length", "sink", "gradients"],
@@ -121,7 +126,9 @@ class TestElsewhere:
         assert (actual[~positive] == -torch.inf).all()
         torch.testing.assert_close(actual[positive], phi[positive].log())
         gradient = torch.autograd.grad(actual[positive].sum(), scores, retain_graph=True)[0]
-        torch.testing.assert_close(gradient, torch.autograd.grad(phi[positive].log().sum(), scores, retain_graph=True)[0])
+        torch.testing.assert_close(
+            gradient, torch.autograd.grad(phi[positive].log().sum(), scores, retain_graph=True)[0]
+        )
         assert (torch.autograd.grad(actual.sum(), scores)[0][~positive] == 0).all()
 
 

@@ -32,7 +32,9 @@ def check_against_reference(model, input_ids, tolerance=1e-10, visible=None, **i
     if visible is not None:
         inputs["attention_mask"] = None
     logits, weights = reference.forward(model.config, model.state_dict(), input_ids, visible=visible, **inputs)
-    is_real = torch.ones_like(input_ids).bool() if inputs.get("attention_mask") is None else inputs["attention_mask"].bool()
+    is_real = (
+        torch.ones_like(input_ids).bool() if inputs.get("attention_mask") is None else inputs["attention_mask"].bool()
+    )
     tolerances = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(output.logits[is_real], logits[is_real], **tolerances)
     if not has_weights:
@@ -68,7 +70,9 @@ class TestReference:
     @biases
     @parametrize_switches(BLOCKS | SWITCHES | PART_SWITCHES)
     def test_switch(self, make_model, switches, use_bias):
-        check_against_reference(make_model(torch.float64, use_bias=use_bias, **switches), random_tokens(2, 7), **PADDED)
+        check_against_reference(
+            make_model(torch.float64, use_bias=use_bias, **switches), random_tokens(2, 7), **PADDED
+        )
 
     @parametrize_switches(ROTARY)
     def test_rotary_positions(self, make_model, switches):

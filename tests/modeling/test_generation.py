@@ -56,7 +56,11 @@ WINDOWS = {
 PARTS = {
     "forget_gate": {"forget_gate": "learned", "num_key_value_heads": 2, "query_projection": "linear"},
     "forget_gate_and_window": {"forget_gate": "learned", "sliding_window": 3, "attention_length_scaling": "log"},
-    "forget_gate_of_sigmoid": {"forget_gate": "learned", "attention_activation": "sigmoid", "value_residual": "learned"},
+    "forget_gate_of_sigmoid": {
+        "forget_gate": "learned",
+        "attention_activation": "sigmoid",
+        "value_residual": "learned",
+    },
     "differential_v1": {"differential_attention": "v1"},
     "all_parts": PART_SWITCHES["all_parts"],
     "more_parts": PART_SWITCHES["more_parts"],
@@ -64,7 +68,16 @@ PARTS = {
     "selective": {"selective_attention": True, "forget_gate": "fixed"},
 }
 ONE_WAY = {*LINEAR_KINDS, *LINEAR_HYBRID, "windows_differ", "selective"}  # no token can be taken back
-KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **BY_SUM, **HYBRID, **ROW_KINDS, **LINEAR_KINDS, **LINEAR_HYBRID, **WINDOWS}
+KINDS = {
+    **SOFTMAX_KINDS,
+    **ELEMENTWISE_KINDS,
+    **BY_SUM,
+    **HYBRID,
+    **ROW_KINDS,
+    **LINEAR_KINDS,
+    **LINEAR_HYBRID,
+    **WINDOWS,
+}
 KINDS |= PARTS
 BACKENDS = {
     "eager": tuple(KINDS),
@@ -131,7 +144,7 @@ def make_kind(make_model):
 
 @pytest.fixture(scope="module")
 def expected_tokens(make_kind):
-    """A function to the tokens that greedy decoding finds after each prompt: a full pass of `eager` for every token."""
+    """A function to the tokens of greedy decoding after each prompt: a full pass of `eager` for every token."""
     found = {}
 
     @torch.no_grad()
@@ -190,7 +203,8 @@ def test_one_token_after_the_other(make_kind, expected_tokens, kind, implementat
     for prompt, expected in zip(PROMPTS, expected_tokens(kind)):
         cache = make_cache(config=model.config)
         tokens = [
-            model(torch.tensor([[token]]), past_key_values=cache).logits.argmax().item() for token in (*prompt, *expected)
+            model(torch.tensor([[token]]), past_key_values=cache).logits.argmax().item()
+            for token in (*prompt, *expected)
         ]
         assert tokens[len(prompt) - 1 : -1] == expected
 
@@ -212,7 +226,9 @@ class TestGreedy:
         alone = model.generate(**row(PROMPTS[1]), use_cache=use_cache, **OPTIONS)
         assert new_tokens(alone) == new_tokens(generated)[1:2]
 
-    @parametrize_grid({"kind, implementation": CASES_WITH_STATIC_CACHE, "position_embedding": ("learned", "rope")}, strength=1)
+    @parametrize_grid(
+        {"kind, implementation": CASES_WITH_STATIC_CACHE, "position_embedding": ("learned", "rope")}, strength=1
+    )
     def test_static_cache(self, make_kind, expected_tokens, kind, implementation, position_embedding):
         model = make_kind(kind, implementation, position_embedding=position_embedding)
         options = {"cache_implementation": "static", "disable_compile": True, **OPTIONS}
@@ -232,8 +248,8 @@ class TestGreedy:
     def test_compiled_static_cache(self, make_kind, expected_tokens, kind, implementation):
         """One graph for all tokens after the prompt.
 
-        Transformers' static layers of a window count tokens by a plain number until the window is full, so Mistral has up to
-        three graphs too.
+        Transformers' static layers of a window count tokens by a plain number until the window is full, so Mistral has
+        up to three graphs too.
         """
         graphs = []
 
@@ -270,7 +286,8 @@ class TestBeamSearch:
 
 
 class TestAssisted:
-    """A smaller model proposes several tokens at a time; those that are not the model's own are taken back from the cache.
+    """A smaller model proposes several tokens at a time; those that are not the model's own are taken back from the
+    cache.
 
     A state cannot go back: models with linear layers refuse (`test_linear.py`).
     """
@@ -285,7 +302,9 @@ class TestAssisted:
         assistant.generation_config.update(num_assistant_tokens=3, assistant_confidence_threshold=0.0)
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         lengths = []  # how many tokens each pass of the model takes
-        model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: lengths.append(output.shape[1])
+        )
         generated = [model.generate(**row(prompt), assistant_model=assistant, **OPTIONS) for prompt in PROMPTS]
         assert [new_tokens(tokens)[0] for tokens in generated] == expected_tokens(kind, **switches)
         assert len(lengths) < len(PROMPTS) * NEW_TOKENS, "no proposal was right"

@@ -85,7 +85,9 @@ class TestInitialState:
         input_ids = random_tokens(2, 7)
         loaded = NLQForCausalLM.from_pretrained(tmp_path, head_projection=True)
         assert torch.equal(loaded(input_ids).logits, saved(input_ids).logits)
-        loaded = NLQForCausalLM.from_pretrained(tmp_path, attention_sink="learned", qk_norm="l2", attn_implementation="eager")
+        loaded = NLQForCausalLM.from_pretrained(
+            tmp_path, attention_sink="learned", qk_norm="l2", attn_implementation="eager"
+        )
         for block in loaded.model.layers:
             assert (block.self_attn.sink_bias == 0).all()
             assert (block.self_attn.q_norm.scale == 2.0).all()

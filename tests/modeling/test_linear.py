@@ -1,4 +1,6 @@
-"""Models with linear attention: decay, the state in the cache and what Transformers does to it, training, and refusals."""
+"""Models with linear attention: decay, the state in the cache and what Transformers does to it, training, and
+refusals.
+"""
 
 import math
 
@@ -44,7 +46,9 @@ class TestDecay:
     @pytest.mark.parametrize("heads", [1, 128])
     def test_learned_rates_begin_as_the_fixed_ones(self, heads):
         sizes = {"vocab_size": 5, "num_hidden_layers": 1, "num_attention_heads": heads, "hidden_size": 2 * heads}
-        attention = NLQForCausalLM(NLQConfig(**sizes, **MODELS["learned"] | {"num_key_value_heads": heads})).model.layers[0]
+        attention = NLQForCausalLM(
+            NLQConfig(**sizes, **MODELS["learned"] | {"num_key_value_heads": heads})
+        ).model.layers[0]
         # logit(1 - 2^-k) = log(2^k - 1)
         k = 5 + torch.arange(heads, dtype=torch.float64)
         expected = k * math.log(2) + torch.log1p(-torch.exp2(-k))
@@ -58,7 +62,13 @@ class TestDecay:
             kind: [tuple(tensor.shape) for name, tensor in model.named_parameters() if name.endswith("decay_bias")]
             for kind, model in models.items()
         }
-        assert shapes == {"linear": [], "fixed": [], "learned": [(2,), (2,)], "linear_first": [(4,)], "linear_last": []}
+        assert shapes == {
+            "linear": [],
+            "fixed": [],
+            "learned": [(2,), (2,)],
+            "linear_first": [(4,)],
+            "linear_last": [],
+        }
 
 
 class TestCache:
@@ -72,7 +82,9 @@ class TestCache:
             for seen, part in zip((4, 5, 9), tokens.split([4, 1, 4], dim=1)):
                 model(part, past_key_values=cache)
                 assert [int(cache.get_seq_length(index)) for index in range(2)] == [seen, seen]
-        assert {tuple(map(int, cache.get_mask_sizes(3, index))) for index in range(2)} == {(24 if is_static else 12, 0)}
+        assert {tuple(map(int, cache.get_mask_sizes(3, index))) for index in range(2)} == {
+            (24 if is_static else 12, 0)
+        }
         assert (cache.is_compileable, cache.get_max_length()) == (is_static, 24 if is_static else -1)
         assert cache.is_croppable is False
 
@@ -96,7 +108,8 @@ class TestCache:
 
     # Transformers' dynamic keys and values stay where they are after a reset, as zeros
     @pytest.mark.parametrize(
-        "kind, cache_name", [*((kind, "static") for kind in MODELS), *((kind, "dynamic") for kind in ("linear", "learned"))]
+        "kind, cache_name",
+        [*((kind, "static") for kind in MODELS), *((kind, "dynamic") for kind in ("linear", "learned"))],
     )
     def test_reset(self, make_model, kind, cache_name, tokens):
         model = make_model(implementation="nlq", **MODELS[kind])
@@ -108,7 +121,7 @@ class TestCache:
 
     @both_caches
     def test_memory(self, make_model, make_cache):
-        """A square and a row for each head in float32, whatever the length: no view of a longer tensor, and no graph."""
+        """A square and a row for each head in float32, for any length: no view of a longer tensor, and no graph."""
         for switches in MODELS.values():
             model = make_model(implementation="nlq", max_position_embeddings=500, **switches)
             cache = StaticCache(config=model.config, max_cache_len=500)
@@ -136,7 +149,9 @@ class TestCache:
 class TestTraining:
     @all_models
     def test_over_several_calls(self, make_model, switches, tokens):
-        """The last call's loss reaches the first through the cache; one that is filled but not read changes no gradient."""
+        """The last call's loss reaches the first through the cache; one that is filled but not read changes no
+        gradient.
+        """
         model = make_model(torch.float64, "nlq", **switches).train()
         full = model(tokens, use_cache=False).logits
         for lengths in ([9], [5, 4], [8, 1], [3, 1, 5]):
@@ -157,7 +172,9 @@ class TestTraining:
             outputs = model(tokens, labels=tokens)
             inside, *states = linear_attention(*heads, None, 0.5)
             with torch.no_grad():
-                parts = torch.cat([model(part, past_key_values=cache).logits for part in tokens.split([4, 1, 4], 1)], dim=1)
+                parts = torch.cat(
+                    [model(part, past_key_values=cache).logits for part in tokens.split([4, 1, 4], 1)], dim=1
+                )
         outside, *other_states = linear_attention(*heads, None, 0.5)
         assert inside.dtype == torch.bfloat16 and torch.equal(inside, outside)
         assert all(map(torch.equal, *states, *other_states)), "sums in less than float32"
@@ -192,9 +209,8 @@ class TestRefusals:
     def test_output_attentions(self, make_model, tokens):
         for kind, layer in (("linear", 0), ("linear_first", 0), ("linear_last", 1)):
             model = make_model(implementation="nlq", **MODELS[kind])
-            message = (
-                rf"output_attentions=True: attention_activation=.linear_attention. \(layer {layer}.*\) computes no weights"
-            )
+            where = rf"attention_activation=.linear_attention. \(layer {layer}.*\)"
+            message = f"output_attentions=True: {where} computes no weights"
             with pytest.raises(ValueError, match=message):
                 model(tokens, output_attentions=True)
             with pytest.raises(ValueError, match=message):
@@ -219,7 +235,11 @@ class TestRefusals:
         model, softmax = make_model(**MODELS[kind]), make_model()
         layer = int(kind == "linear_last")
         message = rf"'linear_attention' \(layer {layer}\) needs a cache that stores its state.*\(config=model.config\)"
-        caches = DynamicCache(), DynamicCache(config=softmax.config), StaticCache(config=softmax.config, max_cache_len=12)
+        caches = (
+            DynamicCache(),
+            DynamicCache(config=softmax.config),
+            StaticCache(config=softmax.config, max_cache_len=12),
+        )
         for cache in caches:
             with pytest.raises(ValueError, match=message):
                 model(tokens, past_key_values=cache)

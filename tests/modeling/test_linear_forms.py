@@ -93,7 +93,9 @@ class TestState:
     @examples(60)
     @given(st.data(), st.sampled_from(sorted(DECAYS)), st.booleans(), st.booleans())
     def test_split_anywhere(self, data, decay, is_padded, is_rotated):
-        """Outputs, gradients and the last state are those of one call, wherever the text is cut and whatever the forms."""
+        """Outputs, gradients and the last state are those of one call, wherever the text is cut and whatever the
+        forms.
+        """
         length = data.draw(st.integers(1, 10))
         rows = [data.draw(st.text("01", min_size=length, max_size=length)) for _ in range(2)]
         sizes = {"heads": 4, "key_value_heads": 2}
@@ -127,7 +129,10 @@ class TestState:
         query, key, value = layout.states(torch.float64)
         logits = decay_logits(decay, layout)
         rate = torch.ones(2, dtype=torch.float64) if logits is None else torch.sigmoid(logits)
-        numerator, denominator = torch.zeros(1, 2, 4, 4, dtype=torch.float64), torch.zeros(1, 2, 4, dtype=torch.float64)
+        numerator, denominator = (
+            torch.zeros(1, 2, 4, 4, dtype=torch.float64),
+            torch.zeros(1, 2, 4, dtype=torch.float64),
+        )
         for index in (1, 2, 4, 5, 6):
             feature = reference.psi(key[:, :, index])
             numerator = rate[:, None, None] * numerator + feature[..., None] * value[:, :, index, None, :]
@@ -171,13 +176,16 @@ class TestNoNaN:
 
     @pytest.mark.parametrize("form", ["parallel", "recurrent", 3])
     @pytest.mark.parametrize("decay", ["none", "learned"])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+    )
     def test_extremes(self, dtype, decay, form):
         layout = LAYOUTS["packed_grouped_queries"]
         for query_sign, key_sign in itertools.product((1e3, -1e3), repeat=2):
             query, key, value = layout.states(dtype)
             query, key = (
-                (tensor.detach().abs() * sign).requires_grad_() for tensor, sign in ((query, query_sign), (key, key_sign))
+                (tensor.detach().abs() * sign).requires_grad_()
+                for tensor, sign in ((query, query_sign), (key, key_sign))
             )
             states, logits = [query, key, value], decay_logits(decay, layout, torch.float32)
             for tensor in results(run_form(form, states, layout.mask(), logits)[0], inputs_of(states, logits)):

@@ -126,7 +126,7 @@ def test_large_logits(cpp, monkeypatch):
 
 
 def test_scaled_loss_in_float16():
-    """A gradient that float16 rounds to 0 comes back with a scale, and the scale itself may be too large for float16."""
+    """A gradient that float16 rounds to 0 comes back with a scale, which may be too large for float16."""
     labels = torch.randint(600, (4, 64))
     logits = torch.randn(4, 64, 600).half().requires_grad_()
     exact = logits.detach().float().requires_grad_()

@@ -21,7 +21,13 @@ from modeling_nlq.masking_nlq import make_visibility
 pytestmark = pytest.mark.thin(4)
 
 
-TINY = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+TINY = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
 
 
 def make(activation="softmax", **switches) -> NLQForCausalLM:
@@ -46,7 +52,7 @@ class TestSilentSoftmax:
 
     @pytest.mark.parametrize("name", BY_NAME)
     def test_by_name(self, name, tokens):
-        """Asked for when the model is made or later, or assigned to its configuration; layers that differ are named."""
+        """When the model is made or later, or assigned to its configuration; layers that differ are named."""
         switches, refused = self.BY_NAME[name]
         message = rf"'{name}' cannot compute .*{refused}"
         model = make(**switches)
@@ -118,7 +124,7 @@ def test_input_is_checked(tokens):
 
 
 def test_gradient_checkpointing_refuses_a_cache(tokens):
-    """Backward computes each layer again, and would add its keys a second time. Without gradients nothing is repeated."""
+    """Backward computes each layer again, and would add its keys a second time. Nothing else is repeated."""
     model = make("sigmoid")
     cache = model(tokens, use_cache=True).past_key_values
     model.gradient_checkpointing_enable()
@@ -129,7 +135,9 @@ def test_gradient_checkpointing_refuses_a_cache(tokens):
     with torch.no_grad():
         first = model(tokens[:, :5], use_cache=True)
         rest = model(tokens[:, 5:], past_key_values=first.past_key_values)
-        torch.testing.assert_close(torch.cat([first.logits, rest.logits], dim=1), model(tokens, use_cache=False).logits)
+        torch.testing.assert_close(
+            torch.cat([first.logits, rest.logits], dim=1), model(tokens, use_cache=False).logits
+        )
     assert model.eval()(tokens, past_key_values=cache).past_key_values.get_seq_length() == 22
 
 
@@ -139,7 +147,8 @@ def test_empty_batch(activation, tokens):
     outputs = model(tokens[:0], labels=tokens[:0])
     assert outputs.logits.shape == (0, 11, 50) and outputs.loss.isnan()  # the mean of nothing, as PyTorch has it
     model(tokens[:0], labels=tokens[:0], num_items_in_batch=7).loss.backward()
-    assert all((parameter.grad == 0).all() for parameter in model.parameters())  # none is None, which other processes wait for
+    # None is None, which other processes wait for
+    assert all((parameter.grad == 0).all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("implementation", ["eager", "nlq_tiled", "flex_attention"])
@@ -241,7 +250,9 @@ def test_stock_trainer_decays_exactly_the_matrices(activation, tmp_path):
     model = make(activation, **RICH[activation])
     trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     decayed = set(trainer.get_decay_parameter_names(model))
-    assert decayed == {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.ndim >= 2}
+    assert decayed == {
+        name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.ndim >= 2
+    }
 
 
 def separable_task(count=64):
@@ -280,7 +291,8 @@ def test_gradient_accumulation_equals_a_larger_batch(model_class, options, tmp_p
             row["labels"] = row["labels"].clone().index_fill_(0, torch.arange(5), -100)
     elif model_class is NLQForQuestionAnswering:
         data = [
-            {"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": row["labels"]} for row in data
+            {"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": row["labels"]}
+            for row in data
         ]
     results = []
     for batch_size, accumulation in ((12, 1), (4, 3)) if len(data) == 30 else ((8, 1), (2, 4)):
@@ -340,7 +352,9 @@ def test_flex_attention_refuses_a_static_cache(tokens):
 def test_unit_heads_in_half_precision():
     model = make(qk_norm="l2", query_projection="identity", norm_position="post", residual_activation="relu").half()
     norm = model.model.layers[0].self_attn.q_norm
-    assert torch.equal(norm(torch.zeros(1, 2, 4, 8, dtype=torch.float16)), torch.zeros(1, 2, 4, 8, dtype=torch.float16))
+    assert torch.equal(
+        norm(torch.zeros(1, 2, 4, 8, dtype=torch.float16)), torch.zeros(1, 2, 4, 8, dtype=torch.float16)
+    )
 
 
 SOFTMAX, LINEAR, SIGMOID = ({"attention_activation": name} for name in ("softmax", "linear_attention", "sigmoid"))
@@ -369,7 +383,9 @@ class TestLayersOneByOne:
         hook.remove()
         (states, *others), keywords = caught[0]
         for layer in model.model.layers:
-            states = layer(states, *others, **{name: value for name, value in keywords.items() if kept is None or name in kept})
+            states = layer(
+                states, *others, **{name: value for name, value in keywords.items() if kept is None or name in kept}
+            )
             states = states[0] if isinstance(states, tuple) else states
         return model.lm_head(model.model.norm(states)), expected
 

@@ -25,7 +25,13 @@ from modeling_nlq import (
 from modeling_nlq.training.models import initialize_by_name
 
 
-SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32}
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
 STEEPER = DISTANCE.replace("-5.0", "-6.0")
 
 
@@ -70,7 +76,8 @@ for place in (folder, again):
         model = auto_class.from_pretrained(place, trust_remote_code=True).eval()
         if head == "ForCausalLM":
             torch.testing.assert_close(model(inputs).logits, expected)
-            generated = [model.generate(inputs, max_new_tokens=4, do_sample=False, use_cache=cache) for cache in (True, False)]
+            options = {"max_new_tokens": 4, "do_sample": False}
+            generated = [model.generate(inputs, use_cache=cache, **options) for cache in (True, False)]
             assert torch.equal(*generated)
             model.save_pretrained(again)
     assert AutoConfig.from_pretrained(place, trust_remote_code=True).attention_parts == ["distance"]

@@ -13,7 +13,13 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration,
 from modeling_nlq.training.models import load_config
 
 
-HALF = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 32}
+HALF = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
 HALVES = {"encoder": HALF, "decoder": {**HALF, "num_hidden_layers": 2, "max_position_embeddings": 24}}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -44,7 +50,11 @@ LOADING = {name: WAYS[name] for name in ("from_pretrained", "model", "load_confi
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_field_of_the_halves_reaches_both(way, saved):
-    given = {"attention_activation": "sigmoid", "use_cache": False, "per_layer_config": {0: {"attention_activation": "relu"}}}
+    given = {
+        "attention_activation": "sigmoid",
+        "use_cache": False,
+        "per_layer_config": {0: {"attention_activation": "relu"}},
+    }
     config = WAYS[way](saved, **given)
     for half in (config.encoder, config.decoder):
         assert [layer.attention_activation for layer in half.per_layer_config][:2] == ["relu", "sigmoid"]
@@ -113,19 +123,34 @@ def test_saved_and_loaded_again(saved, tmp_path):
     config, left = AutoConfig.from_pretrained(
         saved, attn_implementation="eager", dtype=torch.bfloat16, trust_remote_code=False, return_unused_kwargs=True
     )
-    assert config.dtype == torch.bfloat16 and config.decoder._attn_implementation == "eager" and not {"dtype"} & {*left}
+    assert (
+        config.dtype == torch.bfloat16 and config.decoder._attn_implementation == "eager" and not {"dtype"} & {*left}
+    )
     config = AutoConfig.from_pretrained(saved)
     config.save_pretrained(tmp_path)
     assert (tmp_path / "config.json").read_text() == (saved / "config.json").read_text()
-    names = {"hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads", "num_layers", "num_hidden_layers"}
+    names = {
+        "hidden_size",
+        "head_dim",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_layers",
+        "num_hidden_layers",
+    }
     assert not names & {*config.to_diff_dict()}
-    for again in (copy.deepcopy(config), NLQSeq2SeqConfig(**config.to_dict()), NLQSeq2SeqConfig.from_dict(config.to_dict())):
+    for again in (
+        copy.deepcopy(config),
+        NLQSeq2SeqConfig(**config.to_dict()),
+        NLQSeq2SeqConfig.from_dict(config.to_dict()),
+    ):
         assert again.to_diff_dict() == config.to_diff_dict()
 
 
 def test_weights_of_other_shapes_in_one_line(saved, saved_decoder):
     for model_class, folder in ((NLQForConditionalGeneration, saved), (NLQForCausalLM, saved_decoder)):
-        with pytest.raises(RuntimeError, match=r"^[^\n]*embed_tokens.weight has the shape \(64, 16\) in the file[^\n]*$"):
+        with pytest.raises(
+            RuntimeError, match=r"^[^\n]*embed_tokens.weight has the shape \(64, 16\) in the file[^\n]*$"
+        ):
             model_class.from_pretrained(folder, vocab_size=32)
         model = model_class.from_pretrained(folder, vocab_size=32, ignore_mismatched_sizes=True)
         assert model.lm_head.weight.shape == (32, 16)

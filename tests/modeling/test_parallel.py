@@ -19,7 +19,12 @@ from modeling_nlq.integrations_nlq import check_distribution
 # Few models with many switches each, so that every part that belongs to heads is in one of them
 CASES = {
     **{name: {"attention_activation": name, **switches} for name, switches in RICH.items()},
-    "projections": {"key_projection": "upcycled", "value_projection": "bottleneck", "num_key_value_heads": 2, "use_bias": True},
+    "projections": {
+        "key_projection": "upcycled",
+        "value_projection": "bottleneck",
+        "num_key_value_heads": 2,
+        "use_bias": True,
+    },
     "identity": {
         "attention_activation": "linear_attention",
         "linear_attention_decay": "fixed",
@@ -86,7 +91,13 @@ def test_equals_one_process(make_model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["tp2", "fsdp2"])
 def test_encoder_and_decoder(sizes, make_model, tmp_path):
-    half = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    half = {
+        "vocab_size": 13,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     half |= {"max_position_embeddings": 32, "query_projection": "upcycled", "initializer_range": 0.3}
     crosses = {"sigmoid": {"attention_activation": "sigmoid", "query_projection": "nonlinear"}}
     crosses |= {
@@ -95,7 +106,8 @@ def test_encoder_and_decoder(sizes, make_model, tmp_path):
     }
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     cases = {
-        name: {"encoder": half, "decoder": {**half, "cross_attention": cross}, **tokens} for name, cross in crosses.items()
+        name: {"encoder": half, "decoder": {**half, "cross_attention": cross}, **tokens}
+        for name, cross in crosses.items()
     }
     check({name: (switches, SIZES[sizes]) for name, switches in cases.items()}, make_model, tmp_path)
 
@@ -124,7 +136,8 @@ def test_plan_names_existing_modules(make_model):
         assert model.tp_plan.keys() - names <= {"model.layers.*.self_attn.k_proj"}
         linear = {name for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)}
         planned = {name.removeprefix("model.layers.*.") for name in model.tp_plan}
-        linear = {name.partition(".")[2] for name in linear} - {"self_attn.value_gate_proj"}  # one matrix for all heads
+        # One matrix for all heads
+        linear = {name.partition(".")[2] for name in linear} - {"self_attn.value_gate_proj"}
         assert linear <= planned, "a linear layer that every process holds"
 
 

@@ -1,4 +1,4 @@
-"""What attention parts have of their own. Their formulas, caches and backends are in the tests of every configuration."""
+"""What is special to attention parts. Formulas, caches and backends are tested for every configuration."""
 
 import functools
 import math
@@ -169,7 +169,9 @@ def test_cache_without_a_configuration(make_model):
     ids=lambda switches: "+".join(switches),
 )
 def test_continuous_batching(make_model, switches):
-    """Parts that keep nothing: a request sees as many keys as its own tokens, whatever lies beside it in the paged cache."""
+    """Parts that keep nothing: a request sees as many keys as its own tokens, whatever lies beside it in the paged
+    cache.
+    """
     model = make_model(vocab_size=31, tie_word_embeddings=False, query_projection="linear", **switches)
     prompts, options = [[3, 1, 4, 1, 5], [9, 2]], GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
     paged = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
@@ -200,7 +202,10 @@ class TestRefusals:
             ({"parallax": True, "differential_attention": "v2"}, "parallax=True excludes differential_attention='v2'"),
             ({"parallax": True, "attention_activation": "linear_attention"}, "changes scores or weights"),
             ({"attention_gate": "value", "differential_attention": "v1"}, "excludes differential_attention='v1'"),
-            ({"attention_activation": "stick_breaking", "attention_normalization": "sum"}, "has the normaliser 'none' only"),
+            (
+                {"attention_activation": "stick_breaking", "attention_normalization": "sum"},
+                "has the normaliser 'none' only",
+            ),
             ({"attention_parts": ["unknown_part"]}, r"'unknown_part' \(code None\) is unknown"),
         ],
     )
@@ -209,10 +214,14 @@ class TestRefusals:
             NLQConfig(**{"query_projection": "linear", "num_attention_heads": 4, "hidden_size": 16, **switches})
 
     def test_backend(self, make_model):
-        with pytest.raises(ValueError, match=r"flash_attention_2' cannot .* with a bias .* use one of nlq, eager, sdpa"):
+        with pytest.raises(
+            ValueError, match=r"flash_attention_2' cannot .* with a bias .* use one of nlq, eager, sdpa"
+        ):
             make_model(implementation="flash_attention_2", **PART_SWITCHES["forget_gate_learned"])
 
-    @pytest.mark.parametrize("name", ["forget_gate_learned", "differential_v1", "canon", "selective", "stick_breaking"])
+    @pytest.mark.parametrize(
+        "name", ["forget_gate_learned", "differential_v1", "canon", "selective", "stick_breaking"]
+    )
     def test_continuous_batching(self, make_model, name):
         model = make_model(**PART_SWITCHES[name])
         with pytest.raises(ValueError, match="has no continuous batching"):
@@ -250,7 +259,9 @@ class TestCaches:
         mask = torch.ones_like(tokens)
         mask[0, :6] = 0
         options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-        padded = model.generate(tokens, attention_mask=mask, cache_implementation="static", disable_compile=True, **options)
+        padded = model.generate(
+            tokens, attention_mask=mask, cache_implementation="static", disable_compile=True, **options
+        )
         alone = model.generate(tokens[:1, 6:], use_cache=False, **options)
         assert torch.equal(padded[0, 9:], alone[0, 3:])
 
@@ -276,7 +287,9 @@ class TestCaches:
         model, tokens = make_model(query_projection="linear", **switches), random_tokens(2, 9)
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
         static = {"cache_implementation": "static", "prefill_chunk_size": 4, "disable_compile": True}
-        assert torch.equal(model.generate(tokens, **static, **options), model.generate(tokens, use_cache=False, **options))
+        assert torch.equal(
+            model.generate(tokens, **static, **options), model.generate(tokens, use_cache=False, **options)
+        )
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
     def test_states_beside_the_keys(self, dtype):
@@ -292,10 +305,18 @@ class TestCaches:
 
     def test_convolutions_refuse_a_mask_of_pairs(self, make_model):
         with pytest.raises(ValueError, match="canon takes no 4-D attention_mask"):
-            make_model(**PART_SWITCHES["canon"])(random_tokens(1, 3), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
+            make_model(**PART_SWITCHES["canon"])(
+                random_tokens(1, 3), attention_mask=torch.ones(1, 1, 3, 3).tril().bool()
+            )
 
 
-SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 32}
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
 
 
 @pytest.mark.parametrize("switches, most", [({}, 32), ({"sliding_window": 5}, 5), ({"sliding_window": 40}, 32)])
@@ -310,7 +331,9 @@ def test_length_scaling_starts_at_1_for_a_query_with_the_most_keys(switches, mos
 
 def test_length_scaling_of_cross_attention_starts_at_1_for_the_longest_source():
     decoder = {**SMALL, "max_position_embeddings": 24, "attention_length_scaling": "log"}
-    model = NLQForConditionalGeneration(NLQSeq2SeqConfig(encoder={**SMALL, "max_position_embeddings": 7}, decoder=decoder))
+    model = NLQForConditionalGeneration(
+        NLQSeq2SeqConfig(encoder={**SMALL, "max_position_embeddings": 7}, decoder=decoder)
+    )
     layer = model.model.decoder.layers[0]
     for attention, most in ((layer.self_attn, 24), (layer.cross_attn, 7)):
         scale = attention.parts["attention_length_scaling"].scale_bias

@@ -78,7 +78,9 @@ def edit(path: Path, old: str, new: str) -> None:
 def load_remote(folder: Path, **options) -> torch.nn.Module:
     """The model of a folder by its own code, beside the installed package."""
     return (
-        get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(folder)).from_pretrained(folder, **options).eval()
+        get_class_from_dynamic_module(AUTO_MAP["AutoModelForCausalLM"], str(folder))
+        .from_pretrained(folder, **options)
+        .eval()
     )
 
 
@@ -94,7 +96,12 @@ def logits_of(model, inputs=INPUTS) -> torch.Tensor:
 )
 def test_folder_loads_without_the_package_through_every_auto_class(saved_class, tmp_path):
     torch.manual_seed(0)
-    switches = {"attention_activation": "sigmoid", "attention_gate": "headwise", "head_projection": True, "qk_norm": "l2"}
+    switches = {
+        "attention_activation": "sigmoid",
+        "attention_gate": "headwise",
+        "head_projection": True,
+        "qk_norm": "l2",
+    }
     is_causal = saved_class is not NLQForMaskedLM
     model = saved_class(tiny_config(is_causal=is_causal, **switches)).eval()
     folder, again = tmp_path / "saved", tmp_path / "again"
@@ -131,7 +138,8 @@ import sys
 import torch
 from transformers import AutoModelForSeq2SeqLM
 model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1], trust_remote_code=True, dtype=torch.float64)
-torch.save([model(**torch.load(sys.argv[2])).logits, model.generate(**torch.load(sys.argv[2]), num_beams=2)], sys.argv[3])
+inputs = torch.load(sys.argv[2])
+torch.save([model(**inputs).logits, model.generate(**inputs, num_beams=2)], sys.argv[3])
 model.save_pretrained(sys.argv[4])
 """
 
@@ -140,7 +148,9 @@ model.save_pretrained(sys.argv[4])
 def test_encoder_and_decoder_without_the_package(tmp_path):
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     decoder = {**sizes, "sliding_window": 3, "cross_attention": {"attention_activation": "sigmoid"}}
-    config = modeling_nlq.NLQSeq2SeqConfig(encoder=sizes, decoder=decoder, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = modeling_nlq.NLQSeq2SeqConfig(
+        encoder=sizes, decoder=decoder, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
     model = modeling_nlq.NLQForConditionalGeneration(config).double().eval()
     folder, again, inputs = tmp_path / "first", tmp_path / "again", {"input_ids": torch.randint(3, 50, (2, 7))}
     model.save_pretrained(folder)
@@ -248,7 +258,7 @@ def test_revisions_have_caches_of_their_own(tmp_path):
 
 
 def test_revisions_have_operators_of_their_own(tmp_path):
-    """PyTorch's table of operators belongs to the process: another `phi` under the same name may not end up in ours."""
+    """PyTorch's table of operators belongs to the process: another `phi` of the same name may not replace ours."""
     ours, others = "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"
     options = {"attention_activation": "relu", "attention_normalization": "none", "attn_implementation": "nlq_tiled"}
     model = save(tmp_path, **options)

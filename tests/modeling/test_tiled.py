@@ -1,4 +1,4 @@
-"""Attention in linear memory: the tiles that are skipped, the memory, and `torch.compile`, autocast and checkpointing."""
+"""Attention in linear memory: skipped tiles, memory, `torch.compile`, autocast and checkpointing."""
 
 import pytest
 import torch

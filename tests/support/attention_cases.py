@@ -1,4 +1,5 @@
-"""Attention in float64, written from the formulas and from none of the backends, and the cases that backends are tested on.
+"""Attention in float64, written from the formulas and from none of the backends, and the cases that backends are
+tested on.
 
 Shapes: query and key `(batch, heads, length, head_dim)`, outputs `(batch, query, heads, head_dim)`.
 """
@@ -24,7 +25,9 @@ from modeling_nlq.masking_nlq import make_visibility
 
 
 ALL_COMBINATIONS = [
-    (name, normalization) for name in PHI for normalization in (*(["sum"] if name in NON_NEGATIVE else []), "length", "none")
+    (name, normalization)
+    for name in PHI
+    for normalization in (*(["sum"] if name in NON_NEGATIVE else []), "length", "none")
 ]
 
 
@@ -47,7 +50,10 @@ def reference(query, key, value, visible, activation, normalization, scaling, si
         if sink is not None:
             logits = torch.cat([logits, sink.double()[None, :, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
         largest = logits.amax(dim=-1, keepdim=True).clamp(min=-1e300)
-        phi, total = torch.exp(logits - largest)[..., : key.shape[2]], torch.exp(logits - largest).sum(dim=-1, keepdim=True)
+        phi, total = (
+            torch.exp(logits - largest)[..., : key.shape[2]],
+            torch.exp(logits - largest).sum(dim=-1, keepdim=True),
+        )
     else:
         count = visible.sum(dim=-1, keepdim=True).double()
         if activation == "sigmoid" and normalization == "none":
@@ -65,7 +71,7 @@ def mask_of(*rows):
 
 @dataclass(frozen=True)
 class Layout:
-    """Lengths, heads and a mask as the backends take it; `sees(batch, head, query, key)` says the same, pair by pair."""
+    """Lengths, heads and a mask as backends take it; `sees(batch, head, query, key)` says the same of each pair."""
 
     sees: Callable
     mask: Callable = lambda: None
@@ -169,10 +175,14 @@ def drawn_layouts(draw, most=3, longest=12, is_linear=False):
     batch = draw(st.integers(1, most))
     sizes = {"heads": key_value_heads * draw(st.integers(1, most)), "key_value_heads": key_value_heads}
     query_length = draw(st.integers(1, longest))
-    kind = draw(st.sampled_from(["none", "padding", "packed"] if is_linear else ["none", "cache", "padding", "packed"]))
+    kind = draw(
+        st.sampled_from(["none", "padding", "packed"] if is_linear else ["none", "cache", "padding", "packed"])
+    )
     if kind == "none":
         key_length = query_length + (0 if is_linear else draw(st.integers(0, 4)))
-        return Layout(lambda b, h, i, j: query_length == 1 or j <= i, lambda: None, query_length, key_length, batch, **sizes)
+        return Layout(
+            lambda b, h, i, j: query_length == 1 or j <= i, lambda: None, query_length, key_length, batch, **sizes
+        )
     sizes["window"] = None if is_linear else draw(st.sampled_from([None, None, 1, 3, 6]))
     if kind == "packed":
         begins = st.lists(st.booleans(), min_size=query_length, max_size=query_length)
@@ -235,7 +245,9 @@ THREE = [("sigmoid", "none"), ("softplus", "sum"), ("gelu", "length")]
 SCALING = 0.5  # a power of two: exact in every precision
 
 
-def layer(activation, normalization=None, *, heads=1, key_value_heads=1, training=False, sink=None, attention_sink=None):
+def layer(
+    activation, normalization=None, *, heads=1, key_value_heads=1, training=False, sink=None, attention_sink=None
+):
     """A stand-in for an attention layer, with the attributes that the attention functions read."""
     row = get_attention_activation(activation)
     return SimpleNamespace(
@@ -307,7 +319,7 @@ def set_rows(patch, count):
 
 
 def allow_cpp(patch):
-    """Lets attention run in C++ here, and tells whether it does. On CPUs without AVX-512 its products are plain loops."""
+    """Lets attention run in C++ here, and tells whether it does. Without AVX-512 its products are plain loops."""
     patch.delenv("NLQ_CPP", raising=False)
     if build.instructions() != "AVX512":
         patch.setattr(cpu_ops, "_multiplies", lambda is_half: cpu_ops.is_built())
@@ -316,7 +328,7 @@ def allow_cpp(patch):
 
 @contextlib.contextmanager
 def poisoned_memory():
-    """New memory is NaN, or the largest number if it holds integers: PyTorch fills it under deterministic algorithms."""
+    """New memory is NaN, or the largest integer: PyTorch fills it under deterministic algorithms."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.empty(3).isnan().all()
@@ -329,7 +341,9 @@ NAMES = ("output", "query", "key", "value", "sink")
 
 
 def error(actual, expected):
-    """The largest difference, relative to the largest magnitude, or to 1 where all of `expected` is 0 but for rounding."""
+    """The largest difference, relative to the largest magnitude, or to 1 where all of `expected` is 0 but for
+    rounding.
+    """
     magnitude = expected.abs().max().item()
     return (actual.double() - expected.double()).abs().max().item() / (magnitude if magnitude > 1e-6 else 1.0)
 

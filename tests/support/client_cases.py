@@ -1,4 +1,6 @@
-"""Shared parts of the tests of other people's programs: tiny trained models, and processes with and without this package."""
+"""Shared parts of the tests of other people's programs: tiny trained models, and processes with and without this
+package.
+"""
 
 import json
 import subprocess
@@ -143,7 +145,8 @@ def run_script(
         script: the source, dedented here. Without the package, models need `trust_remote_code=True`.
         arguments: `sys.argv[1:]`.
         package: whether `modeling_nlq` can be imported.
-        launcher: a program that starts the script in several processes, such as `("-m", "torch.distributed.run", ...)`.
+        launcher: a program that starts the script in several processes, such as
+            `("-m", "torch.distributed.run", ...)`.
         script_folder: where the launcher finds the script as a file.
         timeout: in seconds.
         check: whether the script has to succeed.

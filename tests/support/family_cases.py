@@ -28,7 +28,12 @@ _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Family and shape -> fields that differ from `_SIZES` with two heads of keys
 FAMILY_CASES = {
     "llama-grouped": {},
-    "llama-biases_and_wide_heads": {"head_dim": 6, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    "llama-biases_and_wide_heads": {
+        "head_dim": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
     "llama-one_key_head_and_llama3": {
         "num_key_value_heads": 1,
         "head_dim": 10,
@@ -129,8 +134,18 @@ FAMILY_CASES = {
         "rope_parameters": {**_YARN, "partial_rotary_factor": 0.4},
         "hidden_act": "relu",
     },
-    "gpt2-scaled_by_layer": {"scale_attn_by_inverse_layer_idx": True, "n_inner": 13, "embd_pdrop": 0.15, "resid_pdrop": 0.25},
-    "gpt2-unscaled": {"scale_attn_weights": False, "layer_norm_epsilon": 0.1, "attn_pdrop": 0.35, "eos_token_id": [3, 4]},
+    "gpt2-scaled_by_layer": {
+        "scale_attn_by_inverse_layer_idx": True,
+        "n_inner": 13,
+        "embd_pdrop": 0.15,
+        "resid_pdrop": 0.25,
+    },
+    "gpt2-unscaled": {
+        "scale_attn_weights": False,
+        "layer_norm_epsilon": 0.1,
+        "attn_pdrop": 0.35,
+        "eos_token_id": [3, 4],
+    },
     "gpt2-untied": {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 64, "use_cache": False},
 }
 # One of each family, for what does not depend on the shape
@@ -195,7 +210,9 @@ def shared_family_model(name):
 def comparable(config: PreTrainedConfig) -> dict:
     """Its fields, without those that no model reads, or that name its file."""
     dropped = {"max_window_layers", "no_rope_layer_interval", "transformers_version", "architectures", "dtype"}
-    values = {name: value for name, value in config.to_dict().items() if name not in dropped and not name.startswith("_")}
+    values = {
+        name: value for name, value in config.to_dict().items() if name not in dropped and not name.startswith("_")
+    }
     if "no_rope_layers" in values:
         values["no_rope_layers"] = values["no_rope_layers"][: config.num_hidden_layers]
     if config.model_type == "gpt2":

@@ -1,7 +1,7 @@
 """`nlq` with FSDP on CPU processes: `torchrun --nproc-per-node 2 -m support.fsdp_on_cpu train RECIPE`.
 
-Accelerate reads the settings of FSDP on every device, but turns it on for accelerators only. What it then calls (`fully_shard`,
-distributed checkpoints) works on CPU processes with gloo, so this program turns it on.
+Accelerate reads the settings of FSDP on every device, but turns it on for accelerators only. What it then calls
+(`fully_shard`, distributed checkpoints) works on CPU processes with gloo, so this program turns it on.
 """
 
 import sys

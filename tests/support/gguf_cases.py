@@ -42,9 +42,23 @@ def make_tokenizer(cut: str = "smollm") -> PreTrainedTokenizerFast:
 
 def make_pieces() -> LlamaTokenizer:
     """A tokenizer of SentencePiece, as that of Llama 2 and Mistral. It puts a BOS token before the text."""
-    pieces = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789", "▁t", "▁th", "▁the", "ow", "▁j", "ox"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        "▁",
+        *"abcdefghijklmnopqrstuvwxyz0123456789",
+        "▁t",
+        "▁th",
+        "▁the",
+        "ow",
+        "▁j",
+        "ox",
+    ]
     merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("o", "w"), ("▁", "j"), ("o", "x")]
-    return LlamaTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges, add_bos_token=True)
+    return LlamaTokenizer(
+        vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges, add_bos_token=True
+    )
 
 
 def _permuted(tensor: np.ndarray, heads: int) -> np.ndarray:

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 
-def grid(axes: Mapping[str, Mapping | Sequence], allowed: Callable[..., bool] = lambda **row: True, strength: int = 2) -> list:
+def grid(
+    axes: Mapping[str, Mapping | Sequence], allowed: Callable[..., bool] = lambda **row: True, strength: int = 2
+) -> list:
     """Parameters for the product of some axes.
 
-    The unmarked parameters hold every allowed combination of values from `strength` axes at least once. Those marked `slow` add
-    every combination from one axis more, where the arguments of a joined axis count as axes of their own. All other rows of the
-    product are left out. The choice depends on nothing but the arguments.
+    The unmarked parameters hold every allowed combination of values from `strength` axes at least once. Those marked
+    `slow` add every combination from one axis more, where the arguments of a joined axis count as axes of their own.
+    All other rows of the product are left out. The choice depends on nothing but the arguments.
 
     Args:
-        axes: the values of each argument of the test, as a sequence of strings and numbers or as a dictionary from ids. An axis
-            of several arguments is named `"one, other"`, and its values are tuples.
+        axes: the values of each argument of the test, as a sequence of strings and numbers or as a dictionary from
+            ids. An axis of several arguments is named `"one, other"`, and its values are tuples.
         allowed: takes a row's values by the names of their axes; the rows that it refuses are left out.
         strength: 2 for every pair of values, 1 for every value.
     """
@@ -42,7 +44,9 @@ def slow_except(values: Sequence, quick: Sequence) -> list:
     """Parameters for all values, of which only those in `quick` are unmarked."""
     assert set(quick) <= set(values)
     return [
-        pytest.param(*(value if isinstance(value, tuple) else [value]), marks=[] if value in quick else pytest.mark.slow)
+        pytest.param(
+            *(value if isinstance(value, tuple) else [value]), marks=[] if value in quick else pytest.mark.slow
+        )
         for value in values
     ]
 

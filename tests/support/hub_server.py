@@ -4,8 +4,9 @@
         subprocess.run([...], env={**os.environ, **server.client_environment(tmp_path / "home", token="hf_anna")})
         assert "config.json" in server.files("anna/model")
 
-The client reads `HF_ENDPOINT` when it is imported, so it runs in a process of its own. As on the real Hub, large files live on
-another host than the API (here another name), behind links that need no token: the client must not send its token there.
+The client reads `HF_ENDPOINT` when it is imported, so it runs in a process of its own. As on the real Hub, large files
+live on another host than the API (here another name), behind links that need no token: the client must not send its
+token there.
 """
 
 import base64
@@ -52,7 +53,11 @@ class Blob:
         return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
 
     def described(self, path: str) -> dict:
-        lfs = {"lfs": {"sha256": self.oid, "oid": self.oid, "size": len(self.data), "pointerSize": 130}} if self.is_lfs else {}
+        lfs = (
+            {"lfs": {"sha256": self.oid, "oid": self.oid, "size": len(self.data), "pointerSize": 130}}
+            if self.is_lfs
+            else {}
+        )
         names = {"rfilename": path, "blobId": self.oid, "type": "file", "path": path, "oid": self.oid}
         return {**names, "size": len(self.data), **lfs}
 
@@ -116,7 +121,7 @@ def route(method: str, path: str, access: str = "read") -> Callable:
 
 
 class HubServer:
-    """A Hub in memory, which serves until `close` or the end of its `with` block; `tokens` has the user of each token."""
+    """A Hub in memory, which serves until `close` or the end of its `with` block; `tokens` names their users."""
 
     def __init__(self, tokens: dict[str, str]):
         self.tokens = tokens
@@ -132,7 +137,9 @@ class HubServer:
         self._server.handle_error = lambda *_: None  # clients may go away
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         # A client reads the metadata of large files before a redirect to a host of another name
-        self.endpoint, self.storage = (f"http://{name}:{self._server.server_port}" for name in ("127.0.0.1", "localhost"))
+        self.endpoint, self.storage = (
+            f"http://{name}:{self._server.server_port}" for name in ("127.0.0.1", "localhost")
+        )
 
     def __enter__(self) -> "HubServer":
         return self
@@ -147,7 +154,12 @@ class HubServer:
         """What to add to the environment of a process whose client shall talk to this Hub; `home` keeps its caches."""
         caches = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HF_MODULES_CACHE": home / "modules"}
         # By xet, the client would upload without asking whether the Hub has it
-        switches = {"HF_HUB_OFFLINE": 0, "TRANSFORMERS_OFFLINE": 0, "HF_HUB_DISABLE_XET": 1, "HF_HUB_DISABLE_TELEMETRY": 1}
+        switches = {
+            "HF_HUB_OFFLINE": 0,
+            "TRANSFORMERS_OFFLINE": 0,
+            "HF_HUB_DISABLE_XET": 1,
+            "HF_HUB_DISABLE_TELEMETRY": 1,
+        }
         proxies = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
         addresses = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": token, **proxies}
         return {name: str(value) for name, value in {**caches, **switches, **addresses}.items()}
@@ -159,10 +171,14 @@ class HubServer:
         """Commit ids, the newest first."""
         return [commit.oid for commit in reversed(self._repos[repo_id].branches[revision])]
 
-    def fail(self, method: str, pattern: str, status: int, times: int | None = 1, message="On purpose", headers=None) -> None:
-        """The next `times` requests (None: all, until `heal`) of this method get an error if `pattern` is found in their path.
+    def fail(
+        self, method: str, pattern: str, status: int, times: int | None = 1, message="On purpose", headers=None
+    ) -> None:
+        """The next `times` requests (None: all, until `heal`) of this method get an error if `pattern` is found in
+        their path.
 
-        Where the client repeats a request, it makes up to 6 attempts, 1 second apart with `headers={"Retry-After": "0"}`.
+        Where the client repeats a request, it makes up to 6 attempts, 1 second apart with
+        `headers={"Retry-After": "0"}`.
         """
         error = HubError(status, message, headers=headers)
         self._faults.append({"method": method, "pattern": pattern, "times": times, "error": error})
@@ -187,7 +203,9 @@ class HubServer:
         with self._lock:
             for route_method, pattern, access, endpoint in ROUTES:
                 # HEAD is GET without a body, which the connection handler withholds
-                if request.method.replace("HEAD", "GET") == route_method and (match := pattern.fullmatch(request.path)):
+                if request.method.replace("HEAD", "GET") == route_method and (
+                    match := pattern.fullmatch(request.path)
+                ):
                     token = request.headers.get("authorization", "").removeprefix("Bearer ")
                     if token and token not in self.tokens:
                         raise HubError(401, "Invalid credentials in Authorization header")
@@ -239,7 +257,9 @@ class HubServer:
 
     @route("GET", "/api/{kind}/{repo}/tree/{rev}(/{path})?")
     def _tree(self, request: Request, repo: Repo, rev: str, path: str) -> list[dict]:
-        inside = {name: blob for name, blob in repo.revision(rev).files.items() if name.startswith(path and path + "/")}
+        inside = {
+            name: blob for name, blob in repo.revision(rev).files.items() if name.startswith(path and path + "/")
+        }
         return [blob.described(name) for name, blob in inside.items()]
 
     @route("POST", "/api/{kind}/{repo}/branch/{rev}", access="write")
@@ -298,7 +318,11 @@ class HubServer:
             else:
                 files[value["path"]] = Blob(base64.b64decode(value["content"]))
         commit = repo.commit(rev, files)
-        return {"success": True, "commitOid": commit.oid, "commitUrl": f"{self.endpoint}/{repo.place}/commit/{commit.oid}"}
+        return {
+            "success": True,
+            "commitOid": commit.oid,
+            "commitUrl": f"{self.endpoint}/{repo.place}/commit/{commit.oid}",
+        }
 
     @route("GET", "(/{kind})?/{repo}/resolve/{rev}/{path}")
     def _resolve(self, request: Request, repo: Repo, rev: str, path: str) -> Reply:

@@ -1,6 +1,7 @@
 """Linear attention by its three forms and by the formula, and the cases that it is tested on.
 
-Shapes as in `attention_cases`: query and key `(batch, heads, length, head_dim)`, outputs `(batch, query, heads, head_dim)`.
+Shapes as in `attention_cases`: query and key `(batch, heads, length, head_dim)`, outputs
+`(batch, query, heads, head_dim)`.
 """
 
 import functools
@@ -46,7 +47,9 @@ def run_form(form, states, mask=None, logits=None, rotary=None, state=None, scal
         patch.setattr(linear_nlq, "chunked_form", function)
         patch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
         options = {"log_decay": log_decay, "position_embeddings": rotary, "state": state}
-        return linear_attention(*states, mask, scaling, form="parallel" if form == "parallel" else "chunked", **options)
+        return linear_attention(
+            *states, mask, scaling, form="parallel" if form == "parallel" else "chunked", **options
+        )
 
 
 def decay_logits(decay, layout, dtype=torch.float64):
@@ -81,7 +84,9 @@ def formula(layout, states, logits=None, rotary=None, scaling=SCALING):
             decay = 1.0 if logits is None else reference.sigmoid(logits.double()[head // group])
             states_of_head = (query[row, head], key[row, head // group], value[row, head // group])
             turn = None if rotary is None else rotary.turn(row)
-            heads.append(reference.linear_attention(*states_of_head, layout.visible[row, head], scaling, decay, turn)[0])
+            heads.append(
+                reference.linear_attention(*states_of_head, layout.visible[row, head], scaling, decay, turn)[0]
+            )
         rows.append(torch.stack(heads, dim=1))
     # Also what nothing is seen of has a gradient, of 0
     return torch.stack(rows) + 0.0 * sum(tensor.sum() for tensor in inputs_of(states, logits))
@@ -108,11 +113,20 @@ def causal_layout(length, **sizes):
 SELF_LAYOUTS = {
     name: layout
     for name, layout in LAYOUTS.items()
-    if "window" not in name and layout.query_length == layout.key_length and not isinstance(layout.mask(), torch.Tensor)
-} | {"documents_and_chunks_end_together": packed("aaabbb", "aaaaab"), "long_hole": padded("110000000011", "000000011111")}
+    if "window" not in name
+    and layout.query_length == layout.key_length
+    and not isinstance(layout.mask(), torch.Tensor)
+} | {
+    "documents_and_chunks_end_together": packed("aaabbb", "aaaaab"),
+    "long_hole": padded("110000000011", "000000011111"),
+}
 MODELS = {
     "linear": {"attention_activation": "linear_attention"},
-    "fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed", "position_embedding": "rope"},
+    "fixed": {
+        "attention_activation": "linear_attention",
+        "linear_attention_decay": "fixed",
+        "position_embedding": "rope",
+    },
     "learned": {
         "attention_activation": "linear_attention",
         "linear_attention_decay": "learned",

@@ -12,7 +12,11 @@ from support.paths import REPOSITORY
 def write_task(folder: Path) -> str:
     """Writes the task `my_task` of docs/evaluation.md with 20 items of four choices, and returns its YAML file."""
     items = [
-        {"text": f"import {index} {index + 1}", "choices": [f" {index + step}" for step in range(2, 6)], "answer": index % 4}
+        {
+            "text": f"import {index} {index + 1}",
+            "choices": [f" {index + step}" for step in range(2, 6)],
+            "answer": index % 4,
+        }
         for index in range(20)
     ]
     (folder / "my-items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))

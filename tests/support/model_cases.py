@@ -27,7 +27,11 @@ BLOCKS = {
     "design_a": {"norm_position": "post", "residual_activation": "relu"},
     "design_b": {"norm_position": "post", "sublayer_activation": "relu"},
     "pre_both_functions": {"sublayer_activation": "tanh", "residual_activation": "mish"},
-    "post_both_functions": {"norm_position": "post", "sublayer_activation": "silu", "residual_activation": "leaky_relu"},
+    "post_both_functions": {
+        "norm_position": "post",
+        "sublayer_activation": "silu",
+        "residual_activation": "leaky_relu",
+    },
     "output": {"norm_position": "output", "norm_type": "rmsnorm"},
     "sandwich": {"norm_position": "sandwich", "sublayer_activation": "silu"},
     "parallel": {"parallel_residual": True},
@@ -65,7 +69,12 @@ SWITCHES = {
     },
     "positions_none": {"position_embedding": "none"},
     "grouped_queries": {"num_key_value_heads": 2},
-    "one_key_value_head": {"num_key_value_heads": 1, "attention_sink": "learned", "qk_norm": "l2", "head_projection": True},
+    "one_key_value_head": {
+        "num_key_value_heads": 1,
+        "attention_sink": "learned",
+        "qk_norm": "l2",
+        "head_projection": True,
+    },
     "narrow_heads": {"head_dim": 2, "query_projection": "bottleneck", "attention_gate": "elementwise"},
     "wide_heads": {"head_dim": 6, "query_projection": "upcycled", "attention_gate": "headwise"},
     "large_epsilon": {"layer_norm_eps": 0.1, "qk_norm": "rms"},
@@ -102,7 +111,10 @@ PART_SWITCHES = {
     "exclusive_fixed": {"exclusive_attention": "fixed", "num_key_value_heads": 2, "head_projection": True},
     "exclusive_learned": {"exclusive_attention": "learned", "attention_gate": "elementwise"},
     "value_residual_fixed": {"value_residual": "fixed", "num_hidden_layers": 3, "num_key_value_heads": 2},
-    "value_residual_learned": {"value_residual": "learned", "per_layer_config": {0: {"attention_activation": "squared"}}},
+    "value_residual_learned": {
+        "value_residual": "learned",
+        "per_layer_config": {0: {"attention_activation": "squared"}},
+    },
     "length_scaling": {"attention_length_scaling": "log", "attention_sink": "learned", "qk_norm": "l2"},
     "length_scaling_of_relu": {"attention_length_scaling": "log", "attention_activation": "relu", "sliding_window": 3},
     "forget_gate_fixed": {"forget_gate": "fixed", "num_key_value_heads": 1, "attention_sink": "learned"},
@@ -122,7 +134,11 @@ PART_SWITCHES = {
     "canon_of_linear_attention": {"canon": "BD", "attention_activation": "linear_attention"},
     "value_gate": {"attention_gate": "value", "num_key_value_heads": 2, "qk_norm": "l2"},
     "selective": {"selective_attention": True, "num_key_value_heads": 2, "attention_sink": "learned"},
-    "selective_and_forget_gate": {"selective_attention": True, "forget_gate": "fixed", "attention_activation": "sigmoid"},
+    "selective_and_forget_gate": {
+        "selective_attention": True,
+        "forget_gate": "fixed",
+        "attention_activation": "sigmoid",
+    },
     "selective_and_stick_breaking": {"selective_attention": True, "attention_activation": "stick_breaking"},
     "parallax": {"parallax": True, "num_key_value_heads": 2, "qk_norm": "l2", "query_projection": "linear"},
     "parallax_of_squared": {"parallax": True, "attention_activation": "squared", "sliding_window": 3},
@@ -166,8 +182,18 @@ PART_SWITCHES = {
 # As many switches at once as go together, for some activations, one beside a layer of another
 RICH = {
     "softmax": {"attention_sink": "learned", "qk_norm": "l2", "attention_gate": "headwise", "head_projection": True},
-    "sigmoid": {"position_embedding": "rope", "qk_norm": "rms", "norm_position": "post", "residual_activation": "relu"},
-    "squared": {"query_projection": "upcycled", "num_key_value_heads": 2, "use_bias": True, "attention_gate": "elementwise"},
+    "sigmoid": {
+        "position_embedding": "rope",
+        "qk_norm": "rms",
+        "norm_position": "post",
+        "residual_activation": "relu",
+    },
+    "squared": {
+        "query_projection": "upcycled",
+        "num_key_value_heads": 2,
+        "use_bias": True,
+        "attention_gate": "elementwise",
+    },
     "entmax15": {"qk_norm": "rms", "attention_gate": "headwise", "num_key_value_heads": 2},
     "linear_attention": {
         "linear_attention_decay": "learned",
@@ -243,7 +269,12 @@ ROTARY = {
         },
     },
     "proportional": {
-        "rope_parameters": {"rope_type": "proportional", "rope_theta": 50.0, "factor": 2.0, "partial_rotary_factor": 0.5}
+        "rope_parameters": {
+            "rope_type": "proportional",
+            "rope_theta": 50.0,
+            "factor": 2.0,
+            "partial_rotary_factor": 0.5,
+        }
     },
     "not_in_each_layer": {"per_layer_config": {1: {"position_embedding": "none", "sliding_window": 3}}},
     "qk_norm_rms": {"qk_norm": "rms"},

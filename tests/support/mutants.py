@@ -4,9 +4,10 @@
     pytest -n 2 -m "not gpu" tests/test_*.py tests/modeling tests/training --cov --cov-context=test --cov-report=
     python tests/support/mutants.py --output mutants.jsonl
 
-The faults are the mutations of cosmic-ray. From each group of files some places are drawn by a seed, and one mutation for each.
-A mutant runs tests that reach its statement, as the contexts of coverage.py tell, and stops at the first failure. The files of
-this checkout are changed and put back, so work in a clone; several clones may share the mutants by `--shard`.
+The faults are the mutations of cosmic-ray. From each group of files some places are drawn by a seed, and one mutation
+for each. A mutant runs tests that reach its statement, as the contexts of coverage.py tell, and stops at the first
+failure. The files of this checkout are changed and put back, so work in a clone; several clones may share the mutants
+by `--shard`.
 """
 
 import argparse
@@ -117,7 +118,9 @@ def run(mutant: Mutant, tests: list[str]) -> dict:
 
 
 def main() -> None:
-    """Runs the mutants, a line of JSON for each, and prints how many were found. Goes on where an earlier call stopped."""
+    """Runs the mutants, a line of JSON for each, and prints how many were found. Goes on where an earlier call
+    stopped.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--coverage", default=".coverage")
     parser.add_argument("--seed", type=int, default=0)

@@ -140,20 +140,40 @@ _PLACE, _USED, _SAVED = (
 )
 # By name: the file, the invariant that fails, and the smallest case
 FAULTS = {
-    "counts_padding": (_COUNTS_PADDING, "a padded text equals the text alone", "2 tokens with 2 of padding between them"),
+    "counts_padding": (
+        _COUNTS_PADDING,
+        "a padded text equals the text alone",
+        "2 tokens with 2 of padding between them",
+    ),
     "forgets_documents": (_FORGETS_DOCUMENTS, "packed documents equal separate ones", "documents of 1 and 2 tokens"),
     "forgets_chunks": (_FORGETS_CHUNKS, "cached decoding equals the full pass", "2 tokens in chunks of 1, 1"),
     "length_of_the_cache": (_LENGTH_OF_CACHE, "a static cache equals the full pass", "2 tokens in chunks of 1, 1"),
-    "sees_the_future": (_SEES_THE_FUTURE, "no token sees the future", "2 tokens, of which those from number 2 on change"),
+    "sees_the_future": (
+        _SEES_THE_FUTURE,
+        "no token sees the future",
+        "2 tokens, of which those from number 2 on change",
+    ),
     "draws_in_evaluation": (
         _idea("return nn.functional.dropout(heads, 0.1)"),
         _REPEATED,
         "1 token, with gradients and without",
     ),
-    "counts_calls": (_idea("self.calls += 1\nreturn heads * self.calls", calls="0"), _REPEATED, "1 token, with gradients"),
-    "other_without_gradients": (_idea("return heads * (1 + torch.is_grad_enabled())"), _REPEATED, "1 token, with gradients"),
+    "counts_calls": (
+        _idea("self.calls += 1\nreturn heads * self.calls", calls="0"),
+        _REPEATED,
+        "1 token, with gradients",
+    ),
+    "other_without_gradients": (
+        _idea("return heads * (1 + torch.is_grad_enabled())"),
+        _REPEATED,
+        "1 token, with gradients",
+    ),
     "keeps_a_tensor_of_its_first_call": (
-        _idea("self.kept = self.kept or [heads.new_ones(1)]\nreturn heads * self.kept[0] * self.gain", kept="None", gain=_GAIN),
+        _idea(
+            "self.kept = self.kept or [heads.new_ones(1)]\nreturn heads * self.kept[0] * self.gain",
+            kept="None",
+            gain=_GAIN,
+        ),
         _REPEATED,
         "1 token, with softmax: RuntimeError: Inference tensors",
     ),
@@ -171,7 +191,10 @@ FAULTS = {
         "64 tokens, with softmax: IndexError",
     ),
     "other_width_of_heads": (
-        _idea("return heads * self.gain", gain="nn.Parameter(torch.ones(config.hidden_size // config.num_attention_heads))"),
+        _idea(
+            "return heads * self.gain",
+            gain="nn.Parameter(torch.ones(config.hidden_size // config.num_attention_heads))",
+        ),
         _REPEATED,
         "1 token, with sigmoid, wide heads and a gated MLP: RuntimeError",
     ),
@@ -201,9 +224,15 @@ FAULTS = {
         "2 tokens in chunks of 1, 1, 1 of them padding",
     ),
     "cache_in_the_part": (_OWN_CACHE.replace("OWNER", "self"), _CACHES, "1 and 1 tokens, between which another text"),
-    "cache_that_knows_no_beams": (_OWN_CACHE.replace("OWNER", "call.cache"), _CACHES, "2 texts of 2 tokens that change places"),
+    "cache_that_knows_no_beams": (
+        _OWN_CACHE.replace("OWNER", "call.cache"),
+        _CACHES,
+        "2 texts of 2 tokens that change places",
+    ),
     "gradient_of_padding": (
-        _idea("norm = heads.square().sum(dim=-1, keepdim=True).sqrt()\nreturn torch.where(norm > 0, heads / norm, heads)"),
+        _idea(
+            "norm = heads.square().sum(dim=-1, keepdim=True).sqrt()\nreturn torch.where(norm > 0, heads / norm, heads)"
+        ),
         "a row of padding alone stays finite",
         "a row of 1 token of padding alone, gradients included",
     ),
@@ -217,7 +246,11 @@ FAULTS = {
         _TRAINING,
         "2 texts of 2 tokens, gradients included",
     ),
-    "other_gradient_in_training": (_idea("return heads.detach() if self.training else heads"), _TRAINING, "2 texts of 1 token"),
+    "other_gradient_in_training": (
+        _idea("return heads.detach() if self.training else heads"),
+        _TRAINING,
+        "2 texts of 1 token",
+    ),
     "reads_a_number": (
         _idea("return heads * self.gain.item()", gain=_GAIN),
         _USED,
@@ -264,7 +297,11 @@ LATE_FAULTS = {
         _BATCH,
         "text 3 of a batch of 1, 1 and 1 token, with softmax",
     ),
-    "hears_the_next_row": (_idea("return heads + 0.1 * heads.roll(-1, dims=0)"), _BATCH, "text 1 of a batch of 1 and 1 token"),
+    "hears_the_next_row": (
+        _idea("return heads + 0.1 * heads.roll(-1, dims=0)"),
+        _BATCH,
+        "text 1 of a batch of 1 and 1 token",
+    ),
     "padding_before_only": (
         _idea("valid = call.token_context.is_valid\nreturn heads if valid is None or valid[0, 0] else 2 * heads"),
         "a padded text equals the text alone",
@@ -278,7 +315,9 @@ LATE_FAULTS = {
 }
 # Parts that are right, though something of them looks like a fault
 RIGHT = {
-    "buffer_that_is_not_saved": _idea("return heads * self.gain", gain="nn.Buffer(torch.full((), 0.5), persistent=False)"),
+    "buffer_that_is_not_saved": _idea(
+        "return heads * self.gain", gain="nn.Buffer(torch.full((), 0.5), persistent=False)"
+    ),
     "counts_in_the_cache": _COUNTER,
     "dropout": _idea(
         """
@@ -291,7 +330,9 @@ RIGHT = {
     "straight_through": _idea("return heads + (heads.sign() - heads).detach()"),
     "keeps_a_loss": _idea("self.loss = heads.square().mean()\nreturn heads"),
     "frozen": _idea("return heads * self.gain", gain="nn.Parameter(torch.ones(()), requires_grad=False)"),
-    "some_layers": _idea("return heads * self.gain if self.layer_idx else heads", gain=f"{_GAIN} if layer_idx else None"),
+    "some_layers": _idea(
+        "return heads * self.gain if self.layer_idx else heads", gain=f"{_GAIN} if layer_idx else None"
+    ),
     "reads_no_parameter": _idea("return 2 * heads if heads.isnan().any() else heads"),
     "no_scores": _idea("return torch.zeros_like(scores)", "change_scores(self, call, scores, visible)"),
 }

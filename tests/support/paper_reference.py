@@ -1,7 +1,8 @@
-"""Checkpoints in the format of the paper's training code, and their forward pass in float64, from nothing in `modeling_nlq`.
+"""Checkpoints in the format of the paper's training code, and their forward pass in float64, from nothing in
+`modeling_nlq`.
 
-The code is that of "Beyond Linearity in Attention Projections" (arXiv 2603.13381), which is nanoGPT with four kinds of queries.
-Shapes: x is `(batch, length, d)`, a weight is `(output, input)` as in `torch.nn.Linear`.
+The code is that of "Beyond Linearity in Attention Projections" (arXiv 2603.13381), which is nanoGPT with four kinds of
+queries. Shapes: x is `(batch, length, d)`, a weight is `(output, input)` as in `torch.nn.Linear`.
 """
 
 import math
@@ -11,7 +12,8 @@ import torch
 
 EPS = 1e-5
 
-# What the paper's code takes for an argument that a checkpoint does not hold. The scale is that of heads of 64, always.
+# What the paper's code takes for an argument that a checkpoint does not hold. The scale is that of heads of 64,
+# always.
 DEFAULTS = {
     "block_size": 1024,
     "vocab_size": 50304,
@@ -84,7 +86,11 @@ def shapes(model_args, bottleneck_size=None):
             }
             without_bias.add(f"{layer}attn.residual_rmsnorm_input.weight")
     if arguments["bias"]:
-        found |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in found.items() if name not in without_bias}
+        found |= {
+            f"{name.removesuffix('weight')}bias": shape[:1]
+            for name, shape in found.items()
+            if name not in without_bias
+        }
     return found
 
 
@@ -137,7 +143,9 @@ class Weights:
 
     def layer_norm(self, name, x):
         centred = x - x.mean(dim=-1, keepdim=True)
-        return centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + EPS) * self[f"{name}.weight"] + self.bias(name)
+        return centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + EPS) * self[
+            f"{name}.weight"
+        ] + self.bias(name)
 
 
 def attention(weights, x, mode, num_heads, scale):
@@ -174,7 +182,9 @@ def forward(checkpoint, input_ids):
     for index in range(arguments["n_layer"]):
         layer = weights.below(f"transformer.h.{index}")
         normed = layer.layer_norm("ln_1", x)
-        x = x + attention(layer.below("attn"), normed, arguments["query_mode"], arguments["num_heads"], arguments["scale"])
+        x = x + attention(
+            layer.below("attn"), normed, arguments["query_mode"], arguments["num_heads"], arguments["scale"]
+        )
         hidden = gelu(layer.below("mlp").linear("c_fc", layer.layer_norm("ln_2", x)))
         x = x + layer.below("mlp").linear("c_proj", hidden)
     return weights.layer_norm("transformer.ln_f", x) @ weights["lm_head.weight"].T

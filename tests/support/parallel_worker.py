@@ -1,8 +1,8 @@
 """One of the processes that share a model. It compares the model with the whole one, case by case.
 
-Run by `torch.distributed.run` with a file of cases, `{name: {"folder": ..., "sizes": {"tp_size": 2}}}`. The first process
-writes the results to a second file, `{name: {check: number}}`: the largest difference of all processes, relative to the largest
-number.
+Run by `torch.distributed.run` with a file of cases, `{name: {"folder": ..., "sizes": {"tp_size": 2}}}`. The first
+process writes the results to a second file, `{name: {check: number}}`: the largest difference of all processes,
+relative to the largest number.
 """
 
 import contextlib
@@ -52,7 +52,9 @@ def compare(folder: str, sizes: dict[str, int]) -> dict[str, float]:
         whole_call = {**inputs, name: ids}
         differences["logits"] = relative(found(**whole_call).logits[kept], expected(**whole_call).logits[kept])
         caches = [(model, model(**source, **{name: ids[:, :5]}).past_key_values) for model in (found, expected)]
-        step, whole_step = (model(**source, **{name: ids[:, 5:]}, past_key_values=cache).logits for model, cache in caches)
+        step, whole_step = (
+            model(**source, **{name: ids[:, 5:]}, past_key_values=cache).logits for model, cache in caches
+        )
         differences["cached"] = relative(step, whole_step)
         for cache in ("dynamic", "static"):
             options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
@@ -68,7 +70,10 @@ def compare(folder: str, sizes: dict[str, int]) -> dict[str, float]:
     gradients = {name: parameter.grad for name, parameter in expected.named_parameters()}
     size = max(gradient.abs().max() for gradient in gradients.values())
     differences["gradients"] = largest(
-        [((whole(parameter.grad) - gradients[name]).abs().max() / size).item() for name, parameter in found.named_parameters()]
+        [
+            ((whole(parameter.grad) - gradients[name]).abs().max() / size).item()
+            for name, parameter in found.named_parameters()
+        ]
     )
     saved = Path(folder).parent / f"{Path(folder).name}-saved"
     found.save_pretrained(saved)

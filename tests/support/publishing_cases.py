@@ -1,7 +1,7 @@
 """Publishes to the Hub on loopback by the real client, in processes of their own, and loads from there.
 
-One process runs many commands, since imports take longer than publishing. It runs the command's `main`, and returns its exit
-status and all that reached its two outputs.
+One process runs many commands, since imports take longer than publishing. It runs the command's `main`, and returns
+its exit status and all that reached its two outputs.
 """
 
 import json
@@ -147,7 +147,9 @@ def change_returned_weights(folder: Path) -> None:
     """As if training had gone on."""
     path = folder / "model.safetensors"
     weights = safetensors.torch.load_file(path)
-    safetensors.torch.save_file({name: 1.5 * value for name, value in weights.items()}, path, metadata={"format": "pt"})
+    safetensors.torch.save_file(
+        {name: 1.5 * value for name, value in weights.items()}, path, metadata={"format": "pt"}
+    )
 
 
 def change_json(path: Path, **fields: object) -> None:

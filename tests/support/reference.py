@@ -47,8 +47,8 @@ FUNCTIONS = {
     None: lambda x: x,
 }
 
-# The attention activations, and functions of Transformers that the tests use as such. Softmax is apart: its sum needs a
-# maximum.
+# The attention activations, and functions of Transformers that the tests use as such. Softmax is apart: its sum needs
+# a maximum.
 PHI = {
     "sigmoid": lambda s: 1 / (1 + torch.exp(-s)),
     "relu": lambda s: torch.where(s > 0, s, 0.0),
@@ -262,7 +262,8 @@ def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
 
 
 def convolve(name, x, parameters, texts):
-    """A canon layer: `x_t + sum_k w_k x_{t-k}` over the tokens of one text; `x` itself where there is none of this name.
+    """A canon layer: `x_t + sum_k w_k x_{t-k}` over the tokens of one text; `x` itself where there is none of this
+    name.
 
     Args:
         x: `(length, width)`.
@@ -296,7 +297,7 @@ def selections(scores, visible, is_token):
 
 
 def after_the_weights(layer, head, output, parameters, gates, own, value):
-    """The steps after a head's weighted sum; `own` is the head's slice of all columns, `value` the tokens' own values."""
+    """The steps after a head's weighted sum; `own` is the head's slice of columns, `value` the tokens' values."""
     if layer.head_projection:
         output = output @ parameters["head_proj.weight"][head]
     if layer.attention_output_scaling is not None:
@@ -314,16 +315,22 @@ def forget_rates(config, layer, x, parameters, head, heads):
     if layer.forget_gate == "learned":
         return torch.log(sigmoid(linear(x, parameters.below("parts.forget_gate.proj"))[:, head]))
     exponent = head / (heads - 1) if heads > 1 else 0.0
-    return torch.full((len(x),), -1.0 / (2.0 * (config.max_position_embeddings / 2.0) ** exponent), dtype=torch.float64)
+    return torch.full(
+        (len(x),), -1.0 / (2.0 * (config.max_position_embeddings / 2.0) ** exponent), dtype=torch.float64
+    )
 
 
 def differences(config, layer, x, parameters, maps, index):
-    """Differential attention: pairs of the maps `(length, ...)` of all query heads; those of outputs are also normalised."""
+    """Differential attention: pairs of the maps `(length, ...)` of all query heads; those of outputs are also
+    normalised.
+    """
     own = parameters.below("parts.differential_attention")
     if layer.differential_attention == "v2":
         factors = sigmoid(linear(x, own.below("proj")))
         return [maps[2 * head] - factors[:, head : head + 1] * maps[2 * head + 1] for head in range(len(maps) // 2)]
-    factor = torch.exp((own["lambda_q1"] * own["lambda_k1"]).sum()) - torch.exp((own["lambda_q2"] * own["lambda_k2"]).sum())
+    factor = torch.exp((own["lambda_q1"] * own["lambda_k1"]).sum()) - torch.exp(
+        (own["lambda_q2"] * own["lambda_k2"]).sum()
+    )
     factor = factor + 0.8 - 0.6 * math.exp(-0.3 * index)
     half = len(maps) // 2
     return [maps[pair] - factor * maps[pair + half] for pair in range(half)]
@@ -356,7 +363,9 @@ def cross_layer(layer):
     return types.SimpleNamespace(**{**vars(layer), **absent, **(layer.cross_attention or {})})
 
 
-def attention(config, layer, x, parameters, positions, visible, is_token, texts, index=0, first_values=None, source=None):
+def attention(
+    config, layer, x, parameters, positions, visible, is_token, texts, index=0, first_values=None, source=None
+):
     """One sequence through the attention sub-layer.
 
     Args:
@@ -376,7 +385,9 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
     queries = convolve("query", projection(layer.query_projection, "q", x, parameters, **options), parameters, texts)
     source = x if source is None else source
     keys = convolve("key", projection(layer.key_projection, "k", source, parameters, **options), parameters, texts)
-    values = convolve("value", projection(layer.value_projection, "v", source, parameters, **options), parameters, texts)
+    values = convolve(
+        "value", projection(layer.value_projection, "v", source, parameters, **options), parameters, texts
+    )
     second_queries = linear(x, parameters.below("parts.parallax.proj")) if layer.parallax else queries
     if layer.qk_norm == "rms_all_heads":
         queries = rms_norm(queries, parameters.get("q_norm.weight"), eps)
@@ -400,7 +411,11 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
     for head in range(query_heads):
         second = second_queries[:, head * head_dim : (head + 1) * head_dim]
         group = head // (query_heads // groups)
-        query, key, value = queries[:, head * head_dim : (head + 1) * head_dim], of_group(keys, group), of_group(values, group)
+        query, key, value = (
+            queries[:, head * head_dim : (head + 1) * head_dim],
+            of_group(keys, group),
+            of_group(values, group),
+        )
         if version == "v1":
             value = torch.cat([of_group(values, group % (groups // 2) + side) for side in (0, groups // 2)], dim=-1)
         if layer.qk_norm == "rms":
@@ -428,7 +443,9 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
                 learned = parameters["parts.attention_length_scaling.scale_bias"][0]
                 factors = scaling * learned * visible[0].sum(dim=-1).clamp(min=1).double().log()
             loss = selections(factors[:, None] * (query @ key.T), visible[0], is_token)
-        sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[layer.attention_sink]
+        sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[
+            layer.attention_sink
+        ]
         if layer.attention_sink == "learned":
             sink = sink[head]
         kept = torch.zeros(len(source), dtype=torch.float64)
@@ -436,11 +453,16 @@ def attention(config, layer, x, parameters, positions, visible, is_token, texts,
             kept = forget_rates(config, layer, x, parameters, head, query_heads)
             kept = torch.where(is_token, kept, 0.0)
 
-        output, weights = value.new_zeros(len(x), value.shape[-1]), torch.zeros(len(x), len(source), dtype=torch.float64)
+        output, weights = (
+            value.new_zeros(len(x), value.shape[-1]),
+            torch.zeros(len(x), len(source), dtype=torch.float64),
+        )
         for i in range(len(x)):
             seen = visible[head, i].nonzero()[:, 0]
             if layer.sliding_window is not None:
-                near = i - seen < layer.sliding_window if config.is_causal else (i - seen).abs() <= layer.sliding_window
+                near = (
+                    i - seen < layer.sliding_window if config.is_causal else (i - seen).abs() <= layer.sliding_window
+                )
                 seen = seen[near]
             if layer.attention_activation == "stick_breaking":
                 seen = seen[seen != i]
@@ -491,10 +513,14 @@ def mlp(config, x, block, texts):
 
 
 def visible_keys(attention_mask, position_ids, is_causal=True):
-    """The keys that each query of one sequence sees: its own document, or in causal order the past of it, without padding."""
+    """The keys that each query of one sequence sees: its own document, or in causal order the past of it, without
+    padding.
+    """
     length = len(position_ids)
     if not is_causal:
-        past = visible_keys(torch.ones_like(attention_mask), position_ids if attention_mask.all() else torch.arange(length))
+        past = visible_keys(
+            torch.ones_like(attention_mask), position_ids if attention_mask.all() else torch.arange(length)
+        )
         return (past | past.T) & attention_mask.bool()
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
@@ -601,8 +627,8 @@ def forward(
         encoder_hidden_states, encoder_attention_mask: `(batch, source length, width)` and `(batch, source length)`.
 
     Returns:
-        Logits `(batch, length, vocabulary)` and a list of `(batch, heads, length, length)`, one for each layer, then one for
-        the cross-attention of each.
+        Logits `(batch, length, vocabulary)` and a list of `(batch, heads, length, length)`, one for each layer, then
+        one for the cross-attention of each.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)

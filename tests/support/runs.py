@@ -11,7 +11,13 @@ from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.trainer import train_recipe
 
 
-HALF = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 24}
+HALF = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 24,
+}
 HALF |= {"position_embedding": "learned"}
 PAIR_SWITCHES = {"encoder": HALF, "decoder": {**HALF, "cross_attention": {"attention_activation": "sigmoid"}}}
 
@@ -47,7 +53,9 @@ def without_times(results: dict) -> dict:
 
 
 def write_comparison(folder: Path, **fields) -> str:
-    """Writes `comparison.yaml` with one rate and two seeds, unless the fields say otherwise; `None` leaves a field out."""
+    """Writes `comparison.yaml` with one rate and two seeds, unless the fields say otherwise; `None` leaves a field
+    out.
+    """
     content = {"baseline": "base", "learning_rates": [1e-2], "seeds": [0, 1], **fields}
     given = {name: value for name, value in content.items() if value is not None}
     write_yaml(folder / "comparison.yaml", given)

@@ -47,7 +47,9 @@ def server(log, *options, package):
 
 
 def complete(client, folder, prompt, stream=False):
-    answer = client.completions.create(model=str(folder), prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, stream=stream)
+    answer = client.completions.create(
+        model=str(folder), prompt=prompt, max_tokens=NEW_TOKENS, temperature=0, stream=stream
+    )
     return "".join(event.choices[0].text for event in answer) if stream else answer.choices[0].text
 
 

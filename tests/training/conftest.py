@@ -31,7 +31,9 @@ def small_index(monkeypatch):
 
 @pytest.fixture(scope="session")
 def make_file(recipe_file, tmp_path_factory):
-    """A function from the fields of a comparison to its file; the recipe is that of the other training tests, a bit longer."""
+    """A function from the fields of a comparison to its file; the recipe is that of the other training tests, a bit
+    longer.
+    """
 
     def make(**fields) -> str:
         training = {"max_steps": 12, "save_steps": 3, "eval_steps": 6, "report_to": "none"}
@@ -50,9 +52,26 @@ def pairs_recipe(tmp_path_factory):
     pairs += [("nine " * 30, "nine")]
     lines = [json.dumps({"given": given, "wanted": wanted}) for given, wanted in pairs]
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    training = {"max_steps": 40, "per_device_train_batch_size": 8, "save_steps": 4, "eval_steps": 20, "eval_strategy": "steps"}
-    training |= {"learning_rate": 1e-2, "logging_steps": 1, "use_cpu": True, "report_to": "none", "save_strategy": "steps"}
-    content = {"model": "tiny-seq2seq", "objective": "seq2seq", "dataset": str(folder / "pairs.jsonl"), "tokenizer": "bpe:300"}
+    training = {
+        "max_steps": 40,
+        "per_device_train_batch_size": 8,
+        "save_steps": 4,
+        "eval_steps": 20,
+        "eval_strategy": "steps",
+    }
+    training |= {
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "steps",
+    }
+    content = {
+        "model": "tiny-seq2seq",
+        "objective": "seq2seq",
+        "dataset": str(folder / "pairs.jsonl"),
+        "tokenizer": "bpe:300",
+    }
     content |= {"source_column": "given", "target_column": "wanted", "max_source_length": 24, "max_target_length": 16}
     content |= {"validation_fraction": 0.2, "switches": PAIR_SWITCHES, "training": training}
     (folder / "pairs.yaml").write_text(json.dumps(content))

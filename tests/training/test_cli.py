@@ -119,7 +119,10 @@ def test_bad_input_gets_one_line(case, folder, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "code, absent",
     [
-        ("import nlq; nlq.main(['--help']); nlq.main(['generate', '--help']); nlq.main(['generate'])", "modeling_nlq torch"),
+        (
+            "import nlq; nlq.main(['--help']); nlq.main(['generate', '--help']); nlq.main(['generate'])",
+            "modeling_nlq torch",
+        ),
         ("import modeling_nlq.training.api", "modeling_nlq.training.explorer modeling_nlq.training.comparison"),
     ],
     ids=["help and wrong arguments", "train"],
@@ -140,7 +143,8 @@ def test_help_in_groups(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "compare", "generate", "evaluate", "explore", "params", "convert", "publish", "check", "build"]
+    "command",
+    ["train", "compare", "generate", "evaluate", "explore", "params", "convert", "publish", "check", "build"],
 )
 def test_every_command_has_help(command, capsys):
     assert main([command, "-h"]) == 0 and f"Usage: nlq {command} [OPTIONS]" in capsys.readouterr().out

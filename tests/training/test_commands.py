@@ -1,4 +1,6 @@
-"""The command lines of the pages run as they stand, but for two steps and seeds, on a part of the corpus, and without a Hub."""
+"""The command lines of the pages run as they stand, but for two steps and seeds, on a part of the corpus, and without
+a Hub.
+"""
 
 import re
 import shlex
@@ -38,13 +40,20 @@ def fenced(page: Path, language: str) -> list[str]:
 
 def commands(page: Path) -> list[str]:
     lines = [line for block in fenced(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line.startswith("nlq ") and not any(part in f"{page.name} {line}" for part in NOT_RUN)]
+    return [
+        line
+        for line in lines
+        if line.startswith("nlq ") and not any(part in f"{page.name} {line}" for part in NOT_RUN)
+    ]
 
 
 PAGES = [page for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))) if commands(page)]
 # Files that a page names and another one shows, by their first line
 FILES = {
-    match[1]: block for page in PAGES for block in fenced(page, "yaml") if (match := re.match(r"# ([\w-]+\.yaml)\n", block))
+    match[1]: block
+    for page in PAGES
+    for block in fenced(page, "yaml")
+    if (match := re.match(r"# ([\w-]+\.yaml)\n", block))
 }
 FILES["my-encoders.yaml"] = f"{FILES['my-comparison.yaml']}switches: {{is_causal: false}}\n"
 
@@ -71,7 +80,9 @@ def test_commands_run(page, run, corpus, small_index, tmp_path, monkeypatch):
     shutil.copy(corpus, "my-text.jsonl")
     Path("my-text.txt").write_text("import json\n")
     Path("function.py").write_text("def add(a, b):\n    return a + b\n")
-    Path("pairs.jsonl").write_text("".join(f'{{"german": "Guten Tag {n}", "english": "Good day {n}"}}\n' for n in range(300)))
+    Path("pairs.jsonl").write_text(
+        "".join(f'{{"german": "Guten Tag {n}", "english": "Good day {n}"}}\n' for n in range(300))
+    )
     small_model(Path("openai-community/gpt2"), GPT2Config)
     lines = commands(page)
     for name in ("demo", "sigmoid", "study"):

@@ -1,4 +1,6 @@
-"""What is opened, written and deleted below a folder that the user named: no link is followed, and only own files change."""
+"""What is opened, written and deleted below a folder that the user named: no link is followed, and only own files
+change.
+"""
 
 import ast
 import os
@@ -99,7 +101,9 @@ class TestLinks:
             disk.read_text(file)
 
     @pytest.mark.parametrize("plan", [RECIPE_FILE, COMPARISON_FILE, None])
-    @pytest.mark.parametrize("link", ["runs/a", "runs/a/checkpoint-5", "figures", "config.json", "runs", ".lock", "a.log"])
+    @pytest.mark.parametrize(
+        "link", ["runs/a", "runs/a/checkpoint-5", "figures", "config.json", "runs", ".lock", "a.log"]
+    )
     def test_a_link_in_a_folder_of_results(self, victim, plan, link):
         """Before anything is written, for the libraries that write there would follow it."""
         results = RunFolder(victim.parent / "results", plan)
@@ -124,7 +128,9 @@ class TestRecord:
             raise AssertionError
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
-    @pytest.mark.parametrize("name", ["README.md", "tokenizer.json", METRICS_FILE, "figures/losses.png", "checkpoint-7"])
+    @pytest.mark.parametrize(
+        "name", ["README.md", "tokenizer.json", METRICS_FILE, "figures/losses.png", "checkpoint-7"]
+    )
     def test_a_name_that_is_taken(self, tmp_path, name):
         """Both before a run begins, and where the file came later."""
         place = RunFolder(tmp_path, COMPARISON_FILE)
@@ -193,7 +199,18 @@ def test_files_of_libraries_have_the_usual_permissions(tmp_path, umask, mode):
 
 def test_nothing_else_opens_writes_or_deletes():
     """Every call of the standard library that does so, by file; what is not in `disk.py` says why it may."""
-    calls = {"open", "read_text", "read_bytes", "write_text", "write_bytes", "unlink", "rmtree", "rmdir", "rename", "mkdir"}
+    calls = {
+        "open",
+        "read_text",
+        "read_bytes",
+        "write_text",
+        "write_bytes",
+        "unlink",
+        "rmtree",
+        "rmdir",
+        "rename",
+        "mkdir",
+    }
     calls |= {"makedirs", "copyfile", "copytree", "symlink_to", "chmod", "touch", "remove"}
     allowed = {
         "training/run/documents.py",  # datasets: files that were listed below the folder that the user named

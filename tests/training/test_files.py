@@ -46,7 +46,9 @@ class TestWrittenWhole:
 
     def test_the_last_file_shows_that_all_are_there(self, tmp_path, monkeypatch):
         moved, replace = [], os.replace
-        monkeypatch.setattr(os, "replace", lambda *names, **folders: moved.append(names[1]) or replace(*names, **folders))
+        monkeypatch.setattr(
+            os, "replace", lambda *names, **folders: moved.append(names[1]) or replace(*names, **folders)
+        )
         with atomic_dir(tmp_path, last="b.txt") as folder:
             for name in ("a.txt", "b.txt", "c.txt"):
                 (folder / name).write_text(name)
@@ -138,10 +140,19 @@ def test_full_disk_is_named():
 
 def test_code_is_what_the_loader_of_transformers_takes(run):
     entries = (run[0] / f"{module.partition('.')[0]}.py" for module in AUTO_MAP.values())
-    assert code_files(run[0]) == {Path(path) for entry in entries for path in (entry, *get_relative_import_files(entry))}
+    assert code_files(run[0]) == {
+        Path(path) for entry in entries for path in (entry, *get_relative_import_files(entry))
+    }
 
 
 def test_files_of_a_saved_model(run):
     names = {path.name for path in model_files(run[0])}
-    assert {"model.safetensors", "config.json", "modeling_nlq.py", "tokenizer.json", "metrics.json", "loss.png"} <= names
+    assert {
+        "model.safetensors",
+        "config.json",
+        "modeling_nlq.py",
+        "tokenizer.json",
+        "metrics.json",
+        "loss.png",
+    } <= names
     assert not names & {"README.md", "training_args.bin", "trainer_state.json"}

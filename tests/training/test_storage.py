@@ -11,25 +11,38 @@ from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder, origi
 
 @pytest.fixture(params=["memory", "local"])
 def address(request, tmp_path):
-    place = f"memory://{request.node.name}/results" if request.param == "memory" else f"local://{tmp_path}/there/results"
+    place = (
+        f"memory://{request.node.name}/results" if request.param == "memory" else f"local://{tmp_path}/there/results"
+    )
     yield place
     copy = WorkingCopy(place, tmp_path)
     copy.delete(copy.files())
 
 
 def test_folder_that_stands_for_an_address(address, tmp_path):
-    """What is large is fetched when it is asked for; what was changed or deleted is so at the address, and nothing else."""
+    """What is large is fetched when it is asked for; what was changed or deleted is so at the address, and nothing
+    else.
+    """
     folder = open_folder(address)
     assert list(folder.iterdir()) == [] and folder.parts[-1] == "results" and address.partition(":")[0] in folder.parts
     there = WorkingCopy(address, tmp_path / "files")
-    names = ["a/recipe.yaml", "a/model.safetensors", "a/checkpoint-8/trainer_state.json", "runs.log", ".data/x/blocks.json"]
+    names = [
+        "a/recipe.yaml",
+        "a/model.safetensors",
+        "a/checkpoint-8/trainer_state.json",
+        "runs.log",
+        ".data/x/blocks.json",
+    ]
     for name in [*names, "b/old.json"]:
         (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "files" / name).write_text(name)
     there.push()
     folder = open_folder(address)
     assert sorted(there.files()) == sorted([*names, "b/old.json"]) and there.files("a/checkpoint-8") == [names[2]]
-    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {names[0], "b/old.json"}
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        names[0],
+        "b/old.json",
+    }
     assert origin(folder / "a") == f"{address}/a" and fetch(folder / "a") == folder / "a"
     assert (folder / names[1]).read_text() == names[1] and not (folder / names[3]).exists()
 
@@ -71,7 +84,9 @@ def test_folder_that_stands_for_itself(tmp_path):
 
 @pytest.mark.parametrize("key", ["res/../../x", "../x", "a//x", "a/./x", "/x", ".."])
 def test_keys_that_lead_out_of_the_folder(key, tmp_path, monkeypatch):
-    """Whoever may write there, and every node, decides on them. Keys that end so are folders to the programs of stores."""
+    """Whoever may write there, and every node, decides on them. Keys that end so are folders to the programs of
+    stores.
+    """
     copy, fetched = WorkingCopy("memory://keys/results", tmp_path / "below"), []
     found = [f"{copy.path}/{name}" for name in ("good", "sub/", key)]
     monkeypatch.setattr(type(copy.system), "find", lambda *_, **__: found)

@@ -19,12 +19,16 @@ GENERATE = ["generate", "{}", "the ", "--max_new_tokens", "2"]
 COMMANDS = [GENERATE, ["evaluate", "{}"], ["explore", "{}", "--text", "the fox"], ["train", "{}/recipe.yaml"]]
 
 
-KERNELS = [{name: "evil/kernel@main"} for name in ("attn_implementation", "_attn_implementation", "experts_implementation")]
+KERNELS = [
+    {name: "evil/kernel@main"} for name in ("attn_implementation", "_attn_implementation", "experts_implementation")
+]
 KERNELS += [
     {"attn_implementation": {"": "paged|kernels-community/x"}},
     {"model_type": "nlq", "attn_implementation": "evil/kernel"},
 ]
-KERNELS += [{"model_type": "nlq_seq2seq", half: {"attn_implementation": "evil/kernel"}} for half in ("encoder", "decoder")]
+KERNELS += [
+    {"model_type": "nlq_seq2seq", half: {"attn_implementation": "evil/kernel"}} for half in ("encoder", "decoder")
+]
 KERNELS += [{"model_type": "llava", "attn_implementation": {"text_config": "evil/kernel"}}]
 
 
@@ -33,7 +37,8 @@ def change_json(file: Path, **fields) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"attn_implementation": "evil/kernel"}, {"switches": {"decoder": {"_attn_implementation": "evil/kernel"}}}]
+    "fields",
+    [{"attn_implementation": "evil/kernel"}, {"switches": {"decoder": {"_attn_implementation": "evil/kernel"}}}],
 )
 def test_a_kernel_that_a_recipe_names(fields, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-linear", **fields}))
@@ -46,7 +51,13 @@ def test_a_kernel_that_a_recipe_names(fields, tmp_path):
 def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
     """Never by a question on the terminal, and where there is an option, only with it."""
     folder, planted = tmp_path / f"{what}_{arguments[0]}", tmp_path / "planted"
-    sizes = {"vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -55,7 +66,9 @@ def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
         auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
         change_json(folder / "config.json", model_type="evil", auto_map=auto_map)
     else:
-        change_json(folder / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]})
+        change_json(
+            folder / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]}
+        )
     (folder / "evil.py").write_text(
         "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
         "class C(LlamaConfig):\n    model_type = 'evil'\n"
@@ -64,7 +77,11 @@ def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
         f"open({str(planted)!r}, 'w').close()\n"
     )
     recipe = {"model": str(folder if what == "model" else tmp_path / "plain"), "tokenizer": str(folder)}
-    recipe |= {"dataset": str(corpus), "block_size": 16, "training": {"max_steps": 1, "output_dir": str(tmp_path / "run")}}
+    recipe |= {
+        "dataset": str(corpus),
+        "block_size": 16,
+        "training": {"max_steps": 1, "output_dir": str(tmp_path / "run")},
+    }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = [argument.format(folder) for argument in arguments]
     assert main(words) == 1
@@ -90,5 +107,9 @@ def test_a_kernel_that_a_configuration_names(fields, tmp_path, monkeypatch, caps
     for command in commands:
         assert main([word.format(tmp_path / "model") for word in command]) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
-        assert "is code from the Hub" in line or (command[0] == "publish" and "model_type" not in fields) or "llava" in line
+        assert (
+            "is code from the Hub" in line
+            or (command[0] == "publish" and "model_type" not in fields)
+            or "llava" in line
+        )
     assert NLQConfig.from_dict({}, attn_implementation="mine/kernel")._attn_implementation == "mine/kernel"

@@ -64,7 +64,9 @@ def make_llama(gguf):
     """A function that loads the file by Transformers alone."""
 
     def make(**options) -> LlamaForCausalLM:
-        return LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options).eval()
+        return LlamaForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options
+        ).eval()
 
     return make
 

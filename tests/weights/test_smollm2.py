@@ -1,4 +1,6 @@
-"""SmolLM2-135M: the same as Llama's class in whatever is done with it. What is measured is printed as a table at the end."""
+"""SmolLM2-135M: the same as Llama's class in whatever is done with it. What is measured is printed as a table at the
+end.
+"""
 
 import json
 import math
@@ -48,7 +50,10 @@ SWITCHES = [
     ({"max_position_embeddings": 16384}, {}),
     *(({name: True}, {}) for name in ("use_bias", "query_key_value_bias", "attention_output_bias", "mlp_bias")),
     ({"tie_word_embeddings": False}, {}),
-    *(({name: 0.1}, {}) for name in ("attention_dropout", "embedding_dropout", "residual_dropout", "initializer_range")),
+    *(
+        ({name: 0.1}, {})
+        for name in ("attention_dropout", "embedding_dropout", "residual_dropout", "initializer_range")
+    ),
     ({"eos_token_id": 0}, {}),
     (
         {
@@ -102,8 +107,17 @@ class TestLlama:
         assert theirs.keys() == ours.keys()
         assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
         # Where the weights came from, and what only a tokenizer reads
-        without = ("dtype", "architectures", "_name_or_path", "_model_name_or_path", "quantization_config", "unk_token_id")
-        before, after = ({k: v for k, v in each.config.to_dict().items() if k not in without} for each in (llama, back))
+        without = (
+            "dtype",
+            "architectures",
+            "_name_or_path",
+            "_model_name_or_path",
+            "quantization_config",
+            "unk_token_id",
+        )
+        before, after = (
+            {k: v for k, v in each.config.to_dict().items() if k not in without} for each in (llama, back)
+        )
         assert before == after
         measured("weights and configuration, back by `--to llama`", "the file, read by Transformers", "bit-identical")
 
@@ -137,7 +151,9 @@ class TestLlama:
             found = {name: value.grad for name, value in model.named_parameters()} | {"loss": loss.detach()}
             # Llama's class gives the embedding of the padding token none, which is the end of a turn here
             found["model.embed_tokens.weight"][tokenizer.pad_token_id] = 0
-            gradients.append({re.sub("|".join(names), lambda each: names[each[0]], name): found[name] for name in found})
+            gradients.append(
+                {re.sub("|".join(names), lambda each: names[each[0]], name): found[name] for name in found}
+            )
         ours, theirs, exact = gradients
         assert ours.keys() == theirs.keys()
         error, rounding = (
@@ -148,7 +164,9 @@ class TestLlama:
         measured("the same, Llama in float32", "Llama in float64", f"{rounding:.1e} of the largest")
         assert error < rounding
 
-    @pytest.mark.parametrize("kind", ["greedy", "padded", "beams", "assisted", "prompt lookup", "static cache", "sampled"])
+    @pytest.mark.parametrize(
+        "kind", ["greedy", "padded", "beams", "assisted", "prompt lookup", "static cache", "sampled"]
+    )
     def test_generation(self, kind, nlq, llama, tokenizer, measured):
         texts = PROMPTS if kind == "padded" else PROMPTS[1:2]
         inputs, generated = tokenizer(texts, padding=True, return_tensors="pt"), []
@@ -161,7 +179,9 @@ class TestLlama:
                 "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
             }.get(kind, {})
             torch.manual_seed(0)
-            generated.append(model.generate(**inputs, **{"do_sample": False, "max_new_tokens": 40, **options}).tolist())
+            generated.append(
+                model.generate(**inputs, **{"do_sample": False, "max_new_tokens": 40, **options}).tolist()
+            )
         assert generated[0] == generated[1]
         measured(f"generation of 40 tokens, {kind}", "Llama", "the same tokens")
 
@@ -186,7 +206,9 @@ class TestLlama:
 
 
 class TestChanged:
-    @pytest.mark.parametrize("switches, before", SWITCHES, ids=lambda value: "+".join(map(str, value.values())) or "llama")
+    @pytest.mark.parametrize(
+        "switches, before", SWITCHES, ids=lambda value: "+".join(map(str, value.values())) or "llama"
+    )
     def test_starts_without_effect(self, switches, before, folder, batch, measured):
         base = NLQForCausalLM.from_pretrained(folder, attn_implementation="eager", **before).eval()
         changed = upcycle(base, switches).eval()
@@ -212,14 +234,20 @@ class TestChanged:
         assert run_nlq(*back, "--allow-lossy") == 0
         weights = LlamaForCausalLM.from_pretrained(tmp_path / "back").state_dict()
         assert all(torch.equal(weights[name], value) for name, value in llama.state_dict().items())
-        measured("weights, upcycled and back by `--to llama --allow-lossy`", "the file, read by Transformers", "bit-identical")
+        measured(
+            "weights, upcycled and back by `--to llama --allow-lossy`",
+            "the file, read by Transformers",
+            "bit-identical",
+        )
 
 
 class TestOtherPrograms:
     def test_lora(self, folder, llama_folder, batch, measured):
         """PEFT: the same adapter, trained on the same text."""
         config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
-        models = [get_peft_model(AutoModelForCausalLM.from_pretrained(each), config) for each in (folder, llama_folder)]
+        models = [
+            get_peft_model(AutoModelForCausalLM.from_pretrained(each), config) for each in (folder, llama_folder)
+        ]
         adapter = {name: value for name, value in models[1].state_dict().items() if "lora_" in name}
         assert not models[0].load_state_dict(adapter, strict=False).unexpected_keys
         labels = batch["input_ids"].where(batch["attention_mask"].bool(), -100)
@@ -240,7 +268,9 @@ class TestOtherPrograms:
 
     def test_torchao(self, folder, llama_folder, batch, measured):
         options = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "attn_implementation": "eager"}
-        ours, theirs = (AutoModelForCausalLM.from_pretrained(each, **options).eval() for each in (folder, llama_folder))
+        ours, theirs = (
+            AutoModelForCausalLM.from_pretrained(each, **options).eval() for each in (folder, llama_folder)
+        )
         assert type(ours.model.layers[0].mlp.gate_proj.weight).__name__ == "Int8Tensor"
         kept = batch["attention_mask"].bool()
         error = largest(logits(ours, batch)[kept], logits(theirs, batch)[kept])

@@ -42,7 +42,8 @@ def score_runs(scale: Scale, finished: RunStore) -> None:
 def read_scores(scale: Scale, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
     """Reads and judges the scores of the reported runs, by task and metric.
 
-    Scores are judged as losses are (see `judged_losses`). Holm's correction is over the models, for each metric by itself.
+    Scores are judged as losses are (see `judged_losses`). Holm's correction is over the models, for each metric by
+    itself.
     """
     found: dict[str, dict[str, TaskOutcome]] = {}
     for model in scale.variants:
@@ -75,8 +76,8 @@ def resolution(entry: TaskOutcome) -> float:
 def judged_losses(entry: TaskOutcome) -> dict[str, dict[int, float | None]]:
     """The scores of a metric as numbers of which lower ones are better, by model and seed.
 
-    Of an accuracy or a probability that is its distance from 1, the rate of errors; of other metrics of which higher values are
-    better, the negative.
+    Of an accuracy or a probability that is its distance from 1, the rate of errors; of other metrics of which higher
+    values are better, the negative.
     """
     if not entry.higher_is_better:
         return entry.scores

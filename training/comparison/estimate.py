@@ -1,4 +1,4 @@
-"""Estimates the time of a comparison from the throughput of its models here, and the smallest difference it can find."""
+"""Estimates the time of a comparison from its models' throughput, and the smallest difference it can find."""
 
 import contextlib
 import copy
@@ -30,7 +30,8 @@ from .plan import Comparison, Scale, Variant
 _STEPS, _SECONDS = 10, 5.0
 # The largest batch of these steps on a CPU, in tokens; a larger one is hardly faster per token
 _CPU_TOKENS = 8192
-# What a run takes beside its steps: its process, its data, saving, the figure and the card; measured on an EPYC (Zen 5)
+# What a run takes beside its steps: its process, its data, saving, the figure and the card; measured on an EPYC (Zen
+# 5)
 _SECONDS_OF_A_RUN = 3.0
 # Forward passes are a third of a training step, which has two such passes more in backward
 _SHARE_OF_EVALUATION = 1 / 3
@@ -71,7 +72,10 @@ def describe_estimate(
         where = f", scale {name}" if name else ""
         evaluated = _evaluated_tokens(scale.variants[scale.baseline])
         try:
-            runs = {model: _seconds_of_run(variant, evaluated, threads, measured) for model, variant in scale.variants.items()}
+            runs = {
+                model: _seconds_of_run(variant, evaluated, threads, measured)
+                for model, variant in scale.variants.items()
+            }
         except Exception as error:  # whatever the machine or a package lacks; the plan holds
             yield f"warning: time on this machine{where} unknown: {type(error).__name__}: {first_line(error)}"
             return
@@ -84,7 +88,8 @@ def describe_estimate(
     if len(plan.scales) > 1:
         yield f"time on this machine, all scales: about {duration(total)}"
     yield (
-        "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of data, "
+        "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of "
+        "data, "
         "compilation, and evaluation on text that is not here"
     )
 
@@ -98,7 +103,8 @@ def _evaluated_tokens(variant: Variant) -> float:
     if arguments.eval_strategy == "steps":
         interval = arguments.eval_steps if arguments.eval_steps >= 1 else arguments.eval_steps * variant.steps
         passes = math.ceil(variant.steps / interval)
-    validation = 0.0 if recipe.max_validation_documents is not None else recipe.validation_fraction  # that is little text
+    # That is little text
+    validation = 0.0 if recipe.max_validation_documents is not None else recipe.validation_fraction
     return (passes * validation + recipe.test_fraction) * size / _BYTES_PER_TOKEN
 
 
@@ -112,7 +118,9 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
     seeds = len(scale.seeds)
     if seeds < 2:
         return "none, for a test needs two seeds or more"
-    times = smallest_difference(seeds, len(scale.variants) - 1, 1.0, alpha_of_last(seeds, scale.stop is not None), _POWER)
+    times = smallest_difference(
+        seeds, len(scale.variants) - 1, 1.0, alpha_of_last(seeds, scale.stop is not None), _POWER
+    )
     if floor is None:
         return f"{times:.2g} times the noise floor"
     return f"{times * floor:.2g} % of the loss, if the noise floor is {floor:.2g} %"
@@ -129,11 +137,18 @@ def _seconds_of_run(variant: Variant, evaluated: float, threads: int | None, mea
 
 
 def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
-    """Returns the median seconds of an optimizer step by `Trainer`, on random tokens; of a large batch, from a part of it."""
+    """Returns the median seconds of an optimizer step by `Trainer`, on random tokens; of a large batch, from a part of
+    it.
+    """
     before, watch = torch.get_num_threads(), _Stopwatch()
     with tempfile.TemporaryDirectory() as folder, _quiet(), environment_of_one_run():
         content = copy.deepcopy(variant.content)
-        content["training"] |= {"save_strategy": "no", "eval_strategy": "no", "report_to": "none", "disable_tqdm": True}
+        content["training"] |= {
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
         content["training"] |= {"log_level": "passive", "torch_compile": False, "load_best_model_at_end": False}
         resolved = resolve_recipe(content, {"output_dir": folder})
         recipe, arguments = resolved.recipe, resolved.training_arguments
@@ -172,7 +187,9 @@ class _Stopwatch(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.steps.append(_now(args) - self._last)
         self._last += self.steps[-1]
-        control.should_training_stop = len(self.steps) >= _STEPS + 2 or (len(self.steps) > 1 and sum(self.steps) > _SECONDS)
+        control.should_training_stop = len(self.steps) >= _STEPS + 2 or (
+            len(self.steps) > 1 and sum(self.steps) > _SECONDS
+        )
 
 
 def _now(args) -> float:

@@ -1,7 +1,7 @@
 """The figures of a comparison: losses over steps, improvement against parameters, and stability of attention.
 
-Each function takes the results at one scale and returns a figure, or `None` if there are no data for it. Means are over the
-seeds of the reported runs, without those that diverged, which the legend counts.
+Each function takes the results at one scale and returns a figure, or `None` if there are no data for it. Means are
+over the seeds of the reported runs, without those that diverged, which the legend counts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +60,9 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
     points = []
     for name, runs in finished.items():
         steps, values = _align(run.history.validation_loss for run in runs)
-        losses.fill_between(steps, values.min(axis=0), values.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0)
+        losses.fill_between(
+            steps, values.min(axis=0), values.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0
+        )
         points += _plot(losses, steps, values.mean(axis=0), styles[name])
         steps, values = _align(run.history.train_loss for run in runs)
         thin = {**styles[name], "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
@@ -98,7 +100,10 @@ def draw_parameters(found: ScaleOutcome) -> Figure | None:
     styles = model_styles(found.baseline, found.models)
     effects = {
         found.baseline: (0.0, None),
-        **{name: (one.loss_improvement, one.loss_improvement_interval) for name, one in found.statistics.effects.items()},
+        **{
+            name: (one.loss_improvement, one.loss_improvement_interval)
+            for name, one in found.statistics.effects.items()
+        },
     }
     effects = {name: effect for name, effect in effects.items() if effect[0] is not None}
     if len(effects) < 2:
@@ -149,7 +154,9 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
     """
     styles, runs = model_styles(found.baseline, found.models), _runs(found)
     curves = {
-        quantity: {name: [(run.diverged, over_layers(run.history, quantity)) for run in own] for name, own in runs.items()}
+        quantity: {
+            name: [(run.diverged, over_layers(run.history, quantity)) for run in own] for name, own in runs.items()
+        }
         for quantity in QUANTITIES
     }
     # A quantity that never changes is left out, such as the rows without weight under softmax
@@ -195,7 +202,9 @@ def begin_figure() -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def draw_interval(axes: Axes, place: float, value: float, interval: Interval | None, style: dict[str, Any]) -> list[float]:
+def draw_interval(
+    axes: Axes, place: float, value: float, interval: Interval | None, style: dict[str, Any]
+) -> list[float]:
     """Draws a point with its interval, if it has one, and returns the ends."""
     low, high = interval or (value, value)
     style = {**style, "linewidth": 1.5, "markersize": 7, "zorder": 3}
@@ -228,7 +237,9 @@ def _runs(found: ScaleOutcome) -> dict[str, list[RunOutcome]]:
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps at which every curve has a value, and the values `(curve, step)`; without curves, one that has no steps."""
+    """The steps at which every curve has a value, and the values `(curve, step)`; without curves, one that has no
+    steps.
+    """
     found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
     steps = sorted(set.intersection(*(set(curve) for curve in found)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
@@ -258,7 +269,9 @@ def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
 
 
 def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None:
-    """If the largest value is over `ratio` times the median magnitude, makes the axis logarithmic beyond it and returns it."""
+    """If the largest value is over `ratio` times the median magnitude, makes the axis logarithmic beyond it and
+    returns it.
+    """
     magnitudes = [abs(value) for value in values if value]
     if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
         return None

@@ -1,13 +1,14 @@
-"""The statistics of a controlled comparison: which models differ from the baseline by more than the noise of their runs.
+"""The statistics of a controlled comparison: which models differ from the baseline by more than the noise of their
+runs.
 
-Runs of one seed saw the same tokens in the same order, so each model is compared with the baseline seed by seed, by Student's
-paired t-test (1908). Holm's method (1979) corrects the p-values for the number of models. Losses are in nats per token; a
-standard deviation has n - 1 in its divisor.
+Runs of one seed saw the same tokens in the same order, so each model is compared with the baseline seed by seed, by
+Student's paired t-test (1908). Holm's method (1979) corrects the p-values for the number of models. Losses are in nats
+per token; a standard deviation has n - 1 in its divisor.
 
-Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and however the
-runs of a seed depend on each other. It assumes that seeds are independent and that differences are normally distributed. It
-errs too often where noise is skewed and that of the baseline is another one than that of the models: then differences are
-skewed, too, which a few seeds cannot show.
+Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and
+however the runs of a seed depend on each other. It assumes that seeds are independent and that differences are
+normally distributed. It errs too often where noise is skewed and that of the baseline is another one than that of the
+models: then differences are skewed, too, which a few seeds cannot show.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ import numpy as np
 from scipy import optimize, stats
 
 
-# In standard deviations of a paired difference. An effect of four shows in each single pair (a pair of the wrong sign has
-# probability 3e-5), so a comparison that can only detect larger ones says nothing where it finds nothing.
+# In standard deviations of a paired difference. An effect of four shows in each single pair (a pair of the wrong sign
+# has probability 3e-5), so a comparison that can only detect larger ones says nothing where it finds nothing.
 PLAUSIBLE_EFFECT = 4.0
 
 # Of a comparison with `stop: early`: the seeds of its first interim analysis
@@ -40,14 +41,15 @@ _TEXT_PARTS = 10
 
 @dataclass(frozen=True)
 class Effect:
-    """One model against the baseline. Values that cannot be computed are None, as are those of the test if there is none.
+    """One model against the baseline. Values that cannot be computed are None, as are those of the test if there is
+    none.
 
-    Intervals are t intervals of the one model, of nominally 1 - `Analysis.alpha`. They are not widened for the number of
-    models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
+    Intervals are t intervals of the one model, of nominally 1 - `Analysis.alpha`. They are not widened for the number
+    of models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
 
     Attributes:
-        verdict: "better", "worse", "within noise", "equivalent" (only with interim analyses, see `analyse`), "diverged",
-            "diverged in K of N runs", or why there is no verdict: `TOO_FEW_SEEDS`, `AT_BOUNDARY`, ...
+        verdict: "better", "worse", "within noise", "equivalent" (only with interim analyses, see `analyse`),
+            "diverged", "diverged in K of N runs", or why there is no verdict: `TOO_FEW_SEEDS`, `AT_BOUNDARY`, ...
         pairs: seeds that both the model and the baseline finished.
         diverged: runs of the model that diverged.
         mean_loss: the mean loss in nats over the seeds that the model finished.
@@ -56,7 +58,8 @@ class Effect:
         loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
         perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
         standard_error: the standard error of `mean_difference` in nats: `difference_deviation` / sqrt(`pairs`).
-        t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every pair).
+        t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every
+            pair).
         p: two-sided, with `pairs` - 1 degrees of freedom.
         holm_p: `p` corrected for the number of models tested, and for the interim analyses if there are any.
         loss_improvement_interval: percent, (low, high); the baseline's mean loss counts as known.
@@ -159,31 +162,35 @@ def analyse(
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
-    A model with a diverged run is not tested on its other runs, since leaving out its failures would flatter it. Neither is a
-    model tested if the baseline diverged on one of its seeds, or if the rate of one of the two is at the boundary. Such models
-    do not count among the tests. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within
-    noise", or "too few seeds" where even the smallest detectable effect, at the strictest of Holm's steps, is larger than
-    `PLAUSIBLE_EFFECT`; below two pairs there is no test. A model that equals the baseline in each pair has p = 1 and is within
-    noise; one that differs by the same amount in each has p = 0, the limit for vanishing noise.
+    A model with a diverged run is not tested on its other runs, since leaving out its failures would flatter it.
+    Neither is a model tested if the baseline diverged on one of its seeds, or if the rate of one of the two is at the
+    boundary. Such models do not count among the tests. "Better" and "worse" need a corrected p-value below `alpha`.
+    Otherwise the verdict is "within noise", or "too few seeds" where even the smallest detectable effect, at the
+    strictest of Holm's steps, is larger than `PLAUSIBLE_EFFECT`; below two pairs there is no test. A model that equals
+    the baseline in each pair has p = 1 and is within noise; one that differs by the same amount in each has p = 0, the
+    limit for vanishing noise.
 
     Args:
-        losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
+        losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run
+            diverged.
         baseline: a key of `losses`, of which there are two or more.
         alpha: family-wise error rate.
-        at_boundary: models whose best rate is at the boundary of those tried, in a search or a list. Such a model may be
-            better than its losses say.
-        resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs are no
-            sign that there is no noise, so a standard deviation below it counts as one step.
-        most: of a comparison with an interim analysis after each seed from `FIRST_INTERIM` on, the number of seeds of the last.
-            The family-wise error over all models and analyses is at most `alpha`: each analysis spends its part (see
-            `alpha_spent`), and Bonferroni's method corrects for all models, also those that have left. A model is "equivalent"
-            if its interval, at the corrected level, lies within the noise floor on both sides.
+        at_boundary: models whose best rate is at the boundary of those tried, in a search or a list. Such a model may
+            be better than its losses say.
+        resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs
+            are no sign that there is no noise, so a standard deviation below it counts as one step.
+        most: of a comparison with an interim analysis after each seed from `FIRST_INTERIM` on, the number of seeds of
+            the last. The family-wise error over all models and analyses is at most `alpha`: each analysis spends its
+            part (see `alpha_spent`), and Bonferroni's method corrects for all models, also those that have left. A
+            model is "equivalent" if its interval, at the corrected level, lies within the noise floor on both sides.
     """
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
     reference = models.pop(baseline)
     effects = {}
     for name, runs in models.items():
-        reason_untested = BASELINE_AT_BOUNDARY if baseline in at_boundary else AT_BOUNDARY if name in at_boundary else ""
+        reason_untested = (
+            BASELINE_AT_BOUNDARY if baseline in at_boundary else AT_BOUNDARY if name in at_boundary else ""
+        )
         effects[name] = _describe(runs, reference, reason_untested)
 
     tested = {name: _test(effect, resolution) for name, effect in effects.items() if not effect.verdict}
@@ -217,8 +224,8 @@ def analyse(
 def holm(p_values: Iterable[float]) -> list[float]:
     """p-values corrected by Holm's step-down method (1979), in the order given.
 
-    The i-th smallest of K is multiplied by K - i + 1, is at least its predecessor, and at most 1. Rejecting those below alpha
-    rejects any true hypothesis with probability alpha at most, however the tests depend on each other.
+    The i-th smallest of K is multiplied by K - i + 1, is at least its predecessor, and at most 1. Rejecting those
+    below alpha rejects any true hypothesis with probability alpha at most, however the tests depend on each other.
     """
     p_values = np.fromiter(p_values, dtype=float)
     order = np.argsort(p_values)
@@ -229,7 +236,8 @@ def holm(p_values: Iterable[float]) -> list[float]:
 
 
 def alpha_spent(seeds: int, most: int) -> float:
-    """The part of alpha that an interim analysis spends: half at the last one, the other half in equal parts before it.
+    """The part of alpha that an interim analysis spends: half at the last one, the other half in equal parts before
+    it.
 
     The parts sum to 1, so by Bonferroni's inequality the errors of all analyses together are alpha at most.
 
@@ -245,12 +253,16 @@ def alpha_spent(seeds: int, most: int) -> float:
 
 
 def alpha_of_last(seeds: int, has_interim: bool, alpha: float = 0.05) -> float:
-    """What the last analysis of so many seeds spends: `alpha`, or its part of it if there were interim analyses before."""
+    """What the last analysis of so many seeds spends: `alpha`, or its part of it if there were interim analyses
+    before.
+    """
     return alpha * alpha_spent(seeds, seeds) if has_interim else alpha
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
-    """The |t| that makes one of so many models, with two seeds or more, better or worse at the strictest of Holm's steps."""
+    """The |t| that makes one of so many models, with two seeds or more, better or worse at the strictest of Holm's
+    steps.
+    """
     return float(stats.t.isf(alpha / models / 2, seeds - 1))
 
 
@@ -260,10 +272,11 @@ def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
 
 
 def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """The smallest true difference that a comparison finds with probability `power`, even at the strictest of Holm's steps.
+    """The smallest true difference that a comparison finds with probability `power`, even at the strictest of Holm's
+    steps.
 
-    By the noncentral t distribution. The difference of two independent runs has sqrt(2) times the noise of one; where runs of a
-    seed share noise, smaller differences are found.
+    By the noncentral t distribution. The difference of two independent runs has sqrt(2) times the noise of one; where
+    runs of a seed share noise, smaller differences are found.
 
     Args:
         seeds, models, alpha: as for `critical_t`.
@@ -276,7 +289,8 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     def excess(shift: float) -> float:
         return stats.nct.sf(critical, freedom, shift) - power
 
-    # Here |t| stays below the critical one only if the mean is low by luck, or the estimated noise high: half the risk each
+    # Here |t| stays below the critical one only if the mean is low by luck, or the estimated noise high: half the risk
+    # each
     half = (1 + power) / 2
     largest = critical * math.sqrt(stats.chi2.ppf(half, freedom) / freedom) + stats.norm.ppf(half)
     return optimize.brentq(excess, 0, largest) * math.sqrt(2 / seeds) * noise_floor
@@ -295,21 +309,23 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
         return f"{plan}: no verdict is possible, for the noise shows only between seeds; take at least {enough} seeds"
     return (
         f"{plan} may need |t| > {critical_t(seeds, models, alpha):.1f}, a difference of "
-        f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is plausible; "
+        f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is "
+        "plausible; "
         f"take at least {enough} seeds"
     )
 
 
 def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
-    """The share of the variance between the seeds of a model that is due to the choice of the test text, not to training.
+    """The share of the variance between the seeds of a model that is due to the choice of the test text, not to
+    training.
 
-    Neighbouring parts may be of one document, so their e_sp are not independent. Parts are merged in order to `_TEXT_PARTS` at
-    most, which depend on each other much less.
+    Neighbouring parts may be of one document, so their e_sp are not independent. Parts are merged in order to
+    `_TEXT_PARTS` at most, which depend on each other much less.
 
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
-    replication, Fisher 1925). That a part is hard for all seeds, b_p, leaves their order alone. But a seed may do well on the
-    one part and badly on the other, e_sp, and another text would have other such parts. The mean over P parts keeps
-    var(e) / P of it, so the share is the mean square of the residuals over that of the seeds: 1 / F.
+    replication, Fisher 1925). That a part is hard for all seeds, b_p, leaves their order alone. But a seed may do well
+    on the one part and badly on the other, e_sp, and another text would have other such parts. The mean over P parts
+    keeps var(e) / P of it, so the share is the mean square of the residuals over that of the seeds: 1 / F.
 
     Args:
         parts: `parts[seed][part]`, losses in nats per token, of parts of equal size. All seeds have the same parts.
@@ -324,20 +340,21 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     return min(1.0, squares.rest / squares.seeds) if squares.seeds else None
 
 
-def with_text(analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[float]]], most: int | None = None) -> Analysis:
+def with_text(
+    analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[float]]], most: int | None = None
+) -> Analysis:
     """Widens the intervals of an analysis so that they hold for other test texts too, not for other seeds alone.
 
-    The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now drawn at
-    random as seeds are. The variance of its mean over S seeds and P parts is estimated without bias by
-    (MS_seeds + MS_parts - MS_rest) / (S P), with Satterthwaite's degrees of freedom (1946). A difference of mean squares
-    can bring these near zero, so those of the seeds or the parts, whichever are fewer, are the least. No interval becomes
-    narrower.
-    Verdicts and p stay: they are about this text.
+    The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now
+    drawn at random as seeds are. The variance of its mean over S seeds and P parts is estimated without bias by
+    (MS_seeds + MS_parts - MS_rest) / (S P), with Satterthwaite's degrees of freedom (1946). A difference of mean
+    squares can bring these near zero, so those of the seeds or the parts, whichever are fewer, are the least. No
+    interval becomes narrower. Verdicts and p stay: they are about this text.
 
     Args:
         analysis: whose intervals become wider.
-        parts: `parts[model][seed][part]`, losses in nats per token, whose mean over parts is that of the text. Empty if they
-            are not known: then nothing changes.
+        parts: `parts[model][seed][part]`, losses in nats per token, whose mean over parts is that of the text. Empty
+            if they are not known: then nothing changes.
         most: as for `analyse`.
     """
     if not parts:

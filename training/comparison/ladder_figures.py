@@ -1,7 +1,8 @@
 """The figures of a ladder of scales: loss and improvement over compute, and loss over learning rate.
 
-Each function takes the results of a comparison at several scales and returns a figure, or `None` if there are no data for it;
-the table in `report.py` has their titles and captions. Compute is in FLOPs of a run. Intervals are those of the trend.
+Each function takes the results of a comparison at several scales and returns a figure, or `None` if there are no data
+for it; the table in `report.py` has their titles and captions. Compute is in FLOPs of a run. Intervals are those of
+the trend.
 """
 
 from typing import Any
@@ -43,7 +44,9 @@ def draw_losses(outcome: Outcome) -> Figure | None:
 
 
 def draw_improvements(outcome: Outcome) -> Figure | None:
-    """Improvement of the test loss over compute; the models stand a little aside so that intervals do not cover each other."""
+    """Improvement of the test loss over compute; the models stand a little aside so that intervals do not cover each
+    other.
+    """
     trend, styles = outcome.trend, _styles(outcome)
     figure, axes = begin_figure()
     axes.axhline(0.0, color=styles[outcome.baseline]["color"], linewidth=1)
@@ -74,12 +77,13 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
 def draw_bowls(outcome: Outcome) -> Figure | None:
     """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
 
-    A cross at the top is a rate at which a run diverged, which has no mean. Every reported run is visible; losses of other
-    runs that lie far above are cut off.
+    A cross at the top is a rate at which a run diverged, which has no mean. Every reported run is visible; losses of
+    other runs that lie far above are cut off.
     """
     styles = _styles(outcome)
     tried_at = {
-        scale: {name: found.models[name].losses_by_rate() for name in styles} for scale, found in outcome.scales.items()
+        scale: {name: found.models[name].losses_by_rate() for name in styles}
+        for scale, found in outcome.scales.items()
     }
     panels = [scale for scale, found in tried_at.items() if any(len(losses) > 1 for losses in found.values())]
     if not panels:
@@ -109,7 +113,9 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
             margin = 0.1 * (high - low) or 0.1
             axes.set_ylim(low - margin, high + margin)
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(sorted({rate for found in tried_at[scale].values() for rate in found})))
+        axes.xaxis.set_major_locator(
+            FixedLocator(sorted({rate for found in tried_at[scale].values() for rate in found}))
+        )
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_title(scale, fontsize=10, parse_math=False)
@@ -142,4 +148,6 @@ def _scale_compute(axes: Axes, outcome: Outcome) -> None:
     above.xaxis.set_major_locator(FixedLocator(list(flops.values())))
     above.xaxis.set_major_formatter(FuncFormatter(lambda value, index: list(flops)[index]))
     above.xaxis.set_minor_locator(NullLocator())
-    axes.vlines(list(flops.values()), 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.2, linewidth=0.8)
+    axes.vlines(
+        list(flops.values()), 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.2, linewidth=0.8
+    )

@@ -1,7 +1,7 @@
 """The engine of one machine: the runs of a comparison, one after another.
 
-Several processes may work on one folder, such as those that `accelerate launch` starts, one for each GPU. A run belongs to the
-process that holds its lock.
+Several processes may work on one folder, such as those that `accelerate launch` starts, one for each GPU. A run
+belongs to the process that holds its lock.
 """
 
 import gc
@@ -32,7 +32,15 @@ from .results import RunStore, next_runs, run_folder
 
 _TOKENIZER = "tokenizer"
 # Variables of the launcher that started this process, which the process of a run must not read
-_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "ACCELERATE_", "TORCHELASTIC_")
+_LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "ACCELERATE_",
+    "TORCHELASTIC_",
+)
 
 
 @dataclass(frozen=True)
@@ -81,13 +89,14 @@ class LocalEngine:
                     return
                 following = [*(f"; next {run.name}" for run in ready[1:]), ""]
                 makes = (
-                    self._make_run(context, scale, run, folder, data, progress, then) for run, then in zip(ready, following)
+                    self._make_run(context, scale, run, folder, data, progress, then)
+                    for run, then in zip(ready, following)
                 )
                 if not any(makes):
                     time.sleep(1.0)  # other processes make all runs that are left
 
     def _make_run(self, context, scale: Scale, run: Run, folder: Path, data: Path, progress: tqdm, then: str) -> bool:
-        """Makes a run in a process of its own, whose loss `progress` shows; returns false if another process makes it."""
+        """Makes a run in a new process and shows its loss in `progress`; returns false if another process makes it."""
         path = run_folder(folder, run)
         if RunFolder(path).is_held():
             return False
@@ -110,7 +119,9 @@ class LocalEngine:
                 progress.set_postfix_str(f"{loss}{run.name}{then}", refresh=False)
                 progress.update(started_from + message.step - progress.n)
         except EOFError:
-            raise ChildProcessError(f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}") from None
+            raise ChildProcessError(
+                f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}"
+            ) from None
         except BaseException:
             process.terminate()  # interrupted: the run goes on from its last checkpoint
             raise
@@ -148,7 +159,8 @@ def _train_and_report(spec: RunSpec, sender) -> None:
         except OSError:  # the comparison was killed; another process goes on from the last checkpoint
             os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the comparison ends this one
+    # Ctrl-C reaches all processes of a terminal; the comparison ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.freeze()  # a run collects garbage, and need not look through all that was imported
     tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
     try:

@@ -1,6 +1,7 @@
 """The compute multiplier: how many times the compute of a model the baseline would need to be as good.
 
-It is read from a curve through the baseline's mean losses, so it needs no law of compute. `log` is the natural logarithm.
+It is read from a curve through the baseline's mean losses, so it needs no law of compute. `log` is the natural
+logarithm.
 """
 
 import itertools
@@ -17,21 +18,22 @@ from .noise import welch_sum
 # In decades of compute beyond the ladder. Nothing is read from the curve farther out.
 REACH = 1.0
 
-# Of a mean loss, relative, for the derivatives of the delta method; at most a tenth of the smallest fall between two scales
+# Of a mean loss, relative, for the derivatives of the delta method; at most a tenth of the smallest fall between two
+# scales
 _STEP = 1e-5
 
 
 class LossCurve:
     """The loss of the baseline over compute, and the multipliers that are read from it.
 
-    The curve is the monotone cubic interpolation of log loss over log compute through the means of the scales (Fritsch and
-    Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as those of a power
-    law do: then the slope at an end is s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)), where s_1, h_1 are the slope and the length of the
-    line through the two means at this end, s_2, h_2 those of the line beside it. Beyond the ladder the curve goes on with the
-    slope at its end. With two scales it is a line.
+    The curve is the monotone cubic interpolation of log loss over log compute through the means of the scales (Fritsch
+    and Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as
+    those of a power law do: then the slope at an end is s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)), where s_1, h_1 are the
+    slope and the length of the line through the two means at this end, s_2, h_2 those of the line beside it. Beyond
+    the ladder the curve goes on with the slope at its end. With two scales it is a line.
 
-    A multiplier depends on the baseline's mean losses and on the model's mean difference from it. To first order it is a sum of
-    means, and `welch_sum` gives the noise of that sum (delta method).
+    A multiplier depends on the baseline's mean losses and on the model's mean difference from it. To first order it is
+    a sum of means, and `welch_sum` gives the noise of that sum (delta method).
     """
 
     def __init__(self, names: Sequence[str], flops: Sequence[float], losses: Sequence[np.ndarray]):
@@ -42,7 +44,8 @@ class LossCurve:
         """
         if len(losses) < 2:
             raise ValueError(
-                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no "
+                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and "
+                "no "
                 f"best rate is at the boundary, not {len(losses)}."
             )
         self.log_flops = np.log(flops)
@@ -74,8 +77,8 @@ class LossCurve:
             confidence: level of the interval.
 
         Returns:
-            The multiplier and its interval. None stands for a value for which C' lies more than `REACH` decades beyond the
-            ladder, and for the interval if a scale has a single seed.
+            The multiplier and its interval. None stands for a value for which C' lies more than `REACH` decades beyond
+            the ladder, and for the interval if a scale has a single seed.
         """
         rise, parts = self._rise(scale, differences)
         estimate = welch_sum(parts, rise)
@@ -107,7 +110,7 @@ class _Curve:
         self.log_loss = CubicHermiteSpline(log_flops, self.log_means, _slopes(log_flops, self.log_means))
 
     def place(self, scale: int, difference: float) -> tuple[float, float]:
-        """log C at which the loss is lower than the mean of a scale by so many nats, and the slope of the curve there."""
+        """Returns log C at which the loss is lower than the mean of a scale by so many nats, and the slope there."""
         log_loss = math.log(self.means[scale] - difference)
         for end, is_beyond in ((0, log_loss >= self.log_means[0]), (-1, log_loss <= self.log_means[-1])):
             if is_beyond:

@@ -29,7 +29,8 @@ class RayEngine(Resources):
         """Connects to the cluster.
 
         Raises:
-            ValueError: if the workers cannot share the batches, or the cluster does not answer or has no room for a run.
+            ValueError: if the workers cannot share the batches, or the cluster does not answer or has no room for a
+                run.
         """
         for scale in scales:
             for variant in scale.variants.values():
@@ -65,7 +66,8 @@ class RayEngine(Resources):
         runs: dict[str, Run] = {}
 
         def ready() -> list[RunSpec]:
-            # Of each model the next rates of its search; of all open models the next seed, after a look of `stop: early`
+            # Of each model the next rates of its search; of all open models the next seed, after a look of
+            # `stop: early`
             found, count = next_runs(scale, finished)
             progress.total = (count + len(found)) * steps
             runs.update((run.name, run) for run in found)

@@ -1,4 +1,6 @@
-"""The outcome of a comparison: what its runs measured, and their analysis. `results.json` is written and read here alone."""
+"""The outcome of a comparison: what its runs measured, and their analysis. `results.json` is written and read here
+alone.
+"""
 
 import math
 from collections.abc import Iterable
@@ -21,7 +23,8 @@ Curve = list[tuple[int, float | None]]
 
 @dataclass(frozen=True)
 class History:
-    """What a run recorded while training: `(step, value)` of each loss and gradient norm; `None` where it was not finite.
+    """What a run recorded while training: `(step, value)` of each loss and gradient norm; `None` where it was not
+    finite.
 
     Attributes:
         train_loss, validation_loss, gradient_norm: in nats per token, and before clipping.
@@ -43,7 +46,8 @@ class RunOutcome:
     Attributes:
         folder: in that of its scale.
         diverged_at: the step at which it was stopped; `None` if it was not.
-        test_loss, test_loss_parts: on the test split, as a whole and in parts, whose mean it is; `None` if it diverged.
+        test_loss, test_loss_parts: on the test split, as a whole and in parts, whose mean it is; `None` if it
+            diverged.
         validation_loss, train_loss: in nats per token, as all losses.
         bits_per_byte, token_accuracy: on the test split.
         tokens_seen, token_stream: the number of tokens, and a hash of them in their order.
@@ -114,7 +118,9 @@ class ModelOutcome:
 
     @property
     def chosen(self) -> list[RunOutcome]:
-        """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose none."""
+        """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose
+        none.
+        """
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
     def losses_by_rate(self) -> dict[float, list[float | None]]:
@@ -148,16 +154,16 @@ class ScaleOutcome:
     """The results at one scale.
 
     Attributes:
-        tokens_per_run: the most tokens that a finished run saw; the plan's number if every run was stopped early. The plan
-            counts the last batch of an epoch as full, which it may not be.
+        tokens_per_run: the most tokens that a finished run saw; the plan's number if every run was stopped early. The
+            plan counts the last batch of an epoch as full, which it may not be.
         comparison: the fields of the file.
         token_streams: by seed, the hash of the tokens that its runs saw, in order.
-        same_tokens: whether all models of every seed saw the same tokens in the same order; `None` if every run was stopped
-            early.
+        same_tokens: whether all models of every seed saw the same tokens in the same order; `None` if every run was
+            stopped early.
         statistics: the result of `analyse` for the test losses; with `stop: early` that of each model's last analysis.
         interim: with `stop: early`, what was known at each interim analysis, by model, else `None`.
-        noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of them
-            has no losses of parts of the text.
+        noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of
+            them has no losses of parts of the text.
         added_seeds: the seeds that were added after a finished report.
         tasks: by task and metric.
     """
@@ -284,7 +290,9 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
             learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
             search=variant.rates.search,
             boundaries={
-                tuning.seed: tuning.boundary for tuning in tunings if tuning.boundary is not None and tuning.rate is not None
+                tuning.seed: tuning.boundary
+                for tuning in tunings
+                if tuning.boundary is not None and tuning.rate is not None
             },
             kernels=sorted({finished.metrics(run).get("kernels", "not recorded") for run in (*tried, *reported)}),
             tried=[_read_run(finished, run) for run in tried],
@@ -383,7 +391,9 @@ def _read_run(finished: RunStore, run: Run) -> RunOutcome:
         history=History(
             **{name: _without_nan(curve) for name, curve in curves.items()},
             loss_spikes=loss_spikes(curves["train_loss"]),
-            stability={layer: {name: _without_nan(curve) for name, curve in of.items()} for layer, of in stability.items()},
+            stability={
+                layer: {name: _without_nan(curve) for name, curve in of.items()} for layer, of in stability.items()
+            },
         ),
     )
 

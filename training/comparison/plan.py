@@ -81,13 +81,13 @@ class Scale:
         name: the name of the comparison, and that of the scale if there are several.
         baseline: the model that all others are compared with.
         variants: models by name.
-        seeds: seeds of the runs, which all models share. Every seed tries the rates of a model, and reports its own run at the
-            rate with the lowest validation loss.
+        seeds: seeds of the runs, which all models share. Every seed tries the rates of a model, and reports its own
+            run at the rate with the lowest validation loss.
         given: the fields of the file, with those of the scale, as one mapping.
         tasks: downstream tasks on which every reported run is evaluated (see `evaluate_tasks`).
         command: the command that runs the comparison.
-        stop: `"early"` if models leave as soon as there is a verdict about them (see `RunStore.seeds_of`); then the seeds
-            are the most that a model has.
+        stop: `"early"` if models leave as soon as there is a verdict about them (see `RunStore.seeds_of`); then the
+            seeds are the most that a model has.
     """
 
     name: str
@@ -126,7 +126,9 @@ class Scale:
     @property
     def flops(self) -> int:
         """Of all runs; a search may need more."""
-        return sum(self.runs_of(name) * item.tokens * item.size.flops_per_token for name, item in self.variants.items())
+        return sum(
+            self.runs_of(name) * item.tokens * item.size.flops_per_token for name, item in self.variants.items()
+        )
 
     def in_order(self, runs: list[Run]) -> list[Run]:
         """Sorts runs seed by seed, so that early results cover all models."""
@@ -185,7 +187,10 @@ class Scale:
         if warning := self.power_warning():
             yield f"warning: {warning}"
         if any(len(variant.rates.first) == 2 for variant in self.variants.values()):
-            yield "warning: of two learning rates the best is always at the boundary, without a verdict; list one, or three"
+            yield (
+                "warning: of two learning rates the best is always at the boundary, without a verdict; list one, or "
+                "three"
+            )
 
 
 @dataclass

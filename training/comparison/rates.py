@@ -1,4 +1,4 @@
-"""Which learning rates are tried, and which of them is the best: a given list, or a search that finds its own range."""
+"""Learning rates: a given list, or a search that finds its own range, and the best of them."""
 
 import dataclasses
 import math
@@ -15,8 +15,9 @@ _LIMIT = 8
 class Rates:
     """The learning rates of a model: `listed`, or a search.
 
-    A search begins with `start / factor`, `start` and `start * factor`. As long as the best rate is the smallest or the largest
-    one tried, it tries the next one beyond. So it ends when the best rate has a worse neighbour on both sides, or at `limit`.
+    A search begins with `start / factor`, `start` and `start * factor`. As long as the best rate is the smallest or
+    the largest one tried, it tries the next one beyond. So it ends when the best rate has a worse neighbour on both
+    sides, or at `limit`.
 
     Attributes:
         listed: the rates of a list, ascending; empty for a search.
@@ -67,7 +68,9 @@ class Rates:
         return rate if math.isfinite(losses[rate]) else None
 
     def boundary(self, losses: Mapping[float, float]) -> str | None:
-        """Tells whether the best rate is the `smallest` or the `largest` of several; it is the `smallest` if all diverged."""
+        """Tells whether the best rate is the `smallest` or the `largest` of several; it is the `smallest` if all
+        diverged.
+        """
         best = self.best(losses)
         if len(losses) > 1 and best in (None, min(losses)):
             return "smallest"

@@ -1,4 +1,6 @@
-"""From the file of a comparison to its plan: every field is checked, and every model sized, before anything is trained."""
+"""From the file of a comparison to its plan: every field is checked, and every model sized, before anything is
+trained.
+"""
 
 import itertools
 import json
@@ -58,7 +60,9 @@ class ComparisonFile:
     overrides: dict[str, Any]
 
 
-def read_file(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> ComparisonFile:
+def read_file(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
+) -> ComparisonFile:
     """Reads the file of a comparison or a screening, and applies overrides.
 
     Args:
@@ -125,16 +129,21 @@ def read_comparison(file: ComparisonFile) -> Comparison:
     _check_scales(path, scales)
     recipe = resolve_recipe(file.recipe, file.overrides, file.recipe_source).given
     in_order = {name: given["scales"][name] for name in scales}
-    return Comparison(file.name, given["baseline"], scales, file.command, {**given, "scales": in_order, "recipe": recipe})
+    return Comparison(
+        file.name, given["baseline"], scales, file.command, {**given, "scales": in_order, "recipe": recipe}
+    )
 
 
 def load_outline(given: Mapping[str, Any]) -> Comparison:
-    """Reads names, rates and seeds of a comparison from the `comparison.yaml` of a results folder, without making its models.
+    """Reads names, rates and seeds of a comparison from the `comparison.yaml` of a results folder, without making its
+    models.
 
     Raises:
         ValueError: for a field that is missing or of another type.
     """
-    _check_models("comparison.yaml", read_section(given.get("models"), "comparison.yaml: models"), given.get("baseline"))
+    _check_models(
+        "comparison.yaml", read_section(given.get("models"), "comparison.yaml: models"), given.get("baseline")
+    )
     read_section(given.get("scales"), "comparison.yaml: scales")
     entries = {name: entry or {} for name, entry in (given.get("scales") or {"": {}}).items()}
     shared, scales = read_rates("learning_rates", given.get("learning_rates")), {}
@@ -144,18 +153,24 @@ def load_outline(given: Mapping[str, Any]) -> Comparison:
         for model, own in fields["models"].items():
             rates = read_rates("learning_rates", own.get("learning_rates")) or shared
             variants[model] = Variant(own, rates, has_own_start=_has_own_start(entry, model))
-        scales[name] = Scale(fields["name"], given["baseline"], variants, fields["seeds"], fields, stop=given.get("stop"))
+        scales[name] = Scale(
+            fields["name"], given["baseline"], variants, fields["seeds"], fields, stop=given.get("stop")
+        )
     return Comparison(str(given.get("name")), given["baseline"], scales, "", dict(given))
 
 
 def read_default_folder(source: str) -> Path:
-    """The results folder of a comparison unless another one is given, by the name in its file: nothing else is read."""
+    """Returns a comparison's default results folder, from the name in its file. Nothing else is read."""
     path = find("comparisons", source)
     return default_folder(_own_name(path, read_yaml(resolve_user_path(path))))
 
 
-def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, Any], source: str, recipe_source: str) -> Scale:
-    """Reads one scale: the fields of the file with its own, and the recipe of its models; messages name the places of both."""
+def read_scale(
+    file: ComparisonFile, given: dict[str, Any], recipe: dict[str, Any], source: str, recipe_source: str
+) -> Scale:
+    """Reads one scale: the fields of the file with its own, and the recipe of its models; messages name the places of
+    both.
+    """
     models, baseline = given["models"], given["baseline"]
     check_seeds(source, given.get("seeds"))
     rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
@@ -163,7 +178,8 @@ def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, An
     if (ratio := given.get("tokens_per_parameter")) is not None:
         shared["training"]["max_steps"] = _steps(source, ratio, models[baseline], baseline, shared)
     variants: dict[str, Variant] = {}
-    for model in sorted(models, key=lambda model: model != baseline):  # the baseline first: others may be matched to it
+    # The baseline first: others may be matched to it
+    for model in sorted(models, key=lambda model: model != baseline):
         budget = variants[baseline].size if model != baseline else None
         variant = read_model(source, model, models[model], shared, rates, given.get("match"), budget)
         reference = variants.get(baseline, variant)
@@ -172,7 +188,8 @@ def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, An
             raise ValueError(f"{source}: model {model!r} would see {seen}: that compares the amount of data too")
         if variant.tokenizer != reference.tokenizer:
             raise ValueError(
-                f"{source}: model {model!r} has the tokenizer {variant.tokenizer!r}, the baseline {reference.tokenizer!r}: all "
+                f"{source}: model {model!r} has the tokenizer {variant.tokenizer!r}, the baseline "
+                f"{reference.tokenizer!r}: all "
                 "must read the same tokens; name one tokenizer in the recipe"
             )
         variants[model] = variant
@@ -186,7 +203,9 @@ def read_scale(file: ComparisonFile, given: dict[str, Any], recipe: dict[str, An
 def _scales_in(
     given: Mapping[str, Any], path: str, entries: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """Yields name and entry of each scale, and the fields of the file with those of the scale; a single one has no name."""
+    """Yields name and entry of each scale, and the fields of the file with those of the scale; a single one has no
+    name.
+    """
     if given.get("scales") is None:
         entries = {"": {}}
     else:
@@ -223,7 +242,9 @@ def _models_of_scale(source: str, models: Mapping[str, Any], entry: Mapping[str,
 
 
 def _has_own_start(entry: Mapping[str, Any], model: str) -> bool:
-    """Whether the entry of a scale gives learning rates for a model: the scale before it does not change where they begin."""
+    """Whether the entry of a scale gives learning rates for a model: the scale before it does not change where they
+    begin.
+    """
     return ((entry.get("models") or {}).get(model) or {}).get("learning_rates") is not None
 
 
@@ -235,7 +256,9 @@ def _own_name(path: Path, given: Mapping[str, Any]) -> str:
     return name
 
 
-def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, recipe_source: str = "") -> dict[str, Any]:
+def _merged(
+    recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, recipe_source: str = ""
+) -> dict[str, Any]:
     """A recipe with the sections `training` and `switches` of a comparison or a scale."""
     whole = dict(recipe)
     for section in _SECTIONS:
@@ -246,7 +269,9 @@ def _merged(recipe: Mapping[str, Any], given: Mapping[str, Any], source: str, re
 
 
 def _steps(source: str, ratio: Any, entry: Any, baseline: str, shared: dict[str, Any]) -> int:
-    """The number of optimizer steps in which the baseline sees `ratio` tokens for each of its non-embedding parameters."""
+    """The number of optimizer steps in which the baseline sees `ratio` tokens for each of its non-embedding
+    parameters.
+    """
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < math.inf:
         raise ValueError(f"{source}: tokens_per_parameter={ratio!r} must be a number above 0")
     if "max_steps" in shared["training"]:
@@ -263,17 +288,22 @@ def _baseline_flops(scale: Scale) -> int:
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
     """Raises `ValueError` if scales cannot be compared with each other."""
     if len(scales) < 2:
-        raise ValueError(f"{path}: scales holds only {', '.join(map(repr, scales)) or 'nothing'}; a ladder needs two or more")
+        raise ValueError(
+            f"{path}: scales holds only {', '.join(map(repr, scales)) or 'nothing'}; a ladder needs two or more"
+        )
     tokenizers = {name: scale.variants[scale.baseline].tokenizer for name, scale in scales.items()}
     smallest, first = next(iter(tokenizers.items()))
     for smaller, larger in itertools.pairwise(scales):
         if tokenizers[larger] != first:
             raise ValueError(
-                f"{path}: scale {larger!r} has the tokenizer {tokenizers[larger]!r}, scale {smallest!r} {first!r}: losses of "
+                f"{path}: scale {larger!r} has the tokenizer {tokenizers[larger]!r}, scale {smallest!r} {first!r}: "
+                "losses of "
                 "other tokens cannot be compared; name one tokenizer in the recipe"
             )
         if (flops := _baseline_flops(scales[larger])) == _baseline_flops(scales[smaller]):
-            raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {flops:.3g} FLOPs a run")
+            raise ValueError(
+                f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {flops:.3g} FLOPs a run"
+            )
 
 
 def _check_models(path: str, models: Mapping[str, Any], baseline: Any) -> None:
@@ -297,7 +327,9 @@ def check_names(source: str, given: Iterable[Any]) -> None:
 def check_set_by_run(source: str, fields: Iterable[str]) -> None:
     """Raises `ValueError` for a field that differs between the runs of one model."""
     if fixed := [name for name in _SET_BY_RUN if name in fields]:
-        raise ValueError(f"{source}: {', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
+        raise ValueError(
+            f"{source}: {', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead"
+        )
 
 
 def check_stop(path: str, given: Mapping[str, Any]) -> None:
@@ -306,10 +338,13 @@ def check_stop(path: str, given: Mapping[str, Any]) -> None:
     if stop not in (None, "early"):
         raise ValueError(f"{path}: stop={stop!r} must be early, or left out")
     if stop and (given.get("scales") is not None or given.get("tasks") is not None):
-        raise ValueError(f"{path}: stop: early needs a comparison at one scale, without tasks: each of them needs all runs")
+        raise ValueError(
+            f"{path}: stop: early needs a comparison at one scale, without tasks: each of them needs all runs"
+        )
     if stop and isinstance(seeds, list) and len(seeds) <= FIRST_INTERIM:
         raise ValueError(
-            f"{path}: stop: early has its first interim analysis at {FIRST_INTERIM} seeds, and seeds={seeds!r} has no more"
+            f"{path}: stop: early has its first interim analysis at {FIRST_INTERIM} seeds, and seeds={seeds!r} has no "
+            "more"
         )
 
 
@@ -322,9 +357,16 @@ def check_seeds(source: str, seeds: Any) -> None:
 
 
 def read_model(
-    path: str, name: str, entry: Any, shared: dict[str, Any], learning_rates: Rates | None, match: Any, budget: Size | None
+    path: str,
+    name: str,
+    entry: Any,
+    shared: dict[str, Any],
+    learning_rates: Rates | None,
+    match: Any,
+    budget: Size | None,
 ) -> Variant:
-    """Reads an entry of `models`: `None`, the name of a configuration, or a mapping of fields that differ from the recipe.
+    """Reads an entry of `models`: `None`, the name of a configuration, or a mapping of fields that differ from the
+    recipe.
 
     Args:
         path: the place of `models`, for messages.
@@ -375,11 +417,14 @@ def read_model(
         )
         if save_steps % logging_steps:
             raise ValueError(
-                f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run that is "
+                f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run "
+                "that is "
                 "interrupted would report another training loss"
             )
     # Each run has one device, even if this process has several
-    tokens_per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * sum(recipe.sample_lengths)
+    tokens_per_step = (
+        arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * sum(recipe.sample_lengths)
+    )
     size = measure(config, recipe.sample_lengths, prepare=resolved.choose_trained)
     return Variant(
         given=entry,

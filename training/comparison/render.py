@@ -12,7 +12,18 @@ from ..text import Markdown, plain
 
 
 # Columns of words; columns of numbers are aligned at the right
-_WORDS = {"factor", "interactions", "survives", "model", "task", "metric", "verdict", "learning rate", "kind", "outcome"}
+_WORDS = {
+    "factor",
+    "interactions",
+    "survives",
+    "model",
+    "task",
+    "metric",
+    "verdict",
+    "learning rate",
+    "kind",
+    "outcome",
+}
 
 
 @dataclass(frozen=True)

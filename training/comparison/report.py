@@ -1,4 +1,6 @@
-"""The report of a comparison, made from its outcome alone: a list of sections, and parts of it for terminals and cards."""
+"""The report of a comparison, made from its outcome alone: a list of sections, and parts of it for terminals and
+cards.
+"""
 
 import textwrap
 from collections.abc import Callable, Iterable
@@ -50,26 +52,34 @@ _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked to
 _CARD_COLUMNS += ("Holm p", BONFERRONI, "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
 _TASKS_CAPTION = (
-    "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The improvement "
-    "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and probabilities "
-    "(the rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, some "
+    "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The "
+    "improvement "
+    "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and "
+    "probabilities "
+    "(the rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, "
+    "some "
     "verdicts are chance."
 )
 
 _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and standard deviation over seeds."
 
 # One of these stands beside every p-value and interval
-_EACH_SEED = "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
+_EACH_SEED = (
+    "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
+)
 _ONE_RATE = (
-    "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it better: a "
+    "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it "
+    "better: a "
     "difference may be one between rates and not between models."
 )
 
 PROTOCOL = "How this was measured and judged"
 
 _EARLY = (
-    "A model leaves when its difference looks large, so the improvement of a model that left early is too large on average: "
-    "after 3 seeds by 84, 27 and 13 % of a true difference of 1, 2 and 3 standard deviations, if runs of a seed share no "
+    "A model leaves when its difference looks large, so the improvement of a model that left early is too large on "
+    "average: "
+    "after 3 seeds by 84, 27 and 13 % of a true difference of 1, 2 and 3 standard deviations, if runs of a seed share "
+    "no "
     "noise. Its interval is wider than one of 95 %, for it holds at all interim analyses together."
 )
 
@@ -78,7 +88,8 @@ _Figures = dict[str, tuple[str, str, Callable[[Any], Figure | None]]]
 _FIGURES: _Figures = {
     "curves": (
         "Losses over steps",
-        "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). Below: "
+        "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). "
+        "Below: "
         "improvement of validation loss over the baseline, seed by seed.",
         draw_curves,
     ),
@@ -141,7 +152,10 @@ def describe(outcome: Outcome) -> str:
         rows, notes = improvement_rows(outcome.trend), outcome_sentences(outcome)
     else:
         found = outcome.largest
-        rows = [{title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row} for row in summary_rows(found)]
+        rows = [
+            {title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row}
+            for row in summary_rows(found)
+        ]
         notes = [noise_floor_sentence(found), *selection_sentences(found), *early_sentences(found)]
     warnings = [f"warning: {text}" for text in warning_sentences(outcome)]
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
@@ -152,7 +166,8 @@ def describe(outcome: Outcome) -> str:
 
 
 def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> Markdown:
-    """The outcome for a model card, as Markdown: warnings, the protocol, the noise floor, a row for each model, and the trend.
+    """The outcome for a model card, as Markdown: warnings, the protocol, the noise floor, a row for each model, and
+    the trend.
 
     Args:
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
@@ -177,7 +192,8 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     parts = [
         *map(warning, warning_sentences(outcome)),
         Markdown(
-            f"From the comparison {code(found.name)}: {len(rows)} models, {'up to ' * bool(found.interim)}{len(found.seeds)} "
+            f"From the comparison {code(found.name)}: {len(rows)} models, "
+            f"{'up to ' * bool(found.interim)}{len(found.seeds)} "
             f"seeds each, {found.tokens_per_run:,} tokens a run{chosen}{same}."
         ),
         outcome_sentence(found),
@@ -202,7 +218,13 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     if outcome.trend:
         tables = [part for rows, caption in trend_tables(outcome) for part in (markdown_table(rows), caption)]
         trend = Section("The trend over scales", tables)
-        sections = [head, *first, trend, *others, Section(PROTOCOL, [bullets(trend_protocol(outcome))], is_folded=True)]
+        sections = [
+            head,
+            *first,
+            trend,
+            *others,
+            Section(PROTOCOL, [bullets(trend_protocol(outcome))], is_folded=True),
+        ]
         for name, found in outcome.scales.items():
             parts = [cost_sentence(found), bullets(protocol_sentences(found))]
             for section in (_models(found), *_runs(found)):
@@ -228,7 +250,9 @@ def _models(found: ScaleOutcome) -> Section:
         for name, fields in given.items()
     ]
     early = early_sentences(found)
-    return Section("Models", [markdown_table(summary_rows(found)), *early, "What differs between them:", bullets(differences)])
+    return Section(
+        "Models", [markdown_table(summary_rows(found)), *early, "What differs between them:", bullets(differences)]
+    )
 
 
 def _runs(found: ScaleOutcome) -> list[Section]:
@@ -236,7 +260,11 @@ def _runs(found: ScaleOutcome) -> list[Section]:
     rates, tasks, stability = rate_rows(found), task_rows(found), stability_rows(found)
     return [
         *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
-        *([Section("Learning rates", [_RATES_CAPTION.format(found.loss_unit), markdown_table(rates)])] if rates else []),
+        *(
+            [Section("Learning rates", [_RATES_CAPTION.format(found.loss_unit), markdown_table(rates)])]
+            if rates
+            else []
+        ),
         *([Section("Stability at the end", [_STABILITY_CAPTION, markdown_table(stability)])] if stability else []),
         Section("Every run", [markdown_table(run_rows(found))], is_folded=True),
     ]
@@ -273,8 +301,10 @@ def trend_protocol(outcome: Outcome) -> list[str]:
         "The verdict at the largest scale is the judgement. The trend explains it.",
         "No model is tested over the scales."
         if not tested
-        else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the logarithm of "
-        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected for {tested} models "
+        else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
+        "logarithm of "
+        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected for {tested} "
+        "models "
         "by Holm's method.",
         *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
@@ -283,7 +313,8 @@ def trend_protocol(outcome: Outcome) -> list[str]:
 def cost_sentence(found: ScaleOutcome) -> str:
     """What a run of the baseline costs at one scale."""
     return (
-        f"{found.models[found.baseline].non_embedding_parameters:,} non-embedding parameters, {found.tokens_per_run:,} tokens "
+        f"{found.models[found.baseline].non_embedding_parameters:,} non-embedding parameters, "
+        f"{found.tokens_per_run:,} tokens "
         f"and {found.flops(found.baseline):.2g} FLOPs a run, {len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}."
     )
 
@@ -299,13 +330,21 @@ def outcome_sentence(found: ScaleOutcome) -> str:
     models: dict[str, list[str]] = {"better": [], "worse": [], EQUIVALENT: [], WITHIN_NOISE: []}
     for name, effect in found.statistics.effects.items():
         models.setdefault(effect.verdict, []).append(name)
-    verdicts = [f"{verdict.replace(':', ',').capitalize()}: {in_line(names)}." for verdict, names in models.items() if names]
+    verdicts = [
+        f"{verdict.replace(':', ',').capitalize()}: {in_line(names)}." for verdict, names in models.items() if names
+    ]
     return " ".join([f"Baseline: {found.baseline}.", *verdicts])
 
 
 def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
-    """What a reader must know before the outcome, the largest scale first; where models are tested, also of too few seeds."""
-    found = [(name, text) for name, scale in reversed(outcome.scales.items()) for text in _warnings_of_scale(scale, has_tests)]
+    """What a reader must know before the outcome, the largest scale first; where models are tested, also of too few
+    seeds.
+    """
+    found = [
+        (name, text)
+        for name, scale in reversed(outcome.scales.items())
+        for text in _warnings_of_scale(scale, has_tests)
+    ]
     warnings = [f"Scale {name}: {text}" if name else text for name, text in found]
     return [*warnings, outcome.trend.multiplier_note] if outcome.trend and outcome.trend.multiplier_note else warnings
 
@@ -315,7 +354,8 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
     warnings = []
     if found.same_tokens is False:
         warnings.append(
-            "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows compares "
+            "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows "
+            "compares "
             "the data too, and its tests by seed do not hold."
         )
     for name, model in found.models.items():
@@ -336,20 +376,22 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
         warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")
     if found.added_seeds:
         warnings.append(
-            f"These seeds were added after a finished report: {', '.join(map(str, found.added_seeds))}. If its outcome was the "
+            f"These seeds were added after a finished report: {', '.join(map(str, found.added_seeds))}. If its "
+            "outcome was the "
             "reason, p is too small."
         )
     return warnings
 
 
 def _boundary_warnings(name: str, model: ModelOutcome, since: str) -> list[str]:
-    """Says where the best rate of a model is the smallest or the largest tried, and since when that leaves no verdict."""
+    """Says where a model's best rate is the smallest or the largest tried, and since when it has no verdict."""
     warnings = []
     for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
         seeds = [seed for seed, found in model.boundaries.items() if found == end]
         rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
         warnings.append(
-            f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in {len(seeds)} of "
+            f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in "
+            f"{len(seeds)} of "
             f"{len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
         )
     return warnings
@@ -371,7 +413,8 @@ def noise_floor_sentence(found: ScaleOutcome) -> str:
     if statistics.noise_floor is None:
         return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {found.baseline}."
     sentence = (
-        f"Noise floor: the test loss of the baseline {found.baseline} varies by {statistics.noise_floor:.2g} nats from seed "
+        f"Noise floor: the test loss of the baseline {found.baseline} varies by {statistics.noise_floor:.2g} nats "
+        "from seed "
         f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
     if (share := found.noise_from_text) is None:
@@ -386,30 +429,38 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
     count = "up to " if found.interim else ""
     sentences = [
         noise_floor_sentence(found),
-        f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} ({', '.join(map(str, seeds))}), "
+        f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} "
+        f"({', '.join(map(str, seeds))}), "
         f"{found.tokens_per_run:,} tokens a run.",
     ]
     if found.loss_unit == "masked token":
         sentences.append(MASKED_LOSSES)
     if found.same_tokens:
-        sentences.append("Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.")
+        sentences.append(
+            "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed."
+        )
     if found.has_choice:
         sentences.append(
-            "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the validation "
+            "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "
+            "validation "
             "split. The reported loss is that of the same run on the test split, which was not used to choose."
         )
         if any(model.search for model in found.models.values()):
             sentences.append(
-                "The rates were searched for, until the best one had a worse neighbour on both sides or the limit was reached."
+                "The rates were searched for, until the best one had a worse neighbour on both sides or the limit was "
+                "reached."
             )
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if found.interim:
         made = sum(len(model.runs) for model in found.models.values())
         sentences.append(
-            f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every seed, by "
-            "a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which means that its "
-            "interval, corrected for the number of models, lies within the noise floor. Half of the probability of an error, "
+            f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every "
+            "seed, by "
+            "a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which means that "
+            "its "
+            "interval, corrected for the number of models, lies within the noise floor. Half of the probability of an "
+            "error, "
             f"{statistics.alpha:g}, belongs to the last analysis, the other half in equal parts to those before it. "
             "Bonferroni's method corrects p for all models and analyses. "
             f"{made} of at most {len(seeds) * len(found.models)} runs are reported."
@@ -417,17 +468,22 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
     elif tested:
         sentences.append(
             "Each model is tested by a paired t-test on its differences from the baseline, seed by seed. "
-            f"Holm's method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a corrected p "
-            f"below {statistics.alpha:g}. Intervals are 95 % t intervals of one model each, not corrected, so an interval "
+            f"Holm's method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a "
+            "corrected p "
+            f"below {statistics.alpha:g}. Intervals are 95 % t intervals of one model each, not corrected, so an "
+            "interval "
             "may exclude 0 where the verdict is within noise."
         )
     if tested and found.counts_text:
         sentences.append(
-            "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same kind. "
+            "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same "
+            "kind. "
             "The tests are about this text."
         )
     elif tested:
-        sentences.append("Tests and intervals are about this test text: it is too short to tell how much its choice matters.")
+        sentences.append(
+            "Tests and intervals are about this test text: it is too short to tell how much its choice matters."
+        )
     sentences += selection_sentences(found)
     sentences.append("Speed and time are the median of the reported runs, and memory the most of any.")
     return sentences

@@ -16,7 +16,9 @@ from .plan import Comparison, Run, Scale
 _FIELDS: dict[str, Any] = {"diverged": bool, "versions": dict[str, str], "test_loss_parts": list[float] | None}
 _FIELDS |= dict.fromkeys(("steps", "tokens_seen", "trained_parameters"), int)
 _FIELDS |= dict.fromkeys(("token_stream", "attn_implementation", "device", "kernels"), str)
-_FIELDS |= dict.fromkeys(("diverged_at", "peak_memory", "train_tokens", "validation_tokens", "test_tokens"), int | None)
+_FIELDS |= dict.fromkeys(
+    ("diverged_at", "peak_memory", "train_tokens", "validation_tokens", "test_tokens"), int | None
+)
 _FIELDS |= dict.fromkeys(("train_loss", "train_seconds", "tokens_per_second"), float | None)
 _FIELDS |= dict.fromkeys(("dataset_fingerprint", "base_model"), str | None)
 _REQUIRED = _FIELDS.keys() - {"test_loss_parts", "trained_parameters", "kernels", "base_model"} | {"test_loss"}
@@ -88,11 +90,12 @@ class RunStore:
         self._metrics[run] = metrics
 
     def seeds_of(self, scale: Scale, model: str) -> list[int]:
-        """The seeds that a model is trained with, as far as is known: all, or those up to the analysis at which it leaves.
+        """The seeds that a model is trained with, as far as is known: all, or those up to the analysis at which it
+        leaves.
 
-        With `stop: early`, the first interim analysis is made when the runs of the first `FIRST_INTERIM` seeds are finished.
-        A model about which there is no verdict gets the next seed, as does the baseline as long as there is such a model. The
-        finished runs alone decide, so a comparison that goes on decides the same.
+        With `stop: early`, the first interim analysis is made when the runs of the first `FIRST_INTERIM` seeds are
+        finished. A model about which there is no verdict gets the next seed, as does the baseline as long as there is
+        such a model. The finished runs alone decide, so a comparison that goes on decides the same.
         """
         if scale.stop is None:
             return scale.seeds
@@ -119,16 +122,22 @@ class RunStore:
         return losses
 
     def is_at_boundary(self, scale: Scale, model: str, seeds: Sequence[int] | None = None) -> bool:
-        """Whether the best rate of a seed, by default of any, is the smallest or the largest of several that were tried."""
+        """Whether the best rate of a seed, by default of any, is the smallest or the largest of several that were
+        tried.
+        """
         tunings = [self._tune(scale, model, seed) for seed in seeds or self.seeds_of(scale, model)]
         return any(tuning.boundary and tuning.rate is not None for tuning in tunings)
 
     def tunings(self, scale: Scale, model: str) -> list[Tuning]:
-        """How far the choice of a model's learning rate is, for each seed. A single rate is chosen when its run is finished."""
+        """How far the choice of a model's learning rate is, for each seed. A single rate is chosen when its run is
+        finished.
+        """
         return [self._tune(scale, model, seed) for seed in self.seeds_of(scale, model)]
 
     def _tune(self, scale: Scale, model: str, seed: int) -> Tuning:
-        """Goes on with the search of a seed from where it was when last asked for, with the losses of the finished runs."""
+        """Goes on with the search of a seed from where it was when last asked for, with the losses of the finished
+        runs.
+        """
         rates = scale.variants[model].rates_of(seed)
         losses = self._losses.setdefault((model, rates, seed), {})
         while next_rates := rates.next(losses):
@@ -151,7 +160,9 @@ class RunStore:
     def tried(self, scale: Scale, model: str) -> list[Run]:
         """The finished runs that choose a model's learning rate and are not reported."""
         reported = set(self.reported(scale, model))
-        runs = [Run(model, rate, tuning.seed) for tuning in self.tunings(scale, model) for rate in sorted(tuning.losses)]
+        runs = [
+            Run(model, rate, tuning.seed) for tuning in self.tunings(scale, model) for rate in sorted(tuning.losses)
+        ]
         return [run for run in runs if run not in reported]
 
     def unfinished(self, scale: Scale, model: str) -> list[Run]:
@@ -182,9 +193,9 @@ def next_runs(scale: Scale, finished: RunStore) -> tuple[list[Run], int]:
 def in_turn(comparison: Comparison, folder: Path) -> Iterator[tuple[str, Scale, RunStore]]:
     """Goes through the scales in the order in which they are made, the smallest first.
 
-    The rates of a scale are known when the scale before it is finished: each seed begins its search at the rate that it chose
-    at the last scale that it has. One start for all seeds would be an accident of the scale before that they share, and their
-    choices would not be independent.
+    The rates of a scale are known when the scale before it is finished: each seed begins its search at the rate that
+    it chose at the last scale that it has. One start for all seeds would be an accident of the scale before that they
+    share, and their choices would not be independent.
 
     Yields:
         Name, scale and finished runs. The runs may be made before the next scale is asked for.

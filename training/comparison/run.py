@@ -33,10 +33,14 @@ class Engine(Protocol):
     """Where and how the runs of a comparison are made."""
 
     def connected(self, scales: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
-        """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more then."""
+        """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more
+        then.
+        """
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
-        """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows it."""
+        """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows
+        it.
+        """
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents.
@@ -71,7 +75,9 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
 
 
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
-    """Makes all runs that are not finished, writes the report, and returns the results; raises as `run_comparison` does."""
+    """Makes all runs that are not finished, writes the report, and returns the results; raises as `run_comparison`
+    does.
+    """
     results = run_comparison(comparison, folder, engine)
     if is_main_process():
         outcome = read_outcome(results)
@@ -122,9 +128,11 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside it.
+    """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside
+    it.
 
-    One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged; an old one goes.
+    One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged; an old one
+    goes.
     """
     delete(folder / PAGE_FILE)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
@@ -138,7 +146,9 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
     shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())
-    return explore_runs(recipe, runs, "test", folder, [f"One run of each model: {seeds}. The report compares all seeds."])
+    return explore_runs(
+        recipe, runs, "test", folder, [f"One run of each model: {seeds}. The report compares all seeds."]
+    )
 
 
 def _claim_folder(folder: Path, comparison: Comparison) -> None:
@@ -152,12 +162,17 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
         before = place.made_from()
         changes = before and differences(before, comparison.given)
         if changes:
-            added = None if differences(*map(_without_seeds, (before, comparison.given))) else _new_seeds(before, comparison)
+            added = (
+                None
+                if differences(*map(_without_seeds, (before, comparison.given)))
+                else _new_seeds(before, comparison)
+            )
             if added is None:
                 place.refuse(changes)
             if comparison.given.get("stop"):
                 raise ValueError(
-                    f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its interim analyses"
+                    f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its "
+                    "interim analyses"
                 )
             if (folder / RESULTS_FILE).is_file():
                 known = _added_seeds(folder)

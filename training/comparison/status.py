@@ -50,7 +50,12 @@ def _describe(scale: Scale, finished: RunStore) -> list[str]:
         planned = ended + len(finished.unfinished(scale, model))
         chosen = " ".join(f"{rate:g}" for rate in sorted({tuning.rate for tuning in tunings} - {None})) or "none"
         rows.append(
-            [model, f"{ended} of {planned}", f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}", chosen]
+            [
+                model,
+                f"{ended} of {planned}",
+                f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}",
+                chosen,
+            ]
         )
         count, total = count + ended, total + planned
     begun = []
@@ -59,7 +64,11 @@ def _describe(scale: Scale, finished: RunStore) -> list[str]:
         with suppress(FileNotFoundError):  # the run was finished just now
             if not (finished.folder / "runs" / name / METRICS_FILE).is_file():
                 begun.append(_describe_run(name, from_json(RunProgress, read_json(path), f"{path}: ")))
-    return [*align(rows), f"{count} of {total} runs finished, {len(begun)} begun, {total - count - len(begun)} waiting", *begun]
+    return [
+        *align(rows),
+        f"{count} of {total} runs finished, {len(begun)} begun, {total - count - len(begun)} waiting",
+        *begun,
+    ]
 
 
 def _describe_run(name: str, progress: RunProgress) -> str:

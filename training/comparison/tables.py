@@ -150,7 +150,9 @@ def run_rows(found: ScaleOutcome) -> Rows:
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
     """The tables of a trend, each with its caption."""
-    multipliers = [{"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in outcome.trend.models.items()]
+    multipliers = [
+        {"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in outcome.trend.models.items()
+    ]
     tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
     if rows := family_rows(outcome):
         tables.append((rows, _FAMILY_CAPTION))
@@ -168,7 +170,8 @@ def family_rows(outcome: Outcome) -> Rows:
     corrected = {test[:2]: p for test, p in zip(tests, holm([p for *_, p in tests]))}
     models = dict.fromkeys(model for _, model, _ in tests)
     return [
-        {"model": name, **{f"{scale}, p": p_value(corrected.get((scale, name))) for scale in outcome.scales}} for name in models
+        {"model": name, **{f"{scale}, p": p_value(corrected.get((scale, name))) for scale in outcome.scales}}
+        for name in models
     ]
 
 
@@ -192,21 +195,28 @@ def _steps(found: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, 
     for scale, step in found.steps.items():
         value = getattr(step, quantity)
         is_missing = quantity == "multiplier" and value is None
-        cells[f"{scale}{unit}"] = step.note if is_missing else with_interval(value, getattr(step, f"{quantity}_interval"), form)
+        cells[f"{scale}{unit}"] = (
+            step.note if is_missing else with_interval(value, getattr(step, f"{quantity}_interval"), form)
+        )
     return cells
 
 
 _IMPROVEMENTS_CAPTION = (
-    "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; positive is "
-    "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of models."
+    "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; "
+    "positive is "
+    "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of "
+    "models."
 )
 _FAMILY_CAPTION = (
-    "p of the test at each scale, corrected by Holm's method for all models at all scales as one family. The verdict of a "
-    "scale counts the models of that scale alone, which is the family of the judgement at the largest scale. A verdict at "
+    "p of the test at each scale, corrected by Holm's method for all models at all scales as one family. The verdict "
+    "of a "
+    "scale counts the models of that scale alone, which is the family of the judgement at the largest scale. A "
+    "verdict at "
     "another scale may be chance unless p is below 0.05 here too."
 )
 _MULTIPLIERS_CAPTION = (
-    "Compute multiplier: how many times the model's compute the baseline would need for the model's loss, by a curve through "
+    "Compute multiplier: how many times the model's compute the baseline would need for the model's loss, by a curve "
+    "through "
     "its mean losses, with 95 % intervals. A dash stands for an end that lies more than a decade beyond the ladder."
 )
 
@@ -216,7 +226,10 @@ def provenance(found: ScaleOutcome) -> Rows:
     values = {
         "corpus": str(found.comparison["recipe"].get("dataset", "python-stdlib")),
         "fingerprint": found.dataset_fingerprint or NOTHING,
-        **{f"{split} tokens": number(getattr(found, f"{split}_tokens"), ",") for split in ("train", "validation", "test")},
+        **{
+            f"{split} tokens": number(getattr(found, f"{split}_tokens"), ",")
+            for split in ("train", "validation", "test")
+        },
         "device": found.device,
         **found.versions,
         **{f"kernels of {name}": " | ".join(model.kernels) for name, model in found.models.items() if model.kernels},
@@ -240,7 +253,9 @@ def with_interval(value: float | None, interval: Interval | None, form: str) -> 
 
 
 def p_value(p: float | None) -> str:
-    """Formats a p-value; tiny ones only as a bound, and those near 0.05 so that the reader sees on which side they are."""
+    """Formats a p-value; tiny ones only as a bound, and those near 0.05 so that the reader sees on which side they
+    are.
+    """
     if p is not None and p < 1e-4:
         return "< 0.0001"
     return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")

@@ -1,11 +1,11 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
-A scale is a width, a depth and a number of tokens. Every model is trained at each scale with several seeds. Runs of one seed at
-one scale saw the same tokens, so they are paired; seeds of different scales are independent.
-Losses are in nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
+A scale is a width, a depth and a number of tokens. Every model is trained at each scale with several seeds. Runs of
+one seed at one scale saw the same tokens, so they are paired; seeds of different scales are independent. Losses are in
+nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
 
-All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of compute,
-and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals.
+All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of
+compute, and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals.
 """
 
 import math
@@ -26,7 +26,8 @@ class ScaleLosses:
     Attributes:
         name: the name of the scale.
         flops: the FLOPs of a run of each model.
-        losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run diverged.
+        losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run
+            diverged.
         at_boundary: models whose search of rates stopped with the best at the boundary, and which so may be better.
     """
 
@@ -38,8 +39,8 @@ class ScaleLosses:
 
 @dataclass(frozen=True)
 class Step:
-    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at the boundary, there are
-    no intervals and no multiplier.
+    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at the boundary,
+    there are no intervals and no multiplier.
 
     Attributes:
         flops: the FLOPs of a run of the model.
@@ -48,7 +49,8 @@ class Step:
         improvement_interval: (low, high), a paired t interval; the baseline's mean loss counts as known.
         multiplier: how many times the model's FLOPs the baseline would need to be as good.
         multiplier_interval: (low, high). An end is None if it lies more than `REACH` decades beyond the ladder.
-        note: "beyond" if the multiplier or an end of its interval lies there, else why there is no multiplier, or empty.
+        note: "beyond" if the multiplier or an end of its interval lies there, else why there is no multiplier, or
+            empty.
     """
 
     flops: float
@@ -63,14 +65,15 @@ class Step:
 class ModelTrend:
     """How the improvement of a model changes with compute.
 
-    The improvement of a model that is worse than the baseline is negative. So it "grows" if the model catches up, and "shrinks"
-    if it falls further behind. `meaning` tells these apart.
+    The improvement of a model that is worse than the baseline is negative. So it "grows" if the model catches up, and
+    "shrinks" if it falls further behind. `meaning` tells these apart.
 
     Attributes:
         verdict: "grows", "shrinks" or "cannot tell".
         meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
         steps: the model at each scale, in order of compute.
-        slope: the slope of the least-squares line through the improvements, in percent of the loss per decade of compute.
+        slope: the slope of the least-squares line through the improvements, in percent of the loss per decade of
+            compute.
         slope_interval: (low, high).
         p: two-sided, of a slope of 0.
         holm_p: `p` corrected for the number of models tested.
@@ -93,7 +96,8 @@ class Trend:
         baseline: the model that the others are compared with.
         alpha: the chance that any model wrongly grows or shrinks, nominally.
         flops: the FLOPs of a run of the baseline at each scale, in order of compute.
-        noise_floor_percent: the standard deviation of the baseline's loss over its seeds at each scale, in percent of its mean.
+        noise_floor_percent: the standard deviation of the baseline's loss over its seeds at each scale, in percent of
+            its mean.
         multiplier_note: why there are no multipliers, or empty.
         models: the trend of each model but the baseline.
     """
@@ -109,10 +113,10 @@ class Trend:
 def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
-    The test of a trend is on the improvement in percent of the loss, which cancels the noise that runs of a seed share. It
-    fits no curve: the slope is that of the least-squares line through the true improvements, whatever their course, and all
-    scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all scales makes a
-    percentage that shrinks.
+    The test of a trend is on the improvement in percent of the loss, which cancels the noise that runs of a seed
+    share. It fits no curve: the slope is that of the least-squares line through the true improvements, whatever their
+    course, and all scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all
+    scales makes a percentage that shrinks.
 
     A model with a diverged run, or at_boundary at a scale, is not tested, nor is any if the baseline is.
 
@@ -181,7 +185,9 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
 
 
 def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) -> Step:
-    """A step without its multiplier, from the losses `(seed,)` of the baseline and the model, which are NaN if diverged."""
+    """A step without its multiplier, from the losses `(seed,)` of the baseline and the model, which are NaN if
+    diverged.
+    """
     pairs = np.isfinite(base) & np.isfinite(model)
     improvement = interval = None
     if pairs.any():
@@ -204,7 +210,7 @@ def _obstacle(scale: ScaleLosses, baseline: str, model: str, found: dict[str, np
 
 
 def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
-    """Tests the slope of the improvements in percent, each `(seed,)`, as yet without Holm's correction and a verdict."""
+    """Tests the slope of the improvements in percent, each `(seed,)`, before Holm's correction and the verdict."""
     centred = decades - decades.mean()
     weights = centred / (centred @ centred)
     slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
@@ -238,5 +244,7 @@ def _noise_floor(losses: np.ndarray) -> float | None:
 
 def _array(scale: ScaleLosses, model: str) -> np.ndarray:
     """The losses of a model in order of seeds; NaN if diverged."""
-    losses = np.array([math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float)
+    losses = np.array(
+        [math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float
+    )
     return np.where(np.isfinite(losses), losses, math.nan)

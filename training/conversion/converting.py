@@ -14,7 +14,16 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..card import base_model_of, render
 from ..disk import add_to_manifest, atomic_dir, delete, files_below, read_manifest, resolve_user_path, write_text
-from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, VOCABULARIES, files_in, is_nonempty, model_files
+from ..files import (
+    CARD_FILE,
+    CONVERSION_FILE,
+    METRICS_FILE,
+    RECIPE_FILE,
+    VOCABULARIES,
+    files_in,
+    is_nonempty,
+    model_files,
+)
 from ..models import check_model_folder, read_record, source_named
 from ..parameters import size_of
 from ..run.data import check_vocabulary
@@ -47,13 +56,13 @@ class Conversion:
         switches: fields that were changed.
         lost: the differences between the new model and the old one, in words; empty if both compute the same.
         dequantised: the type of a quantised source's weights, as llama.cpp names it.
-        difference: largest difference of the outputs on random tokens, in float32, relative to the largest output; `None` if
-            there is no other model to compare with, as for a checkpoint, or if it is too large.
+        difference: largest difference of the outputs on random tokens, in float32, relative to the largest output;
+            `None` if there is no other model to compare with, as for a checkpoint, or if it is too large.
         not_compared: why the outputs were not compared, although there is another model.
         parameters: number of parameters of the new model.
         has_tokenizer: whether there is a tokenizer beside the weights.
-        added: names of the parameters that are new since the last training: the source has none of this name, or has it from an
-            earlier conversion after which nothing was trained.
+        added: names of the parameters that are new since the last training: the source has none of this name, or has
+            it from an earlier conversion after which nothing was trained.
         enlarged: names of the parameters that are larger than before, in the same span of time.
         before: the record of that earlier conversion.
         trained_on: what the source was trained on, see `read_trained_on`.
@@ -88,11 +97,12 @@ def convert(
 ) -> Conversion:
     """Writes a model in another form, ready to load, train and share.
 
-    If every parameter is only renamed, split, joined or added, weights in safetensors files are converted shard by shard.
+    If every parameter is only renamed, split, joined or added, weights in safetensors files are converted shard by
+    shard.
 
     Args:
-        source: folder or Hub name of an NLQ model or of one of `FAMILIES`, a GGUF file of one of them, or a checkpoint of the
-            paper's code or of nanoGPT.
+        source: folder or Hub name of an NLQ model or of one of `FAMILIES`, a GGUF file of one of them, or a checkpoint
+            of the paper's code or of nanoGPT.
         target: folder to write.
         to: `"nlq"`, or the family to write, one of `FAMILIES`.
         upcycle: give it `upcycled` queries, which compute the same at first.
@@ -106,8 +116,8 @@ def convert(
 
     Raises:
         ImportError: for a GGUF file without the package gguf.
-        ValueError: for a source that is none of these or is damaged, a target that is taken, switches that would change the
-            outputs, or a family that has no such model. Nothing has been written then.
+        ValueError: for a source that is none of these or is damaged, a target that is taken, switches that would
+            change the outputs, or a family that has no such model. Nothing has been written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
     source, target = str(source), resolve_user_path(target)
@@ -121,7 +131,8 @@ def convert(
     with RunFolder(target, plan=None).held():
         card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
         replaced = {*model_files(target), *files_in(target, ("pytorch_model*.bin*", *card))}
-        add_to_manifest(target, sorted(path.relative_to(target).as_posix() for path in replaced))  # --overwrite allows that
+        # --overwrite allows that
+        add_to_manifest(target, sorted(path.relative_to(target).as_posix() for path in replaced))
         return _convert(source, target, to, switches, tokenizer, allow_lossy)
 
 
@@ -145,7 +156,9 @@ def _convert(
             draft = draft.to_nlq(allow_lossy)
         if switches:
             if changed(draft.model.config, switches).to_dict() == draft.model.config.to_dict():
-                raise ValueError(f"the model has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already")
+                raise ValueError(
+                    f"the model has {', '.join(f'{name}={value!r}' for name, value in switches.items())} already"
+                )
             draft = draft.with_switches(switches)
         if to != "nlq":
             draft = draft.from_nlq(to, allow_lossy)
@@ -191,7 +204,8 @@ def _convert(
             own_tokenizer.save_pretrained(folder)
         if weights.bytes >= COMPARED_BELOW:
             done.not_compared = f"the weights take {weights.bytes / 2**30:.1f} GiB"
-        elif checkpoint is None and (switches or type(new) is not type(old)):  # of a checkpoint, there is no other model
+        # Of a checkpoint, there is no other model
+        elif checkpoint is None and (switches or type(new) is not type(old)):
             old = old if weights.are_in_memory else load_model(source, old.config, type(old))
             done.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
         _write_records(folder, target, new, done)
@@ -202,7 +216,9 @@ def _convert(
 
 
 def _open(source: str) -> Draft:
-    """Opens a saved model: without its weights, and with their files; or in memory, if these have to be loaded as a whole."""
+    """Opens a saved model: without its weights, and with their files; or in memory, if these have to be loaded as a
+    whole.
+    """
     config, model_class = read_source(source)
     model = empty_model(model_class, config)
     weights = find_weights(source, model)
@@ -216,17 +232,22 @@ def _open(source: str) -> Draft:
 def _new_parameters(
     before: PreTrainedModel, after: PreTrainedModel, added: list[str], enlarged: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Finds the parameters that a change of switches added, and those that it enlarged, with those of earlier changes."""
+    """Finds the parameters that a change of switches added or enlarged, with those of earlier changes."""
     # A tied LM head counts as there before, so that its own copy of the embeddings is not new
     old, new = (
-        {name: value.shape for name, value in each.named_parameters(remove_duplicate=False)} for each in (before, after)
+        {name: value.shape for name, value in each.named_parameters(remove_duplicate=False)}
+        for each in (before, after)
     )
     all_added = [name for name in new if name in added or name not in old]
     return all_added, [name for name in new if name not in all_added and (name in enlarged or old[name] != new[name])]
 
 
-def _load_tokenizer(source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None) -> PreTrainedTokenizerBase | None:
-    """Loads the given tokenizer, and sets its special tokens in the model, or loads that of the source, if there is one."""
+def _load_tokenizer(
+    source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None
+) -> PreTrainedTokenizerBase | None:
+    """Loads the given tokenizer, and sets its special tokens in the model, or loads that of the source, if there is
+    one.
+    """
     if name is None and gguf is not None:
         tokenizer = load_gguf_tokenizer(gguf)
     elif name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
@@ -254,11 +275,15 @@ def _check_target(source: str, target: Path, overwrite: bool) -> None:
         if not (target / "config.json").is_file():
             raise ValueError(f"{target} holds no model that --overwrite could replace; choose another target")
         if (target / METRICS_FILE).exists() or any(target.glob("checkpoint-*")):
-            raise ValueError(f"{target} holds a training run, which --overwrite does not replace; choose another target")
+            raise ValueError(
+                f"{target} holds a training run, which --overwrite does not replace; choose another target"
+            )
 
 
 def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list[str]) -> float:
-    """Returns the largest difference of the outputs; raises `ValueError` if it is more than rounding, and nothing was lost."""
+    """Returns the largest difference of the outputs; raises `ValueError` if it is more than rounding, and nothing was
+    lost.
+    """
     difference = largest_difference(old, new)
     # A matrix that is computed, such as W - I, is rounded to the precision of the weights
     if not lost and not difference <= max(_TOLERANCE, torch.finfo(new.dtype).eps):
@@ -272,5 +297,7 @@ def _write_records(folder: Path, target: Path, model: PreTrainedModel, done: Con
     """Writes the record and the card."""
     record = asdict(done)
     write_text(folder / CONVERSION_FILE, json.dumps(record, indent=2) + "\n")
-    card = render(target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer)
+    card = render(
+        target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer
+    )
     card.save(folder / CARD_FILE)

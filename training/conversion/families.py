@@ -1,7 +1,8 @@
-"""The families of Transformers' models that are special cases of NLQ: the fields and names that each has for the same things.
+"""The families of Transformers' models that are special cases of NLQ: the fields and names that each has for the same
+things.
 
-`FAMILIES` has a row for each. A row is made of parts, because families share most of them. What no part of a family reads, and
-is not the default, has no counterpart here.
+`FAMILIES` has a row for each. A row is made of parts, because families share most of them. What no part of a family
+reads, and is not the default, has no counterpart here.
 """
 
 import math
@@ -25,7 +26,8 @@ class Part(NamedTuple):
     Attributes:
         fields: their names in the family.
         read: function from a configuration of the family to fields of `NLQConfig`; a list has a value for each layer.
-        write: function from the configurations of the layers of an NLQ model to fields of the family. Others are dropped.
+        write: function from the configurations of the layers of an NLQ model to fields of the family. Others are
+            dropped.
     """
 
     fields: tuple[str, ...]
@@ -55,7 +57,8 @@ def _read_rope(
     # `yarn` scales rotated queries and keys; a norm behind that would take the factor back
     if is_before_norm and rope_type == "yarn" and (scaling := ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]) != 1.0:
         raise ValueError(
-            f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0: {config.model_type} normalizes "
+            f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0: {config.model_type} "
+            "normalizes "
             "queries and keys after their rotation, and NLQ before it"
         )
     positions: str | list[str] = "rope"
@@ -177,8 +180,8 @@ class Family:
         switches: fields of `NLQConfig` with one value for the whole family.
         parts: the fields of its configuration.
         without_effect: other fields, which do not change the outputs.
-        block_names: names of the modules of a block, NLQ's -> the family's; others are equal. Modules of NLQ that share a name
-            in the family are fused there.
+        block_names: names of the modules of a block, NLQ's -> the family's; others are equal. Modules of NLQ that
+            share a name in the family are fused there.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a classifier of tokens.
         layouts: by the last part of a module's name in the family, if it keeps its tensors in another way.
@@ -205,10 +208,14 @@ class Family:
             ValueError, StrictDataclassError: for a value without a counterpart in the fields that have one.
         """
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it first")
+            raise ValueError(
+                "quantization_config: quantized weights cannot be converted; save the model without it first"
+            )
         is_causal = self.switches.get("is_causal", True)
         if getattr(config, "is_causal", is_causal) != is_causal:
-            raise ValueError(f"is_causal={not is_causal}: models of type {self.name} are converted with is_causal={is_causal}")
+            raise ValueError(
+                f"is_causal={not is_causal}: models of type {self.name} are converted with is_causal={is_causal}"
+            )
         values = {"query_projection": "linear", **self.switches, **_library_fields(config)}
         for part in self.parts:
             values.update(part.read(config))
@@ -232,11 +239,20 @@ class Family:
 
     def not_read(self, config: PreTrainedConfig) -> list[str]:
         """Lists the fields and values of a configuration that have no counterpart in NLQ, in words."""
-        known = {field.name for field in fields(PreTrainedConfig)} | {*self.without_effect, *_WITHOUT_EFFECT, *_LIBRARY_FIELDS}
-        known |= {"quantization_config", *(name for part in self.parts for name in part.fields)}  # which `read` refuses
+        known = {field.name for field in fields(PreTrainedConfig)} | {
+            *self.without_effect,
+            *_WITHOUT_EFFECT,
+            *_LIBRARY_FIELDS,
+        }
+        # Which `read` refuses
+        known |= {"quantization_config", *(name for part in self.parts for name in part.fields)}
         default, found = self.config_class(), []
         for name, value in config.to_dict().items():
-            if name in known or name.startswith("_") or value in (None, False, [], {}, "", getattr(default, name, None)):
+            if (
+                name in known
+                or name.startswith("_")
+                or value in (None, False, [], {}, "", getattr(default, name, None))
+            ):
                 continue
             found.append(f"{name}={value!r}: NLQ models have no such field")
         return found
@@ -358,7 +374,12 @@ _ROWS = (
     ),
     _like_llama(
         "nanochat",
-        *(_equal(final_logit_softcapping="final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        *(
+            _equal(final_logit_softcapping="final_logit_softcapping"),
+            _ROPE_BEFORE_NORM,
+            _UNDECLARED_HEAD_DIM,
+            _ATTENTION_BIAS,
+        ),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
@@ -366,7 +387,10 @@ _ROWS = (
         "olmo2",
         *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         switches={"norm_position": "output", "qk_norm": "rms_all_heads"},
-        block_names={"self_attn_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"},
+        block_names={
+            "self_attn_output_norm": "post_attention_layernorm",
+            "mlp_output_norm": "post_feedforward_layernorm",
+        },
     ),
     _like_llama(
         "diffllama",

@@ -1,4 +1,4 @@
-"""Models in GGUF files, the format of llama.cpp: what Transformers' reader of them leaves out, and their tokenizers."""
+"""Models in GGUF files, the format of llama.cpp: what Transformers' reader leaves out, and tokenizers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from transformers.utils import is_gguf_available
 from ..text import one_line
 
 
-# Those whose reader in Transformers is complete, and whose class NLQ knows. Transformers forgets the base of rotary positions
-# of `starcoder2` and the inner size of `gpt2`; models of Mistral call themselves `llama`
+# Those whose reader in Transformers is complete, and whose class NLQ knows. Transformers forgets the base of rotary
+# positions of `starcoder2` and the inner size of `gpt2`; models of Mistral call themselves `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Fields that are read here, or repeat what shapes of tensors say
 _ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
@@ -58,7 +58,8 @@ class GGUF:
 
 
 def find_gguf(source: str) -> Path | None:
-    """The GGUF file of a source, which is the file or its folder; `None` if there is none, or the folder has other weights.
+    """The GGUF file of a source, which is the file or its folder; `None` if there is none, or the folder has other
+    weights.
 
     Raises:
         ValueError: for a folder with several of them.
@@ -68,7 +69,9 @@ def find_gguf(source: str) -> Path | None:
         return path
     files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
     if len(files) > 1:
-        raise ValueError(f"{source} holds {len(files)} GGUF files ({', '.join(file.name for file in files)}); name one of them")
+        raise ValueError(
+            f"{source} holds {len(files)} GGUF files ({', '.join(file.name for file in files)}); name one of them"
+        )
     return files[0] if files else None
 
 
@@ -96,7 +99,8 @@ def read_gguf(path: Path) -> GGUF:
     prefix = f"{architecture}."
     if fields.get(f"{prefix}attention.causal") is False:
         raise ValueError(
-            f"{path}: {prefix}attention.causal=False: encoders are converted from EuroBERT's safetensors, not from GGUF"
+            f"{path}: {prefix}attention.causal=False: encoders are converted from EuroBERT's safetensors, not from "
+            "GGUF"
         )
     said = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
@@ -117,7 +121,9 @@ def read_gguf(path: Path) -> GGUF:
         architecture=architecture,
         tensors=[tensor.name for tensor in reader.tensors],
         head_size=head_size,
-        tokenizer={name.removeprefix(_TOKENIZER): value for name, value in fields.items() if name.startswith(_TOKENIZER)},
+        tokenizer={
+            name.removeprefix(_TOKENIZER): value for name, value in fields.items() if name.startswith(_TOKENIZER)
+        },
         not_read=not_read,
     )
 
@@ -142,16 +148,21 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=str(path.resolve()), trust_remote_code=False)
     except Exception as error:  # of many kinds, because the reader expects every field to be there
-        raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer") from error
+        raise ValueError(
+            f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer"
+        ) from error
     # Transformers reads these two from 5.23 on
     for name, default in {"add_bos_token": gguf.tokenizer.get("model") == "llama", "add_eos_token": False}.items():
         if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
             setattr(tokenizer, name, value)
     backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")
-    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):  # what Transformers takes where it does not know the cut
+    # What Transformers takes where it does not know the cut
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         if cut in _DIGITS:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         elif cut not in _AS_GPT2:
-            raise ValueError(f"{path}: Transformers cannot cut text as {_TOKENIZER}pre={cut!r} says; give one by --tokenizer")
+            raise ValueError(
+                f"{path}: Transformers cannot cut text as {_TOKENIZER}pre={cut!r} says; give one by --tokenizer"
+            )
     return tokenizer

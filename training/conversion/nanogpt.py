@@ -68,8 +68,8 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
         checkpoint: it holds `"model"`, the weights by name, and `"model_args"`.
 
     Raises:
-        ValueError: for a field or a mode that the code does not have, and for weights that are missing, unknown, of another
-            shape, or tied and yet different.
+        ValueError: for a field or a mode that the code does not have, and for weights that are missing, unknown, of
+            another shape, or tied and yet different.
     """
     config = _to_config(checkpoint["model_args"])
     state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}

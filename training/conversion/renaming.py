@@ -1,6 +1,8 @@
-"""Moves weights between NLQ models and the models of `FAMILIES`: the same numbers under other names, and fused or split.
+"""Moves weights between NLQ models and the models of `FAMILIES`: the same numbers under other names, and fused or
+split.
 
-A `Draft` is a model whose weights are not made yet. It changes in steps, and is then built in memory or written shard by shard.
+A `Draft` is a model whose weights are not made yet. It changes in steps, and is then built in memory or written shard
+by shard.
 """
 
 import copy
@@ -117,7 +119,8 @@ class Draft:
         """
         loaded = self.weights.load(list(self.weights.stored))
         state = {
-            name: origin.make([loaded[source] for source in origin.sources]).detach() for name, origin in self.origins.items()
+            name: origin.make([loaded[source] for source in origin.sources]).detach()
+            for name, origin in self.origins.items()
         }
         if copied:
             state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
@@ -216,7 +219,7 @@ def chain(first: Mapping[str, ParameterSource], second: Mapping[str, ParameterSo
 
 
 def to_nlq_origins(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, ParameterSource]:
-    """The origin of each parameter of an NLQ model among those of a model of a family. Both may be on the meta device."""
+    """Maps each parameter of an NLQ model to its origin in a model of a family. Both may be on the meta device."""
     origins = {}
     for their_name, our_names in _names(family, theirs, ours).items():
         for index, name in enumerate(our_names):
@@ -231,7 +234,9 @@ def from_nlq_origins(family: Family, theirs: PreTrainedModel, ours: NLQPreTraine
     origins = {}
     for their_name, our_names in _names(family, theirs, ours).items():
         write = family.layout(their_name).write
-        origins[their_name] = ParameterSource(tuple(our_names), lambda tensors, write=write: write(tensors, theirs.config))
+        origins[their_name] = ParameterSource(
+            tuple(our_names), lambda tensors, write=write: write(tensors, theirs.config)
+        )
     weight, bias = (f"{family.classifier}.{kind}" for kind in ("weight", "bias"))
     if bias in parameter_shapes(theirs) and bias not in origins:  # `token_classification_bias=False`
         origins[bias] = ParameterSource(origins[weight].sources, lambda tensors: torch.zeros_like(tensors[0][:, 0]))
@@ -257,8 +262,8 @@ def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedMo
 def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
     """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, with the same head.
 
-    What the family writes in another way is rewritten: for GPT-2, for example, grouped queries are expanded, and `"residual"`
-    projections become matrices.
+    What the family writes in another way is rewritten: for GPT-2, for example, grouped queries are expanded, and
+    `"residual"` projections become matrices.
 
     Args:
         model: an NLQ model; it stays unchanged.

@@ -1,4 +1,5 @@
-"""Rules for changing a switch of a trained model: each sets the parameters so that the outputs stay, or says why they cannot.
+"""Rules for changing a switch of a trained model: each sets the parameters so that the outputs stay, or says why they
+cannot.
 
 Letters of shapes: d is `hidden_size`, r is an inner width, h the heads.
 """
@@ -62,14 +63,20 @@ def refusal(field: str, before: Any, after: Any, reason: str) -> str:
 def refusals(before: NLQConfig, after: NLQConfig, reasons: dict[str, str]) -> list[str]:
     """Says in words why those of some fields cannot change that do, given the reason for each."""
     values = {field: (getattr(before, field), getattr(after, field)) for field in reasons}
-    return [refusal(field, *values[field], reason) for field, reason in reasons.items() if values[field][0] != values[field][1]]
+    return [
+        refusal(field, *values[field], reason)
+        for field, reason in reasons.items()
+        if values[field][0] != values[field][1]
+    ]
 
 
 def lost_queries(before: NLQConfig, after: NLQConfig) -> list[str]:
     """Says in words which part takes heads of queries away from a layer."""
     if after.num_query_heads >= before.num_query_heads:
         return []
-    return refusals(before, after, dict.fromkeys(ATTENTION_PARTS, "heads of queries that the model has learned would be lost"))
+    return refusals(
+        before, after, dict.fromkeys(ATTENTION_PARTS, "heads of queries that the model has learned would be lost")
+    )
 
 
 # Rules of the whole model: they take the old model and the new one, and return what is lost
@@ -181,7 +188,9 @@ class _Terms(NamedTuple):
 
 
 def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, heads: tuple[int, int]) -> str | None:
-    """Sets the weights of a projection of another kind. `source` has the new number of heads already, the second of `heads`."""
+    """Sets the weights of a projection of another kind. `source` has the new number of heads already, the second of
+    `heads`.
+    """
     old, new = PROJECTIONS[before], PROJECTIONS[after]
     reason = None
     if old.bottleneck and not new.bottleneck:
@@ -217,7 +226,9 @@ def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, h
 def _has_bottlenecks(change: LayerChange) -> bool:
     """Tells whether some projection has a bottleneck before and after."""
     fields = ("query_projection", "key_projection", "value_projection")
-    return any(all(PROJECTIONS[getattr(side, field)].bottleneck for side in (change.before, change.after)) for field in fields)
+    return any(
+        all(PROJECTIONS[getattr(side, field)].bottleneck for side in (change.before, change.after)) for field in fields
+    )
 
 
 def _projection_bottleneck_size(change: LayerChange) -> str | None:
@@ -252,7 +263,9 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if change.target.q_norm is not None:
         scaled = list(change.target.q_norm.parameters())[:1]
         if not scaled:
-            return f"qk_norm={change.after.qk_norm!r} with norm_gain=False has no weights that could take over the factor"
+            return (
+                f"qk_norm={change.after.qk_norm!r} with norm_gain=False has no weights that could take over the factor"
+            )
     else:
         if PROJECTIONS[change.after.key_projection].identity:
             return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
@@ -294,7 +307,10 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
 def _head_projection(change: LayerChange) -> str | None:
     if not change.before.head_projection or change.after.head_projection:
         return None  # new ones start at the identity
-    if change.before.attention_output_activation is not None or change.before.attention_gate in ("elementwise", "value"):
+    if change.before.attention_output_activation is not None or change.before.attention_gate in (
+        "elementwise",
+        "value",
+    ):
         return "an activation or gate after the learned matrices prevents moving them into the output projection"
     # A head's output x passes (x W_h) W_o
     heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
@@ -314,7 +330,9 @@ def _attention_sink(change: LayerChange) -> str | None:
 
 
 def _attention_normalization(change: LayerChange) -> str | None:
-    before, after = (side.attention_normalization or side.activation.normalization for side in (change.before, change.after))
+    before, after = (
+        side.attention_normalization or side.activation.normalization for side in (change.before, change.after)
+    )
     if change.before.activation.name == change.after.activation.name and before != after:
         return "the attention weights would change"
     return None
@@ -381,12 +399,18 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "attention_scaling": _attention_scaling,
     "attention_activation": _unchanged("the attention weights would change", attrgetter("activation.name")),
     "attention_normalization": _attention_normalization,
-    "linear_attention_decay": _unchanged("earlier tokens would count more, or less", attrgetter("linear_attention_decay")),
+    "linear_attention_decay": _unchanged(
+        "earlier tokens would count more, or less", attrgetter("linear_attention_decay")
+    ),
     "attention_sink": _attention_sink,
     "head_projection": _head_projection,
     "attention_output_scaling": _attention_output_scaling,
-    "attention_output_activation": _unchanged("what passes the heads would change", attrgetter("attention_output_activation")),
+    "attention_output_activation": _unchanged(
+        "what passes the heads would change", attrgetter("attention_output_activation")
+    ),
     "attention_gate": _attention_gate,
 }
 # The parts with a rule of their own are above; others start as they say themselves
-LAYER_RULES |= {field: _rule_of_part(field) for field in (*ATTENTION_PARTS, "attention_parts") if field not in LAYER_RULES}
+LAYER_RULES |= {
+    field: _rule_of_part(field) for field in (*ATTENTION_PARTS, "attention_parts") if field not in LAYER_RULES
+}

@@ -46,7 +46,9 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
     return config, classes[name]
 
 
-def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel], **options) -> PreTrainedModel:
+def load_model(
+    source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel], **options
+) -> PreTrainedModel:
     """Loads the model of a folder or of the Hub in its own precision; `options` are those of `from_pretrained`.
 
     Raises:
@@ -66,7 +68,8 @@ def load_model(source: str, config: PreTrainedConfig, model_class: type[PreTrain
 
 
 def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Loads the model of a GGUF file, whose weights become float32, and returns with it what Transformers does not read.
+    """Loads the model of a GGUF file, whose weights become float32, and returns with it what Transformers does not
+    read.
 
     Raises:
         LossyConversion: if there is something and `allow_lossy` is not set.
@@ -77,7 +80,8 @@ def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]
     config, model_class = read_source(folder, gguf_file=file)
     if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
         config.head_dim = gguf.head_size
-    if gguf.tokenizer.get("model") != "llama":  # those of SentencePiece have the ids that are the default of Llama's class
+    # Those of SentencePiece have the ids that are the default of Llama's class
+    if gguf.tokenizer.get("model") != "llama":
         for kind in ("bos", "eos"):
             setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
     names = empty_model(model_class, config).state_dict()

@@ -1,7 +1,7 @@
 """The weights of models, in memory or in safetensors files, and what the parameters of another model are made from.
 
-Tensors are mapped from files, and written shard by shard, so that a conversion needs memory for one shard. A model in memory is
-the case of one shard.
+Tensors are mapped from files, and written shard by shard, so that a conversion needs memory for one shard. A model in
+memory is the case of one shard.
 """
 
 import copy
@@ -53,7 +53,7 @@ def empty_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 
 def parameter_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Names and shapes of the parameters that a file of the model holds: those that are tied to another are left out."""
+    """Returns names and shapes of the parameters that a model's file holds, without tied ones."""
     return {name: value.shape for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
 
 
@@ -175,7 +175,9 @@ def _read_headers(source: str) -> list[_Stored]:
     return tensors
 
 
-def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, ParameterSource]) -> None:
+def write_weights(
+    folder: Path, model: PreTrainedModel, weights: Weights, origins: Mapping[str, ParameterSource]
+) -> None:
     """Writes the weights of an empty model, made from those of the source, in as many files as these are in."""
     shapes = parameter_shapes(model)
 
@@ -192,12 +194,16 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights, origin
         max_shard_size=max(1, -(-weights.largest_shard * sum(sizes.values()) // weights.bytes)),
     )
     places = {}
-    for file, names in logging.tqdm(split.filename_to_tensors.items(), desc="Writing shards", disable=not split.is_sharded):
+    for file, names in logging.tqdm(
+        split.filename_to_tensors.items(), desc="Writing shards", disable=not split.is_sharded
+    ):
         # Nothing of one file stays in memory
         mapped = weights.load(list(dict.fromkeys(source for name in names for source in origins[name].sources)))
         tensors = {name: origins[name].make([mapped[source] for source in origins[name].sources]) for name in names}
         check_shapes({name: shapes[name] for name in names}, {name: tensor.shape for name, tensor in tensors.items()})
-        tensors = revert_weight_conversion(model, {name: tensor.detach().contiguous() for name, tensor in tensors.items()})
+        tensors = revert_weight_conversion(
+            model, {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        )
         save_file(tensors, folder / file, metadata={"format": "pt"})
         places.update(dict.fromkeys(tensors, file))
         del mapped, tensors

@@ -1,7 +1,8 @@
 """Changes the switches of a trained model without changing its outputs, so that fine-tuning goes on from there.
 
-New parameters start where they have no effect and yet have a gradient: `f` of an upcycled query after a gain of 0, a gate at
-1/2 with the output projection doubled, a fourth matrix at the identity. A switch without such a start is refused.
+New parameters start where they have no effect and yet have a gradient: `f` of an upcycled query after a gain of 0, a
+gate at 1/2 with the output projection doubled, a fourth matrix at the identity. A switch without such a start is
+refused.
 """
 
 import copy
@@ -29,11 +30,18 @@ _WITHOUT_EFFECT = {
     *_TOKEN_IDS,
 }
 # Fields without a place in the weights: another value is another function
-_OTHER_FUNCTION = ("final_logit_softcapping", "hidden_act", "layer_norm_eps", "residual_activation", "sublayer_activation")
+_OTHER_FUNCTION = (
+    "final_logit_softcapping",
+    "hidden_act",
+    "layer_norm_eps",
+    "residual_activation",
+    "sublayer_activation",
+)
 
 
 def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
-    """Makes a new model with the same outputs and other switches; by default `upcycled` queries, `X W + f(X)` with `f = 0`.
+    """Makes a new model with the same outputs and other switches; by default `upcycled` queries, `X W + f(X)` with
+    `f = 0`.
 
     Args:
         model: an NLQ model; it stays unchanged.
@@ -66,7 +74,8 @@ def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
 
 
 def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
-    """Tells whether every parameter stays as it is: nothing changes, or `upcycled` projections take the place of `linear` ones.
+    """Tells whether every parameter stays as it is: nothing changes, or `upcycled` projections take the place of
+    `linear` ones.
 
     Parameters that are new then start with the values that the model itself gives them.
     """
@@ -126,7 +135,9 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
             reasons.append([])
             for field, rule in LAYER_RULES.items():
                 if reason := rule(change):
-                    reasons[-1].append(refusal(field, getattr(change.before, field), getattr(change.after, field), reason))
+                    reasons[-1].append(
+                        refusal(field, getattr(change.before, field), getattr(change.after, field), reason)
+                    )
     return new, list(dict.fromkeys([*lost, *_by_layer(reasons)]))
 
 
@@ -137,8 +148,17 @@ def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
         name = "rope_parameters" if before.rope_parameters != after.rope_parameters else "max_position_embeddings"
         values = getattr(before, name), getattr(after, name)
         found.append(refusal(name, *values, "the weights were trained with other angles"))
-    with_rule = {"attention_parts_code", "rope_parameters", *_WITHOUT_EFFECT, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
-    fixed = dict.fromkeys(sorted(NLQConfig.__annotations__.keys() - with_rule), "the weights were trained with the former")
+    with_rule = {
+        "attention_parts_code",
+        "rope_parameters",
+        *_WITHOUT_EFFECT,
+        *_OTHER_FUNCTION,
+        *MODEL_RULES,
+        *LAYER_RULES,
+    }
+    fixed = dict.fromkeys(
+        sorted(NLQConfig.__annotations__.keys() - with_rule), "the weights were trained with the former"
+    )
     layers = list(zip(before.per_layer_config, after.per_layer_config))
     found += _by_layer([[*refusals(*layer, fixed), *lost_queries(*layer)] for layer in layers])
     return list(dict.fromkeys(found))
@@ -163,7 +183,8 @@ def _have_same_angles(before: NLQConfig, after: NLQConfig) -> bool:
 
 
 def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
-    """The largest difference between the outputs of two models on random tokens, in float32, relative to the largest output.
+    """The largest difference between the outputs of two models on random tokens, in float32, relative to the largest
+    output.
 
     Args:
         other: a model with the same vocabulary and kind of head.

@@ -24,16 +24,17 @@ from .measures import (
 )
 
 
-# Floating-point operations that removing all heads may take, some half a minute on two cores. A text is cut for it to as few
-# tokens as `FEWEST_ABLATED`; a model for which that takes longer than `MOST_ABLATION` is left alone
+# Floating-point operations that removing all heads may take, some half a minute on two cores. A text is cut for it to
+# as few tokens as `FEWEST_ABLATED`; a model for which that takes longer than `MOST_ABLATION` is left alone
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
 
-# What is measured of rows, and of heads: a name, and what a page says of it. Rows are averaged over the queries that see more
-# than one key
+# What is measured of rows, and of heads: a name, and what a page says of it. Rows are averaged over the queries that
+# see more than one key
 ROWS = {
-    "entropy": "Entropy of the shares |w| / Σ|w| of a query's weights in nats, mean over queries. It is 0 if one key gets all.",
+    "entropy": "Entropy of the shares |w| / Σ|w| of a query's weights in nats, mean over queries. It is 0 if one key "
+    "gets all.",
     "first_token": "Share of the first token, mean over queries. A large share is called an attention sink.",
     "row_sum": "Sum of the weights of a query, with signs, mean over queries. It is 1 for softmax.",
     "own_value_cosine": "cos(y, v) between a head's output and the token's own value, mean over queries.",
@@ -42,7 +43,8 @@ HEADS = {
     "effective_rank": "Effective rank of the head's queries, from 1 to the width of a head (Roy and Vetterli 2007).",
     "largest_score": "Largest score before the activation.",
     "previous_token": "Share of the previous token, on random tokens, repeated once (Olsson et al. 2022).",
-    "induction": "Share of the token that followed the previous occurrence of the current token, on random tokens, repeated "
+    "induction": "Share of the token that followed the previous occurrence of the current token, on random tokens, "
+    "repeated "
     "once (Olsson et al. 2022).",
     "ablation": "What removing the head adds to the loss, in nats per token.",
 }
@@ -74,7 +76,9 @@ class Layer:
     is_cross: bool = False
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
-        """Adds rows, `(heads, query)` each, and their means over the queries that see several keys, booleans `(query,)`."""
+        """Adds rows, `(heads, query)` each, and their means over the queries that see several keys, booleans
+        `(query,)`.
+        """
         for name, values in rows.items():
             self.rows[name] = values
             self.numbers[name] = values[:, has_choice].nanmean(dim=-1)
@@ -92,7 +96,9 @@ class Layer:
         elif values.shape == (query_heads,):
             self.missing[name] = _PAIRS
         else:
-            raise ValueError(f"attention part {part!r}: {name!r} has the shape {tuple(values.shape)}, not ({self.heads},)")
+            raise ValueError(
+                f"attention part {part!r}: {name!r} has the shape {tuple(values.shape)}, not ({self.heads},)"
+            )
 
 
 def measure_attention(
@@ -119,7 +125,7 @@ def measure_attention(
 
 
 def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
-    """How many tokens of a text `ABLATION_BUDGET` allows; 0 if the model is so large that no head should be removed."""
+    """Returns how many tokens of a text `ABLATION_BUDGET` allows; 0 if the model is too large."""
     heads = model.config.num_hidden_layers * model.config.num_attention_heads
     cost = 2.0 * model.num_parameters() * heads  # per token
     cost *= 1 if model.config.is_causal else length  # an encoder reads the text once for each masked token
@@ -133,7 +139,9 @@ def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
     layers: list[Layer] = []
 
     def receive(
-        layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+        layer: NLQAttentionProjections,
+        call: AttentionCall,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
         see = _see_linear if layer.activation.kind == "linear" else _see_weights
         found = see(layer, call, position_embeddings)
@@ -176,7 +184,9 @@ def _see_weights(
         values = values.repeat_interleave(len(weights) // len(values), dim=0)
         found.add_rows(has_choice, own_value_cosine=own_value_cosines(weights @ values, values))
     else:
-        found.missing["own_value_cosine"] = "a head reads the values of two groups, and a token has no value of its own there"
+        found.missing["own_value_cosine"] = (
+            "a head reads the values of two groups, and a token has no value of its own there"
+        )
     return found
 
 

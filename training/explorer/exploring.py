@@ -54,17 +54,18 @@ def explore(
     """Shows what the attention of one model does with a text, or of two models side by side, as a page.
 
     Args:
-        model, other: folders or Hub names of saved language models, NLQ or of a family that converts to it; the two must
-            have one tokenizer.
+        model, other: folders or Hub names of saved language models, NLQ or of a family that converts to it; the two
+            must have one tokenizer.
         file: a UTF-8 text file instead.
-        target: for encoders with decoders, whose source is the text: the page shows how this target sees it. By default it is
-            the text that the first model generates.
+        target: for encoders with decoders, whose source is the text: the page shows how this target sees it. By
+            default it is the text that the first model generates.
         output: the HTML file to write; `None` writes none.
-        max_tokens: the page shows the first tokens of the text; by default 512, or as many as the models have positions for.
+        max_tokens: the page shows the first tokens of the text; by default 512, or as many as the models have
+            positions for.
 
     Raises:
-        ValueError: for a model that cannot be loaded or converted, different tokenizers, a text without tokens, and more
-            tokens than positions. Nothing is written then.
+        ValueError: for a model that cannot be loaded or converted, different tokenizers, a text without tokens, and
+            more tokens than positions. Nothing is written then.
         OSError: for a file that cannot be read.
     """
     if (text is None) == (file is None):
@@ -112,11 +113,15 @@ class Subject:
     pair: NLQForConditionalGeneration | None = None
 
 
-def load_subjects(names: Sequence[str], trust_remote_code: bool = False) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
+def load_subjects(
+    names: Sequence[str], trust_remote_code: bool = False
+) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
     """Loads models by the names that a page gives them, and their tokenizer; raises as `explore` does."""
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if any(tokenizer.get_vocab() != tokenizers[0].get_vocab() for tokenizer in tokenizers):
-        raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared")
+        raise ValueError(
+            f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared"
+        )
     subjects = list(map(prepare, models))
     if len({subject.pair is None for subject in subjects}) > 1:
         raise ValueError(f"{names[0]!r} and {names[1]!r}: an encoder with a decoder is shown beside another only")
@@ -159,14 +164,18 @@ def explore_tokens(
     if length < len(shown):
         notes.append(f"This page shows the first {length:,} of {len(shown):,} tokens.")
     if period < INDUCTION_PERIOD:
-        notes.append(f"Scores of the previous token and of induction are measured on {period} random tokens, repeated once.")
+        notes.append(
+            f"Scores of the previous token and of induction are measured on {period} random tokens, repeated once."
+        )
     vocab_size = min(len(tokenizer), *(config.vocab_size for config in configs))
     random_ids = repeated_tokens(vocab_size, tokenizer.all_special_ids, period)
     pages = []
     for name, subject in models.items():
         config = subject.model.config
         if not config.is_causal and config.mask_token_id is None:
-            raise ValueError(f"model {name!r}: mask_token_id=None must be the id of the token that stands for a masked one")
+            raise ValueError(
+                f"model {name!r}: mask_token_id=None must be the id of the token that stands for a masked one"
+            )
         if source is not None:
             show_source(subject, source)
         losses = losses_of_tokens(subject.model, input_ids)[0]
@@ -181,7 +190,9 @@ def explore_tokens(
         elif count < length:
             notes.append(f"Ablation of {name} uses the first {count} tokens only, to save time.")
         if not config.is_causal:
-            notes.append(f"The loss of a token by {name}, an encoder, is that of masking this token alone; the first has none.")
+            notes.append(
+                f"The loss of a token by {name}, an encoder, is that of masking this token alone; the first has none."
+            )
         pages.append(ExploredModel(name, subject.description, losses, layers, config.is_causal))
     tokens, read = (token_texts(tokenizer, ids) for ids in (input_ids[0].tolist(), source or ()))
     return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages, read), pages, tokens)
@@ -232,8 +243,9 @@ def _describe(model: PreTrainedModel) -> str:
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
     """The text that each token adds to those before it.
 
-    Some tokenizers leave out the space of a token that is decoded alone. Of a character whose bytes are several tokens, the
-    first has the character, and the others have no text. Bytes that are no character are written as the tokenizer writes them.
+    Some tokenizers leave out the space of a token that is decoded alone. Of a character whose bytes are several
+    tokens, the first has the character, and the others have no text. Bytes that are no character are written as the
+    tokenizer writes them.
     """
     texts, before, parts = [], "", 0
     for count, token in enumerate(tokens, 1):

@@ -19,12 +19,14 @@ from .exploring import explore_tokens, prepare
 logger = logging.get_logger(__name__)
 
 
-def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: Path, notes: Sequence[str] = ()) -> bool:
+def explore_runs(
+    recipe: Recipe, runs: Mapping[str, Path], split: str, target: Path, notes: Sequence[str] = ()
+) -> bool:
     """Writes the page of one or two trained models; a failure is a warning, for the models themselves are finished.
 
     Args:
-        recipe: names the text, of which the first block or pair is shown; with `packing: documents`, the longest document in
-            it.
+        recipe: names the text, of which the first block or pair is shown; with `packing: documents`, the longest
+            document in it.
         runs: the folders of the models, or addresses, by the names that the page gives them.
         split: the split of the text, which the models were not trained on.
         target: the folder of the page, or an address.
@@ -37,7 +39,9 @@ def explore_runs(recipe: Recipe, runs: Mapping[str, Path], split: str, target: P
         loaded = {name: load_model(str(fetch(folder))) for name, folder in runs.items()}
         tokenizer = next(iter(loaded.values()))[1]
         blocks = make_blocks(load_documents(recipe)[split], tokenizer, recipe).dataset
-        row = {name: list(map(int, ids)) for name, ids in next(iter(blocks)).items() if name in ("input_ids", "labels")}
+        row = {
+            name: list(map(int, ids)) for name, ids in next(iter(blocks)).items() if name in ("input_ids", "labels")
+        }
         subjects, shown, source = {name: prepare(model) for name, (model, _) in loaded.items()}, row["input_ids"], None
         if recipe.objective == "seq2seq":
             start = next(iter(subjects.values())).pair.config.decoder_start_token_id

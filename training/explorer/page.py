@@ -1,8 +1,8 @@
 """The page of the explorer: one HTML file that works from disk, without any request.
 
-Its policy forbids every request, and its text is data that is never read as HTML. Maps are packed: the lower triangle of a
-head's weights, each row as whole numbers from -127 to 127 of its largest, as bytes, deflated, in base64. Numbers of rows are
-packed too. The page unpacks a head when it is looked at.
+Its policy forbids every request, and its text is data that is never read as HTML. Maps are packed: the lower triangle
+of a head's weights, each row as whole numbers from -127 to 127 of its largest, as bytes, deflated, in base64. Numbers
+of rows are packed too. The page unpacks a head when it is looked at.
 """
 
 import base64
@@ -57,8 +57,8 @@ def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray,
     """Rounds weights `(heads, length, length)` to 1/127 of the largest in each row.
 
     Returns:
-        The levels of the keys up to each query, `(heads, length * (length + 1) / 2)`, or of all, `(heads, length * keys)`, from
-        -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
+        The levels of the keys up to each query, `(heads, length * (length + 1) / 2)`, or of all,
+        `(heads, length * keys)`, from -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
     """
     largest = weights.abs().amax(dim=-1)
     levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
@@ -69,7 +69,11 @@ def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray,
 
 
 def write_page(
-    title: str, notes: Sequence[str], tokens: Sequence[str], models: Sequence[ExploredModel], source: Sequence[str] = ()
+    title: str,
+    notes: Sequence[str],
+    tokens: Sequence[str],
+    models: Sequence[ExploredModel],
+    source: Sequence[str] = (),
 ) -> str:
     """Makes the page of one model or of two, of at most `PAGE_LIMIT` bytes, or a quarter more for a thousand heads.
 
@@ -91,7 +95,9 @@ def write_page(
         model["map_tokens"] = map_tokens
         for layer, packed in zip(model["layers"], layers):
             layer["maps"] = packed
-    together = '<label><input type="checkbox" id="together" autocomplete="off" checked> same head in both models</label>\n'
+    together = (
+        '<label><input type="checkbox" id="together" autocomplete="off" checked> same head in both models</label>\n'
+    )
     return Template(_read("page.html")).substitute(
         title=html.escape(title),
         notes="".join(f'<p class="soft">{html.escape(note)}</p>\n' for note in notes),
@@ -130,7 +136,7 @@ def _read(name: str) -> str:
 
 
 def _pack_maps(models: Sequence[ExploredModel], length: int, budget: int) -> tuple[int, list[list[list[str] | None]]]:
-    """Packs all maps, of as many tokens as fit into some bytes: their number, and the maps by model, layer and head."""
+    """Packs the maps of as many tokens as fit into some bytes; returns their number, and maps by model and layer."""
     tokens = length
     while True:
         packed = [[_pack_layer(layer, tokens, model.is_causal) for layer in model.layers] for model in models]
@@ -150,8 +156,10 @@ def _pack_layer(layer: Layer, tokens: int, is_causal: bool) -> list[str] | None:
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
-    """What the page shows of heads, with what it says of each: names that some layer has, or has a reason not to have."""
-    named = {name for model in models for layer in model.layers for name in (*layer.numbers, *layer.missing)} - {"weights"}
+    """Returns the quantities that the page shows of heads, with their descriptions, if some layer has them."""
+    named = {name for model in models for layer in model.layers for name in (*layer.numbers, *layer.missing)} - {
+        "weights"
+    }
     known = ROWS | HEADS
     return {name: known[name] for name in known if name in named} | dict.fromkeys(
         sorted(named - known.keys()), "Measured by a part of the layer."

@@ -1,7 +1,8 @@
-"""The command `nlq`, by Typer: one function a command, over the functions of `modeling_nlq.training`; errors in one line.
+"""The command `nlq`, by Typer: one function a command, over the functions of `modeling_nlq.training`; errors in one
+line.
 
-This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help, completion and
-wrong arguments do not wait for that, so every function imports what it needs.
+This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help,
+completion and wrong arguments do not wait for that, so every function imports what it needs.
 """
 
 import os
@@ -19,7 +20,10 @@ from typer.core import TyperCommand
 app = typer.Typer(
     help="Train, compare, convert, publish and use NLQ models.",
     # `--max_new_tokens` and `--max-new-tokens` are the same option
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": lambda name: name.replace("-", "_")},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("-", "_"),
+    },
 )
 
 
@@ -143,7 +147,10 @@ def build() -> int:
     from modeling_nlq.kernels.cpu.cpu_ops import is_built
 
     if not is_enabled():
-        _say("nothing to compile: the C++ code is for Linux, and NLQ_CPP=0 turns it off; PyTorch's operators compute the same")
+        _say(
+            "nothing to compile: the C++ code is for Linux, and NLQ_CPP=0 turns it off; PyTorch's operators compute "
+            "the same"
+        )
     elif is_built():
         _say("C++ code: ready")
     else:  # a warning said why
@@ -155,7 +162,9 @@ def build() -> int:
 def train(
     context: typer.Context,
     recipe: str = _argument("Name of a shipped recipe, or a YAML file."),
-    source: str | None = _option("Go on from the weights and the tokenizer of a saved model.", None, "--from", metavar="RUN"),
+    source: str | None = _option(
+        "Go on from the weights and the tokenizer of a saved model.", None, "--from", metavar="RUN"
+    ),
     trust_parts: bool = _TRUST_RECORD,
     engine: Literal["local", "ray"] = _ENGINE,
     workers: int | None = _on_ray("Processes that train together; by default 1."),
@@ -165,8 +174,8 @@ def train(
 ) -> None:
     """Train a model from a recipe.
 
-    Any field of a recipe and of transformers.TrainingArguments can be set, as by --learning_rate 1e-3, and any switch of the
-    model by --set query_projection=linear; run again, the same command goes on where it was interrupted.
+    Any field of a recipe and of transformers.TrainingArguments can be set, as by --learning_rate 1e-3, and any switch
+    of the model by --set query_projection=linear; run again, the same command goes on where it was interrupted.
     """
     from modeling_nlq.training.api import train_with
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
@@ -184,24 +193,32 @@ def compare(
     context: typer.Context,
     comparison: str = _argument("Name of a shipped comparison, or a YAML file."),
     trust_parts: bool = _TRUST_RECORD,
-    output_dir: str | None = _option("Results folder; by default runs/compare-NAME. With Ray also an address: s3://bucket/it."),
+    output_dir: str | None = _option(
+        "Results folder; by default runs/compare-NAME. With Ray also an address: s3://bucket/it."
+    ),
     engine: Literal["local", "ray"] = _ENGINE,
-    cpus_per_run: int | None = _option("Threads of a run, or CPUs that it reserves; by default as many as PyTorch takes here."),
+    cpus_per_run: int | None = _option(
+        "Threads of a run, or CPUs that it reserves; by default as many as PyTorch takes here."
+    ),
     gpus_per_run: float | None = _on_ray("By default 0."),
     workers_per_run: int | None = _on_ray("Processes that train a run, and share its CPUs and GPUs; by default 1."),
     max_retries: int | None = _MAX_RETRIES,
     status: bool = _flag("Print what is finished, running and waiting, and stop."),
-    dry_run: bool = _flag("Print the plan, its time here by a few steps of each model, and what it can find, and stop."),
+    dry_run: bool = _flag(
+        "Print the plan, its time here by a few steps of each model, and what it can find, and stop."
+    ),
     noise_floor: float | None = _option(
-        "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, as an earlier report has it. It "
+        "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, as an earlier report "
+        "has it. It "
         "makes the smallest difference that can be found a percentage.",
         metavar="PERCENT",
     ),
 ) -> None:
     """Compare models over learning rates and seeds.
 
-    Each is trained at its own best learning rate, and the report says which differ from the baseline by more than noise; fields
-    of the recipe can be set as in nlq train, and run again, the same command goes on where it was interrupted.
+    Each is trained at its own best learning rate, and the report says which differ from the baseline by more than
+    noise; fields of the recipe can be set as in nlq train, and run again, the same command goes on where it was
+    interrupted.
     """
     from modeling_nlq.training.api import describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.reading import read_default_folder
@@ -299,7 +316,9 @@ def evaluate(
     text_template: str | None = _of_text("As in a recipe; by default that of the run for its own dataset."),
     source_column: str | None = _of_text("Of pairs; by default that of the run."),
     target_column: str | None = _of_text("Of pairs; by default that of the run."),
-    validation_fraction: float | None = _of_text("As in a recipe; by default that of the run. A local file is taken whole."),
+    validation_fraction: float | None = _of_text(
+        "As in a recipe; by default that of the run. A local file is taken whole."
+    ),
     max_validation_documents: int | None = _of_text("Evaluate at most this many documents."),
     block_size: int | None = _of_text("In tokens; by default that of the run."),
     packing: Literal["stream", "documents"] | None = _of_text("As in a recipe; by default that of the run."),
@@ -348,9 +367,13 @@ def explore(
     other: str | None = _argument("A second model with the same tokenizer.", None),
     text: str | None = _option("The text."),
     file: str | None = _option("A text file instead."),
-    target: str | None = _option("With an encoder and decoder: how this target sees the text; by default a generated one."),
+    target: str | None = _option(
+        "With an encoder and decoder: how this target sees the text; by default a generated one."
+    ),
     output: str | None = _option("By default explore.html in this folder.", metavar="PAGE.html"),
-    max_tokens: int | None = _option("Show the first tokens of the text; by default 512, or as many as the models take."),
+    max_tokens: int | None = _option(
+        "Show the first tokens of the text; by default 512, or as many as the models take."
+    ),
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
@@ -362,7 +385,13 @@ def explore(
     from modeling_nlq.training.explorer.exploring import explore
     from modeling_nlq.training.files import PAGE_FILE
 
-    options = {"text": text, "file": file, "target": target, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
+    options = {
+        "text": text,
+        "file": file,
+        "target": target,
+        "max_tokens": max_tokens,
+        "trust_remote_code": trust_remote_code,
+    }
     output = PAGE_FILE if output is None else output
     done = explore(model, other, output=output, **options)
     for each in done.models:
@@ -410,13 +439,19 @@ def convert(
 ) -> None:
     """Convert models of other families to NLQ, and back.
 
-    The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, DiffLlama, NanoChat and EuroBERT; also
-    files of GGUF and checkpoints of nanoGPT.
+    The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, DiffLlama, NanoChat and EuroBERT;
+    also files of GGUF and checkpoints of nanoGPT.
     """
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.run.recipe import read_switches
 
-    options = {"to": to, "upcycle": upcycle, "tokenizer": tokenizer, "allow_lossy": allow_lossy, "overwrite": overwrite}
+    options = {
+        "to": to,
+        "upcycle": upcycle,
+        "tokenizer": tokenizer,
+        "allow_lossy": allow_lossy,
+        "overwrite": overwrite,
+    }
     done = convert(source, target, switches=read_switches(switches), **options)
     said = [f"{done.target_class} from {done.source_class}", f"{done.parameters:,} parameters"]
     if done.difference is not None:
@@ -438,7 +473,9 @@ def publish(
         "Folder of a run, a conversion or another saved NLQ model; with --space, or a page.", metavar="RUN"
     ),
     repo_id: str = _argument("owner/name", metavar="REPO_ID"),
-    adapter: bool = _flag("Upload only what a run with trainable: new trained, as an adapter of PEFT, without the model."),
+    adapter: bool = _flag(
+        "Upload only what a run with trainable: new trained, as an adapter of PEFT, without the model."
+    ),
     space: bool = _flag("Upload the page of nlq explore as a Space, and no model; it quotes its text."),
     private: bool = _flag("Make a new repository private."),
     comparison: str | None = _option("Results folder of nlq compare, whose verdicts go into the card."),
@@ -466,7 +503,8 @@ def publish(
 
 
 def main(words: list[str] | None = None) -> int:
-    """Runs a command. An error that a user can cause ends in one line on stderr: exit status 2 for the arguments, else 1.
+    """Runs a command. An error that a user can cause ends in one line on stderr: exit status 2 for the arguments, else
+    1.
 
     With NLQ_TRACEBACK=1 it is raised, to show where a library raised it.
     """
@@ -484,5 +522,8 @@ def main(words: list[str] | None = None) -> int:
         from modeling_nlq.training.text import one_line
 
         is_plain = isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError))
-        _say(f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}", file=sys.stderr)
+        _say(
+            f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}",
+            file=sys.stderr,
+        )
         return 1

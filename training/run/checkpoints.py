@@ -31,7 +31,9 @@ class ChecksumCallback(TrainerCallback):
         PartialState().wait_for_everyone()
         if args.process_index == 0:
             folder = Path(args.output_dir) / f"{CHECKPOINT}{state.global_step}"
-            write_text(folder / CHECKSUMS_FILE, json.dumps({name: _checksum(folder / name) for name in files_below(folder)}))
+            write_text(
+                folder / CHECKSUMS_FILE, json.dumps({name: _checksum(folder / name) for name in files_below(folder)})
+            )
 
 
 def _checksum(path: Path) -> str:
@@ -69,7 +71,7 @@ def last_complete_checkpoint(run_folder: Path) -> Path | None:
 
 
 def _on_main_process(function: Callable[[Path], Any], path: Path) -> Any:
-    """What a function of a path returns on the main process, for all processes: reading a large checkpoint takes long."""
+    """Calls a function of a path on the main process, and returns the result on all: large checkpoints read slowly."""
     return broadcast_object_list([function(path) if PartialState().is_main_process else None])[0]
 
 

@@ -56,7 +56,9 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
     try:
         tokenizer = load_tokenizer(recipe.tokenizer)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer {recipe.tokenizer!r} cannot be loaded: {first_line(root_cause(error))}") from error
+        raise ValueError(
+            f"tokenizer {recipe.tokenizer!r} cannot be loaded: {first_line(root_cause(error))}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"tokenizer {recipe.tokenizer!r} has no end-of-text token (eos_token)")
     if recipe.objective == "masked":
@@ -67,8 +69,9 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Tokenizer:
     """Byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masked tokens.
 
-    End-of-text stands between two texts that are encoded together, `tokenizer(a, b)`, and nothing is added to one text.
-    `vocab_size` is the number of tokens, special ones included; at least 256 bytes and the special tokens are made.
+    End-of-text stands between two texts that are encoded together, `tokenizer(a, b)`, and nothing is added to one
+    text. `vocab_size` is the number of tokens, special ones included; at least 256 bytes and the special tokens are
+    made.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -99,12 +102,14 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of embeddings that a tokenizer needs: its largest id plus one. Where ids have gaps it has fewer tokens."""
+    """The number of embeddings that a tokenizer needs: its largest id plus one. Where ids have gaps it has fewer
+    tokens.
+    """
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:
-    """Raises `ValueError` if a tokenizer has ids for which a model has no embeddings; `name` names it in the message."""
+    """Raises `ValueError` if a tokenizer, called `name`, has ids for which a model has no embeddings."""
     if (size := vocabulary_size(tokenizer)) > (known := vocabulary_of(config)):
         raise ValueError(f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={known}")
 
@@ -115,18 +120,20 @@ def make_blocks(
     recipe: Recipe,
     keep_remainder: bool = False,
 ) -> Blocks:
-    """Joins documents by end-of-text into one stream, and cuts the stream into blocks; with `objective: seq2seq`, makes pairs.
+    """Joins documents by end-of-text into one stream, and cuts the stream into blocks; with `objective: seq2seq`,
+    makes pairs.
 
-    A special token that is written in a document, such as `<|endoftext|>`, is read as text. Tokenizers whose model looks up
-    whole words (`Unigram`, `WordLevel`) still read it as a special token.
-    The blocks of a `Dataset` do not depend on the number of processes. An `IterableDataset` is cut a thousand documents at a
-    time, and the rest that fills no block at the end of each thousand is dropped.
+    A special token that is written in a document, such as `<|endoftext|>`, is read as text. Tokenizers whose model
+    looks up whole words (`Unigram`, `WordLevel`) still read it as a special token. The blocks of a `Dataset` do not
+    depend on the number of processes. An `IterableDataset` is cut a thousand documents at a time, and the rest that
+    fills no block at the end of each thousand is dropped.
 
     Args:
         documents: a split.
         tokenizer: a fast one.
         recipe: names the column of text and the block size.
-        keep_remainder: whether two or more tokens that fill no block are a shorter last one; not of an `IterableDataset`.
+        keep_remainder: whether two or more tokens that fill no block are a shorter last one; not of an
+            `IterableDataset`.
 
     Raises:
         ValueError: if the documents make no block.
@@ -155,7 +162,9 @@ def make_blocks(
             count = len(stream) // block_size
             return {"input_ids": stream[: count * block_size].reshape(count, block_size)}
 
-        encoded = documents.map(encode, batched=True, remove_columns=documents.column_names or [column], features=_ENCODED)
+        encoded = documents.map(
+            encode, batched=True, remove_columns=documents.column_names or [column], features=_ENCODED
+        )
         encoded = encoded.select_columns("input_ids")
         blocks = encoded.map(cut_batch, batched=True, batch_size=1000, features=_TOKENS)
         if next(iter(blocks), None) is None:
@@ -212,17 +221,20 @@ def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe:
     """Writes conversations by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer!r} has no chat template to "
+            f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer!r} has no chat "
+            "template to "
             "join them; name one that has, or another column"
         )
-    return [tokenizer.apply_chat_template(row, tokenize=False) if is_conversation(row) else row for row in conversations]
+    return [
+        tokenizer.apply_chat_template(row, tokenize=False) if is_conversation(row) else row for row in conversations
+    ]
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):
     """A shuffled stream of blocks, read again and again, each time in another order.
 
-    Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run could not
-    skip what was trained on before.
+    Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run
+    could not skip what was trained on before.
     """
 
     def __init__(self, blocks: IterableDataset):
@@ -242,12 +254,13 @@ class EndlessBlocks(torch.utils.data.IterableDataset):
 def prepare_data(
     recipe: Recipe, tokenizer_folder: Path | None = None, seed: int = 0
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
-    """Prepares a tokenizer and blocks by split, and returns with them the fingerprint of the documents (see `Documents`).
+    """Prepares a tokenizer and blocks by split, and returns with them the fingerprint of the documents (see
+    `Documents`).
 
     Args:
         recipe: names the data.
-        tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed run. If
-            `save_blocks` saved the blocks there too, nothing is prepared.
+        tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed
+            run. If `save_blocks` saved the blocks there too, nothing is prepared.
         seed: of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
@@ -270,7 +283,9 @@ def prepare_data(
 
 
 def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path) -> None:
-    """Saves the result of `prepare_data`, not of a stream, beside its tokenizer, for other machines; `BLOCKS_FILE` last."""
+    """Saves the result of `prepare_data`, not of a stream, beside its tokenizer, for other machines; `BLOCKS_FILE`
+    last.
+    """
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
     names = ("tokens", "bytes_per_token", "references")
@@ -289,13 +304,15 @@ def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
 
 @dataclass
 class BlockCollator:
-    """Makes a batch of blocks, in which every token is its own label. Shorter ones are padded by tokens without a label.
+    """Makes a batch of blocks, in which every token is its own label. Shorter ones are padded by tokens without a
+    label.
 
     Attributes:
         end_of_text: the token after each document.
-        restart: whether positions, and so attention, begin anew after each end of text. The first token of a document then has
-            no label, since it would be predicted from a document it cannot see.
-        is_causal: false for encoders, in which other tokens would see padding, and each token of the text keeps its label.
+        restart: whether positions, and so attention, begin anew after each end of text. The first token of a document
+            then has no label, since it would be predicted from a document it cannot see.
+        is_causal: false for encoders, in which other tokens would see padding, and each token of the text keeps its
+            label.
     """
 
     end_of_text: int

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
-from datasets import Dataset, DatasetBuilder, Features, IterableDataset, Value, concatenate_datasets, load_dataset_builder
+from datasets import (
+    Dataset,
+    DatasetBuilder,
+    Features,
+    IterableDataset,
+    Value,
+    concatenate_datasets,
+    load_dataset_builder,
+)
 from datasets.data_files import DataFilesDict, DataFilesList
 from datasets.exceptions import DatasetNotFoundError
 from datasets.features.features import require_decoding
@@ -41,13 +49,15 @@ _TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
 def python_files(corpus: str) -> list[Path]:
-    """The Python files of a built-in corpus, in a fixed order: of `python-stdlib`, the interpreter's standard library."""
+    """Returns the Python files of a built-in corpus in a fixed order; `python-stdlib` is the standard library."""
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
 
 
 def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """The documents of a built-in corpus: one per file that is valid Python source text. `datasets` caches by the arguments."""
+    """The documents of a built-in corpus: one per file that is valid Python source text. `datasets` caches by the
+    arguments.
+    """
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     for path in python_files(corpus):
         try:
@@ -60,7 +70,7 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
 
 
 def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """The code of each function without its docstring, and the first line of that. `datasets` caches by the arguments."""
+    """Returns the code of each function without its docstring, and the docstring's first line."""
     seen = set()
     for document in python_documents(corpus, fingerprint):
         lines = document["text"].splitlines(keepends=True)
@@ -98,8 +108,8 @@ class Documents(dict[str, Dataset | IterableDataset]):
     """Documents by split.
 
     Attributes:
-        fingerprint: hash of the text and of the fields of the recipe that shape the documents, without the place and the time
-            of a file; for a dataset of the Hub that of `datasets`, and `None` for a stream from there.
+        fingerprint: hash of the text and of the fields of the recipe that shape the documents, without the place and
+            the time of a file; for a dataset of the Hub that of `datasets`, and `None` for a stream from there.
     """
 
     def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
@@ -108,7 +118,9 @@ class Documents(dict[str, Dataset | IterableDataset]):
 
 
 def is_format(name: str) -> bool:
-    """Tells whether `datasets` has a builder of this name, such as `csv`, which reads the files of the working directory."""
+    """Tells whether `datasets` has a builder of this name, such as `csv`, which reads the files of the working
+    directory.
+    """
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
@@ -151,7 +163,9 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     for field, column in columns.items():
         if known is not None and column not in known:
             hint = ", or join several by text_template, such as '{instruction} {output}'" * (field == "text_column")
-            raise ValueError(f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}")
+            raise ValueError(
+                f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}"
+            )
     if recipe.streaming and _load(recipe, next, iter(splits["train"]), None) is None:
         raise ValueError(f"dataset {name!r} is empty")
     documents = {"validation": concatenate_datasets([*splits.values()])} if is_whole else _hold_out(splits, recipe)
@@ -161,7 +175,9 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
             documents[split] = documents[split].take(most if recipe.streaming else min(most, len(documents[split])))
     for split, dataset in documents.items():
         if not recipe.streaming and len(dataset) == 0:
-            raise ValueError(f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction")
+            raise ValueError(
+                f"dataset {name!r} leaves no documents for the split {split!r}; check validation_fraction"
+            )
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
     shares = (recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents)
@@ -173,7 +189,9 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | 
     """Rows whose only column is the text that the recipe's template makes of the others."""
     template, known = recipe.text_template, rows.column_names
     if r"\n" in template:
-        logger.warning_once(f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes")
+        logger.warning_once(
+            f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes"
+        )
     try:
         fields = [field[1:3] for field in string.Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
@@ -185,12 +203,18 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | 
                 f"text_template: {name}:{layout} must be a column and 8 characters of format, with numbers up to 100"
             )
     if known is not None and (missing := sorted(names.difference(known))):
-        raise ValueError(f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}")
+        raise ValueError(
+            f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}"
+        )
 
     def join(row: dict) -> dict[str, str]:
-        return {recipe.text_column: template.format_map({name: "" if row[name] is None else row[name] for name in names})}
+        return {
+            recipe.text_column: template.format_map({name: "" if row[name] is None else row[name] for name in names})
+        }
 
-    identity = {} if recipe.streaming else {"new_fingerprint": Hasher.hash((rows._fingerprint, template, recipe.text_column))}
+    identity = (
+        {} if recipe.streaming else {"new_fingerprint": Hasher.hash((rows._fingerprint, template, recipe.text_column))}
+    )
     return rows.map(join, remove_columns=known, **identity)
 
 
@@ -253,7 +277,9 @@ def _local_files(recipe: Recipe) -> tuple[str | DatasetBuilder, dict[str, list[P
     if path.is_file():
         reader = data_format(path)
         if reader is None:
-            raise ValueError(f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz")
+            raise ValueError(
+                f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz"
+            )
         return reader, {"train": [path.absolute()]}
     folder = path.resolve()  # `datasets` takes a bare name for that of the Hub or of a format
     builder = _find_files(recipe, str(folder), _load(recipe, _list_files, folder).__contains__)
@@ -269,7 +295,8 @@ def _load_local(recipe: Recipe) -> tuple[dict[str, Dataset | IterableDataset], s
     if Path(recipe.dataset).is_file():
         content = f"{reader} {digests['train'][0]}"
         if reader != "text":
-            # By default `datasets` caches by the times of modification, and takes a name such as `g[1].jsonl` for a pattern
+            # By default `datasets` caches by the times of modification, and takes a name such as `g[1].jsonl` for a
+            # pattern
             data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
             reader = _load(recipe, load_dataset_builder, reader, data_files=data_files)
     if reader != "text":
@@ -278,7 +305,9 @@ def _load_local(recipe: Recipe) -> tuple[dict[str, Dataset | IterableDataset], s
     kind, splits = IterableDataset if recipe.streaming else Dataset, {}
     for split, paths in files.items():
         options = {"gen_kwargs": {"paths": list(map(str, paths)), "fingerprints": digests[split]}, "split": split}
-        splits[split] = _load(recipe, kind.from_generator, text_documents, Features({"text": Value("string")}), **options)
+        splits[split] = _load(
+            recipe, kind.from_generator, text_documents, Features({"text": Value("string")}), **options
+        )
     return splits, content
 
 
@@ -307,7 +336,8 @@ def check_text(value, recipe: Recipe) -> str:
         raise ValueError(f"dataset {recipe.dataset!r}: column {columns} must hold text, and a row holds a {kind}")
     if len(value) > MOST_CHARACTERS:
         raise ValueError(
-            f"dataset {recipe.dataset!r} holds a document of {len(value):,} characters (it begins with {value[:40]!r}), and at "
+            f"dataset {recipe.dataset!r} holds a document of {len(value):,} characters (it begins with "
+            f"{value[:40]!r}), and at "
             f"most {MOST_CHARACTERS:,} are read as one; cut it into several"
         )
     return value
@@ -315,11 +345,13 @@ def check_text(value, recipe: Recipe) -> str:
 
 def is_conversation(value: Any) -> bool:
     """Tells whether a value of the text column is a list of messages, each with a role and a content."""
-    return isinstance(value, list) and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value)
+    return isinstance(value, list) and all(
+        isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value
+    )
 
 
 def _lies_between(document: dict, recipe: Recipe, first: float, last: float) -> bool:
-    """Tells whether a hash of the document's text lies in `[first, last)` of [0, 1). It is the same in every process."""
+    """Tells whether a hash of the document's text, the same in every process, lies in `[first, last)` of [0, 1)."""
     value = document[next(iter(recipe.text_columns.values()))]
     text = json.dumps(value) if is_conversation(value) else check_text(value, recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
@@ -339,7 +371,9 @@ def _hold_out(splits: dict, recipe: Recipe) -> dict:
         options = {}
         if not recipe.streaming:
             # By default `datasets` hashes the name of the function, and would reuse a result of another version of it
-            identity = Hasher.hash((splits["train"]._fingerprint, "hash of text", *recipe.text_columns.values(), first, last))
+            identity = Hasher.hash(
+                (splits["train"]._fingerprint, "hash of text", *recipe.text_columns.values(), first, last)
+            )
             options = {"num_proc": recipe.num_proc, "new_fingerprint": identity}
         lies_here = {"recipe": recipe, "first": first, "last": last}
         documents[split] = splits["train"].filter(_lies_between, fn_kwargs=lies_here, **options)

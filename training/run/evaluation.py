@@ -41,7 +41,8 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
         shift: 1 where a token's logits stand one place before it, 0 for masked tokens and targets.
 
     Returns:
-        `(batch, length - shift)` each: negative log-likelihood in nats (0 where ignored), and whether it was the likeliest.
+        `(batch, length - shift)` each: negative log-likelihood in nats (0 where ignored), and whether it was the
+        likeliest.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     # In float32 and side by side, which a CPU reads several times as fast
@@ -53,8 +54,8 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 class LanguageModelingMetrics:
     """Trainer's `compute_metrics` with `batch_eval_metrics=True`: adds up batch after batch, and computes at the end.
 
-    With `bytes_per_token` of the evaluated text there are bits per byte. Of masked tokens there are none, and the perplexity is
-    called a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659): no model of texts has it.
+    With `bytes_per_token` of the evaluated text there are bits per byte. Of masked tokens there are none, and the
+    perplexity is called a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659): no model of texts has it.
     """
 
     def __init__(self, bytes_per_token: float | None = None, objective: str = "causal"):
@@ -82,14 +83,18 @@ class LanguageModelingMetrics:
         return {f"pseudo_{name}" if self.is_masked and name == "perplexity" else name: found[name] for name in found}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
-        """What each of several parts of the evaluated text adds to its loss, in order, times their number, in nats per token.
+        """What each of several parts of the evaluated text adds to its loss, in order, times their number, in nats per
+        token.
 
-        The mean is the loss, and the spread tells how much of its noise is due to the choice of the text. `None` if the text
-        has fewer blocks than parts, or a loss is infinite or not a number.
+        The mean is the loss, and the spread tells how much of its noise is due to the choice of the text. `None` if
+        the text has fewer blocks than parts, or a loss is infinite or not a number.
         """
         if len(self._rows) < count:
             return None
-        parts = [self._rows[len(self._rows) * part // count : len(self._rows) * (part + 1) // count] for part in range(count)]
+        parts = [
+            self._rows[len(self._rows) * part // count : len(self._rows) * (part + 1) // count]
+            for part in range(count)
+        ]
         tokens = max(sum(tokens for _, tokens in self._rows), 1)
         losses = [count * sum(loss for loss, _ in part) / tokens for part in parts]
         return losses if all(map(math.isfinite, losses)) else None
@@ -106,24 +111,27 @@ def evaluate(
     """Evaluates a saved model on text that it was not trained on.
 
     If the model was trained on this dataset, as the records beside it say, its recipe gives the defaults. A local file
-    is evaluated whole, whatever the model was trained on, unless `validation_fraction` is given. The last block may be shorter
-    than the others, but where this is the run's own evaluation, which leaves out what fills no block.
+    is evaluated whole, whatever the model was trained on, unless `validation_fraction` is given. The last block may be
+    shorter than the others, but where this is the run's own evaluation, which leaves out what fills no block.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
-        dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on last, of
-            which only held-out documents are taken, unless it is a local file or folder; `python-stdlib` if nothing is known.
+        dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on
+            last, of which only held-out documents are taken, unless it is a local file or folder; `python-stdlib` if
+            nothing is known.
         batch_size: blocks per device.
-        fields: those of a recipe that say which texts are evaluated, and in what blocks (`EVALUATED`). By default they are as
-            in the run; what no run says is as in a recipe, with blocks as long as the model's context. `None` is not given.
+        fields: those of a recipe that say which texts are evaluated, and in what blocks (`EVALUATED`). By default they
+            are as in the run; what no run says is as in a recipe, with blocks as long as the model's context. `None`
+            is not given.
 
     Returns:
-        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. Of an
-        encoder, loss and accuracy are those of masked tokens, and there are `eval_pseudo_perplexity` and no bits per byte.
+        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. Of
+        an encoder, loss and accuracy are those of masked tokens, and there are `eval_pseudo_perplexity` and no bits
+        per byte.
 
     Raises:
-        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, and a share of
-            the dataset that the model was trained on.
+        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, and a
+            share of the dataset that the model was trained on.
     """
     check_keys("evaluate", fields, EVALUATED)
     given = {field: value for field, value in fields.items() if value is not None}
@@ -141,12 +149,17 @@ def evaluate(
     for field in given.keys() & UNREAD[objective]:
         raise ValueError(f"{field}={given[field]!r} does not go with a model of objective={objective!r}")
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
-    own = [record for record in trained_on if record["dataset"] in (given["dataset"], str(Path(given["dataset"]).resolve()))]
+    own = [
+        record
+        for record in trained_on
+        if record["dataset"] in (given["dataset"], str(Path(given["dataset"]).resolve()))
+    ]
     # The least share that a run was not trained on
     held_out = min((record["validation_fraction"] + record["test_fraction"] for record in own), default=1.0)
     if validation_fraction is not None and validation_fraction > held_out + 1e-9:
         raise ValueError(
-            f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a share of "
+            f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a "
+            "share of "
             f"{held_out:g}"
         )
     defaults = {"validation_fraction": 0.02, "block_size": positions or context_of(loaded.config) or Recipe.block_size}
@@ -162,7 +175,11 @@ def evaluate(
         defaults |= {field: own[-1][field] for field in RECIPE_FIELDS if field in own[-1]}
         defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}
     recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, "objective": objective, **given})
-    is_own = bool(own) and not is_whole and all(defaults.get(field) == given[field] for field in given if field != "dataset")
+    is_own = (
+        bool(own)
+        and not is_whole
+        and all(defaults.get(field) == given[field] for field in given if field != "dataset")
+    )
     return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder=not is_own)
 
 
@@ -170,8 +187,8 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
     """The dataset that a model was trained on last, or the default of recipes.
 
     Raises:
-        ValueError: unless it is a built-in corpus, or `owner/name` and no file. Whoever made the model named it, perhaps
-            elsewhere: only its reader knows whether anything else may be read.
+        ValueError: unless it is a built-in corpus, or `owner/name` and no file. Whoever made the model named it,
+            perhaps elsewhere: only its reader knows whether anything else may be read.
     """
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
     local, part = "the local " * (Path(dataset).is_absolute() or Path(dataset).exists()), r"[\w-]+(\.[\w-]+)*"

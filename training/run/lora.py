@@ -40,7 +40,7 @@ def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
 
 
 def merge_lora(trainer: Trainer) -> None:
-    """Saves the LoRA of a trained model alone, in the folder `adapter` of the run, and adds it to the model's weights."""
+    """Saves the LoRA of a trained model in the run's folder `adapter`, and adds it to the model's weights."""
     if trainer.is_world_process_zero():
         with atomic_dir(Path(trainer.args.output_dir) / ADAPTER_FOLDER) as folder:
             trainer.model.save_pretrained(folder)

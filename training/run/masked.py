@@ -1,7 +1,7 @@
 """Masked language modelling: which tokens of a batch are hidden from an encoder, which it must predict.
 
-The masks follow from the data's seed, the optimizer step and the tokens of a row alone. So all models of a comparison, a
-resumed run, and any number of processes see the same ones, and an evaluation always the same.
+The masks follow from the data's seed, the optimizer step and the tokens of a row alone. So all models of a comparison,
+a resumed run, and any number of processes see the same ones, and an evaluation always the same.
 """
 
 import hashlib
@@ -26,10 +26,11 @@ def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 class Masking(DataCollatorForLanguageModeling):
-    """Chooses tokens with a probability, replaces 80 % of them by the mask token and 10 % by random ones, and leaves the rest.
+    """Chooses tokens with a probability, replaces 80 % of them by the mask token and 10 % by random ones, and leaves
+    the rest.
 
-    This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805), by Transformers' own code. Special tokens are never chosen. In a
-    row where chance has chosen none, one token is masked, since without any there is no loss.
+    This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805), by Transformers' own code. Special tokens are never
+    chosen. In a row where chance has chosen none, one token is masked, since without any there is no loss.
 
     Args:
         tokenizer: it has a mask token.
@@ -42,7 +43,8 @@ class Masking(DataCollatorForLanguageModeling):
         self.data_seed, self.special = seed, torch.tensor(tokenizer.all_special_ids)
 
     def mask(self, batch: dict[str, Any], step: int | str) -> dict[str, Any]:
-        """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`, which are -100 but for the chosen tokens.
+        """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`, which are -100 but for the chosen
+        tokens.
 
         Args:
             batch: a batch of `BlockCollator` for encoders, whose labels tell padding, at the right, from tokens.
@@ -54,7 +56,9 @@ class Masking(DataCollatorForLanguageModeling):
             tokens = row[:length].cpu()  # the padding depends on the other rows
             moment = EVALUATION if step == EVALUATION else f"{self.data_seed} {step}"
             key = moment.encode() + tokens.numpy().tobytes()
-            self.generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1)
+            self.generator = torch.Generator().manual_seed(
+                int.from_bytes(hashlib.sha256(key).digest()[:8], "big") >> 1
+            )
             is_text = ~torch.isin(tokens, self.special)
             chosen = self.torch_mask_tokens(tokens[None].clone(), ~is_text[None])
             if is_text.any() and (chosen[1] == -100).all():

@@ -23,7 +23,8 @@ class Blocks:
     """The tokens of a split, cut into blocks, or in pairs.
 
     Attributes:
-        dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept. Pairs: `labels`.
+        dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept. Pairs:
+            `labels`.
         tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
         references: the whole targets of the first `GENERATED_ROWS` pairs.
@@ -67,14 +68,17 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
     rows = documents.map(encode, batched=True, desc="Tokenizing", **options)
     if cut := sum(rows["is_cut"]):
         logger.warning_once(
-            f"{cut} of {len(rows)} pairs are longer than max_source_length={lengths[0]} or max_target_length={lengths[1]} "
+            f"{cut} of {len(rows)} pairs are longer than max_source_length={lengths[0]} or "
+            f"max_target_length={lengths[1]} "
             "tokens, and are cut"
         )
     bytes_per_token = sum(rows["bytes"]) / sum(rows["length"]) or None
     # As a model that writes the whole target is decoded
     targets = ids_of(documents.select(range(min(len(documents), GENERATED_ROWS)))[columns[1]][:])
     references = _decode(tokenizer, [[*target, tokenizer.eos_token_id] for target in targets])
-    return Blocks(rows.select_columns(["input_ids", "labels"]), sum(map(len, rows["labels"])), bytes_per_token, references)
+    return Blocks(
+        rows.select_columns(["input_ids", "labels"]), sum(map(len, rows["labels"])), bytes_per_token, references
+    )
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]] | torch.Tensor) -> list[str]:
@@ -82,8 +86,11 @@ def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]] | torch.Te
 
 
 @torch.no_grad()
-def chrf_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: Recipe) -> dict[str, float]:
-    """Computes chrF (Popovic 2015) of the likeliest text for each of the first pairs, from 0 to 100, if `sacrebleu` is there.
+def chrf_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: Recipe
+) -> dict[str, float]:
+    """Computes chrF (Popovic 2015) of the likeliest text for each of the first pairs, from 0 to 100, if `sacrebleu` is
+    there.
 
     It compares with whole targets, though at most `max_target_length` tokens are generated.
     """

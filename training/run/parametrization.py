@@ -1,10 +1,11 @@
 """CompleteP: a learning rate found with a small model suits wider and deeper ones (Dey et al. 2025, arXiv 2505.01618).
 
-It goes on from the maximal update parametrization (Yang et al. 2022, arXiv 2203.03466), which is about width alone. A model `m`
-times as wide and `l` times as deep as its base model would multiply the output of each sub-layer by `1 / l`, and the logits by
-`1 / m`. Adam's steps do not depend on the scale of a gradient. So a multiplier can as well stand in the initial values and the
-learning rate of the parameters before it: the model stays as it is, and nothing about it is left to be published. The gradients
-of the ends of sub-layers are then `l` times as large, and that of the last norm `m` times, which `max_grad_norm` counts.
+It goes on from the maximal update parametrization (Yang et al. 2022, arXiv 2203.03466), which is about width alone. A
+model `m` times as wide and `l` times as deep as its base model would multiply the output of each sub-layer by `1 / l`,
+and the logits by `1 / m`. Adam's steps do not depend on the scale of a gradient. So a multiplier can as well stand in
+the initial values and the learning rate of the parameters before it: the model stays as it is, and nothing about it is
+left to be published. The gradients of the ends of sub-layers are then `l` times as large, and that of the last norm
+`m` times, which `max_grad_norm` counts.
 
 | parameters | initial values | learning rate | Adam's epsilon |
 |---|---|---|---|
@@ -14,8 +15,8 @@ of the ends of sub-layers are then `l` times as large, and that of the last norm
 | vectors of a layer; biases at the end of a sub-layer | 1; 1 / l | 1; 1 / l | 1 / (m l); 1 / m |
 | norm before the LM head | 1 / m | 1 / m | 1 |
 
-Each number is a factor beside what a base model has. Weight decay is divided by the factor of the learning rate: what a step
-takes away stays the same share.
+Each number is a factor beside what a base model has. Weight decay is divided by the factor of the learning rate: what
+a step takes away stays the same share.
 """
 
 import math
@@ -51,7 +52,13 @@ class Factors:
 # A base model has these sizes; all other widths are in the same proportion to its hidden size, and heads are as wide
 BASE_SIZES = ("hidden_size", "num_hidden_layers")
 # Widths that grow with the hidden size. `head_dim` does not: a wider model has more heads
-_WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "projection_bottleneck_size")
+_WIDTHS = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "projection_bottleneck_size",
+)
 # Schedules whose lowest rate is not a share of each group's own
 _ABSOLUTE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
@@ -71,15 +78,21 @@ def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arg
     if "hidden_size" not in base_sizes:
         raise ValueError(f"base_sizes={dict(base_sizes)!r} must give the hidden_size of the base model")
     if not isinstance(config, NLQConfig):
-        raise ValueError(f"parametrization='completep' needs an NLQ model, and this one is of type {config.model_type!r}")
+        raise ValueError(
+            f"parametrization='completep' needs an NLQ model, and this one is of type {config.model_type!r}"
+        )
     shapes, doubled = shapes_of(config), shapes_of(_twice_as_wide(config))
     for name, shape in shapes.items():
         if len(shape) > 2 and doubled[name][1:] != shape[1:]:
-            raise ValueError(f"{name}: parametrization='completep' cannot tell which of its {len(shape)} dimensions are inputs")
+            raise ValueError(
+                f"{name}: parametrization='completep' cannot tell which of its {len(shape)} dimensions are inputs"
+            )
     if config.norm_position != "pre" or not config.norm_gain:  # the last norm scales the logits
         raise ValueError("parametrization='completep' needs norm_position='pre' and norm_gain=True")
     if not arguments.optim.value.startswith("adamw"):
-        raise ValueError(f"optim={arguments.optim.value!r}: parametrization='completep' needs an AdamW, such as 'adamw_torch'")
+        raise ValueError(
+            f"optim={arguments.optim.value!r}: parametrization='completep' needs an AdamW, such as 'adamw_torch'"
+        )
     if arguments.lr_scheduler_type.value in _ABSOLUTE_SCHEDULES:
         kind = arguments.lr_scheduler_type.value
         raise ValueError(
@@ -105,7 +118,10 @@ def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> 
         embeddings.update(model.base_model.embed_norm.parameters())
     last = set(model.base_model.norm.parameters())
     ends = {
-        parameter for module in model.modules() if getattr(module, "ends_sublayer", False) for parameter in module.parameters()
+        parameter
+        for module in model.modules()
+        if getattr(module, "ends_sublayer", False)
+        for parameter in module.parameters()
     }
     found = {}
     for name, parameter in model.named_parameters():
@@ -140,7 +156,8 @@ def split_groups(optimizer: torch.optim.Optimizer, model: nn.Module, factors: Ma
     """Splits the groups of an Adam that has not made a step yet, so that each parameter has its own settings."""
     # Compiled and checkpointed modules have other names
     names = {
-        parameter: re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name) for name, parameter in model.named_parameters()
+        parameter: re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)
+        for name, parameter in model.named_parameters()
     }
     groups = []
     for group in optimizer.param_groups:

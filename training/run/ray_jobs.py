@@ -1,7 +1,7 @@
 """Runs on Ray: a task for each run, or a `TorchTrainer` of Ray Train if a run takes several workers.
 
-Ray knows the nodes, reserves CPUs and GPUs, and retries what is lost. A node makes a run in a temporary folder, sends each
-checkpoint and at last the results to the folder of results, and goes on from the checkpoints that lie there.
+Ray knows the nodes, reserves CPUs and GPUs, and retries what is lost. A node makes a run in a temporary folder, sends
+each checkpoint and at last the results to the folder of results, and goes on from the checkpoints that lie there.
 """
 
 import os
@@ -63,11 +63,12 @@ class Resources:
     """What a run takes.
 
     Attributes:
-        cpus_per_run: CPUs that a run reserves, and its number of threads. By default as many as PyTorch takes in this process,
-            so that both engines give equal numbers; one for each worker if there are GPUs or several workers.
-        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. Without any, it trains on the CPU.
-        workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs and GPUs,
-            on any node, and at most one GPU.
+        cpus_per_run: CPUs that a run reserves, and its number of threads. By default as many as PyTorch takes in this
+            process, so that both engines give equal numbers; one for each worker if there are GPUs or several workers.
+        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. Without any, it trains on the
+            CPU.
+        workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs
+            and GPUs, on any node, and at most one GPU.
         max_retries: how often a run is retried that lost its node or its process, or ran out of memory.
 
     Raises:
@@ -99,7 +100,9 @@ class Resources:
         """Raises `ValueError` if the cluster has no room for a run, for which Ray would wait for ever."""
         if self.workers_that_fit() < self.workers_per_run:
             needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
-            have = ", ".join(sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}))
+            have = ", ".join(
+                sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()})
+            )
             raise ValueError(f"{self.workers_per_run} workers of a run take {needs} each, and the nodes have {have}")
 
 
@@ -109,7 +112,8 @@ def _nodes() -> list[dict[str, float]]:
 
 @contextmanager
 def connected_to_ray() -> Iterator[None]:
-    """Connects to the cluster of `RAY_ADDRESS`, else to the one that runs on this machine, else starts one and stops it.
+    """Connects to the cluster of `RAY_ADDRESS`, else to the one that runs on this machine, else starts one and stops
+    it.
 
     Raises:
         ValueError: if the cluster does not answer.
@@ -118,7 +122,8 @@ def connected_to_ray() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_task_oom_retries", "0")  # a run that ran out of memory is retried like others, not for ever
+    # A run that ran out of memory is retried like others, not for ever
+    os.environ.setdefault("RAY_task_oom_retries", "0")
     try:
         # What runs print is in their logs
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
@@ -134,7 +139,8 @@ def connected_to_ray() -> Iterator[None]:
 
 
 def share_data(recipe: Recipe, models: set[str], location: str, below: str) -> tuple[str, str | None]:
-    """Saves what all nodes read, once: tokenizer, tokenised data, and at an address also models that are files of this machine.
+    """Saves what all nodes read, once: tokenizer, tokenised data, and at an address also models that are files of this
+    machine.
 
     The data of a stream are read by each node.
 
@@ -194,7 +200,7 @@ class _CheckpointSender(TrainerCallback):
         self._copy, self._folder = copy, folder
 
     def on_save(self, args, state, control, **kwargs):
-        """Sends a checkpoint, of which each node has the files of its own processes; the first process has its state."""
+        """Sends a checkpoint: each node has the files of its own processes, and the first process the state."""
         for is_turn_of_first in (False, True):
             if args.local_process_index == 0 and (args.process_index == 0) == is_turn_of_first:
                 self.send()
@@ -205,7 +211,9 @@ class _CheckpointSender(TrainerCallback):
         self._copy.push(self._folder)
         there = [name for name in self._copy.files(self._folder) if f"/{CHECKPOINT}" in name]
         here = self._copy.folder / self._folder
-        self._copy.delete(name for name in there if not (here / Path(name).relative_to(self._folder).parts[0]).is_dir())
+        self._copy.delete(
+            name for name in there if not (here / Path(name).relative_to(self._folder).parts[0]).is_dir()
+        )
 
 
 def _wait_for_all() -> None:
@@ -222,7 +230,8 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
     with suppress(OSError):
-        os.chdir(job["cwd"])  # on a file system that the nodes share, relative paths in a recipe lead to the same files
+        # On a file system that the nodes share, relative paths in a recipe lead to the same files
+        os.chdir(job["cwd"])
     is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
     scratch = resolve_user_path(tempfile.gettempdir()) / f"nlq-{job['id']}"  # the same on all nodes
     copy = WorkingCopy(job["place"], scratch)
@@ -241,7 +250,9 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
         _wait_for_all()
         data = scratch / spec.data if is_address(copy.location) else Path(copy.path, spec.data)
         if not data.is_dir():
-            raise RunFailed(f"failed: --output_dir must be an address, or a folder that {socket.gethostname()} has too")
+            raise RunFailed(
+                f"failed: --output_dir must be an address, or a folder that {socket.gethostname()} has too"
+            )
         model = data / _MODELS / Hasher.hash(spec.content["model"])
         sender = _CheckpointSender(copy, name)
         spec = replace(spec, folder=str(scratch / name), data=str(data), model=str(model) if model.exists() else None)
@@ -271,7 +282,9 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
         TorchTrainer(
             _make_run,
             train_loop_config=job,
-            scaling_config=ScalingConfig(num_workers=workers, use_gpu=has_gpus, resources_per_worker=resources.of_a_worker()),
+            scaling_config=ScalingConfig(
+                num_workers=workers, use_gpu=has_gpus, resources_per_worker=resources.of_a_worker()
+            ),
             run_config=RunConfig(
                 name=name,
                 storage_path=parent,
@@ -287,7 +300,9 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
 
 
 class _Board:
-    """An actor that knows how far each run is: runs write, the driver reads. Its name is that of the folder of results."""
+    """An actor that knows how far each run is: runs write, the driver reads. Its name is that of the folder of
+    results.
+    """
 
     def __init__(self):
         self._progress: dict[str, RunProgress] = {}
@@ -307,7 +322,8 @@ def make_runs(
     Args:
         location: the folder of results, or its address.
         resources: what each run takes.
-        ready: tells which runs can begin; those that began are passed over. Folders and data are names in that of the results.
+        ready: tells which runs can begin; those that began are passed over. Folders and data are names in that of the
+            results.
         progress: a bar over the steps of all runs.
         steps: the number of steps of each run.
 
@@ -321,7 +337,11 @@ def make_runs(
     if workers > 1:  # they take the resources. `max_calls`: each run has a fresh process
         task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
     else:
-        options = {"num_cpus": resources.cpus_per_run, "num_gpus": resources.gpus_per_run, "max_retries": resources.max_retries}
+        options = {
+            "num_cpus": resources.cpus_per_run,
+            "num_gpus": resources.gpus_per_run,
+            "max_retries": resources.max_retries,
+        }
         task = ray.remote(max_calls=1, **options)(_make_run)
     try:
         options = {"name": location, "namespace": "nlq", "num_cpus": 0, "scheduling_strategy": here}

@@ -33,7 +33,8 @@ from .parametrization import check_completep
 
 # Fields that name a run in the services of trackers
 TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
-# Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a token.
+# Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a
+# token.
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
 _READERS = {"source": "encoder", "target": "decoder"}
@@ -57,8 +58,8 @@ class Recipe:
     model: str
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = "python-stdlib"
-    """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl or
-    .parquet; text in UTF-8."""
+    """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl
+    or .parquet; text in UTF-8."""
     dataset_config: str | None = None
     """The configuration of a Hub dataset."""
     text_column: str = "text"
@@ -78,8 +79,8 @@ class Recipe:
     test_fraction: float = 0.0
     """Share of documents held out for a final test, where the dataset has no test split; 0 leaves the test out."""
     tokenizer: str | None = None
-    """`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved model, else
-    `bpe:8192`."""
+    """`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved model,
+    else `bpe:8192`."""
     parts: list[str] | None = None
     """Python files with attention parts of your own, which the model's `attention_parts` name."""
     block_size: int = 1024
@@ -92,20 +93,21 @@ class Recipe:
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
     objective: Literal["causal", "masked", "seq2seq"] = "causal"
-    """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a target
-    from a source, by an encoder with a decoder."""
+    """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a
+    target from a source, by an encoder with a decoder."""
     mask_probability: float = 0.3
     """With `masked`, the share of tokens that are to be predicted."""
     num_proc: int | None = None
     """Processes that prepare the data."""
     trainable: Literal["all", "new"] = "all"
-    """`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as they are."""
+    """`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as they
+    are."""
     lora: dict[str, Any] | str | None = None
-    """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights at the
-    end."""
+    """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights
+    at the end."""
     parametrization: Literal["standard", "completep"] = "standard"
-    """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate of a
-    model of `base_sizes` suits this one too (arXiv 2505.01618)."""
+    """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate
+    of a model of `base_sizes` suits this one too (arXiv 2505.01618)."""
     base_sizes: dict[str, Any] | str | None = None
     """With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."""
     attn_implementation: str | None = None
@@ -113,13 +115,16 @@ class Recipe:
     record_stability: bool = False
     """Record entropy, normaliser and scores of every attention layer while training."""
     stability_steps: int = 50
-    """Optimizer steps between two records; one of two blocks costs less than a tenth of a step (`benchmarks/stability.py`)."""
+    """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
+    (`benchmarks/stability.py`)."""
     explore: bool = True
     """Write the page of `nlq explore` on held-out text when the run is finished."""
 
     def __post_init__(self):
         if not isinstance(self.model, str | Path):
-            raise ValueError(f"model={self.model!r} must be the name of a configuration, a config.json or a saved model")
+            raise ValueError(
+                f"model={self.model!r} must be the name of a configuration, a config.json or a saved model"
+            )
         if self.tokenizer is None:
             self.tokenizer = self.model if self.has_weights else "bpe:8192"
         if not 0.0 < self.validation_fraction < 1.0:
@@ -142,7 +147,8 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
-                f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such as "
+                f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such "
+                "as "
                 "{hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
             )
 
@@ -187,7 +193,9 @@ class ResolvedRecipe:
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the model, loaded once; a copy is for changes. Raises `ValueError` as `load_config` does."""
+        """The configuration of the model, loaded once; a copy is for changes. Raises `ValueError` as `load_config`
+        does.
+        """
         return load_config(self.recipe.model, self.switches)
 
     @functools.cached_property
@@ -296,12 +304,15 @@ def override_words(overrides: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> ResolvedRecipe:
+def load_recipe(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
+) -> ResolvedRecipe:
     """Reads a recipe and applies overrides.
 
     Args:
         source: the name of a shipped recipe or a YAML file.
-        overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a mapping.
+        overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a
+            mapping.
         trust_parts: run the parts whose code the file itself holds.
 
     Raises:
@@ -314,17 +325,20 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
 
 
 def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str, trust_parts: bool) -> None:
-    """Raises `ValueError` if a recipe read from YAML holds the code of parts, as the record of a run does, or names a kernel.
+    """Raises `ValueError` if a recipe read from YAML holds the code of parts, as the record of a run does, or names a
+    kernel.
 
-    Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps from
-    elsewhere. The processes that this program starts do not get their recipes as YAML (see `RunSpec` in `unattended`).
+    Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps
+    from elsewhere. The processes that this program starts do not get their recipes as YAML (see `RunSpec` in
+    `unattended`).
     """
     check_kernels(content, source)
     parts = content.get("parts")
     if isinstance(parts, Mapping) and not trust_parts and "parts" not in overrides:
         files = ", ".join(map(str, parts))
         raise ValueError(
-            f"{source} holds code, which was not run: the attention parts in {files}; read it, and if you trust it add "
+            f"{source} holds code, which was not run: the attention parts in {files}; read it, and if you trust it "
+            "add "
             "--trust-parts, or --parts with files of your own"
         )
 
@@ -343,7 +357,9 @@ def resolve_recipe(
     """
     content = dict(content)
     overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
-    training, switches = (read_section(content.pop(name, None), f"{source}: {name}") for name in ("training", "switches"))
+    training, switches = (
+        read_section(content.pop(name, None), f"{source}: {name}") for name in ("training", "switches")
+    )
     check_keys(source, content, _RECIPE_FIELDS | {"training", "switches"})
     check_keys(f"{source}: training", training, _TRAINING_FIELDS)
     check_keys("arguments", overrides, _RECIPE_FIELDS | _TRAINING_FIELDS | {"switches"})
@@ -378,7 +394,8 @@ def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
 
 
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Loads files of attention parts, and returns their texts by name: a recipe holds them, so that other machines can run it.
+    """Loads files of attention parts, and returns their texts by name: a recipe holds them, so that other machines can
+    run it.
 
     Args:
         parts: files, in the folder of the recipe or the working directory; or what this function has returned.
@@ -401,14 +418,19 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
 
 
 def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields without those of `TrainingArguments` that are no part of a recipe: places, names and tokens of its user."""
-    return {name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)}
+    """Drops the fields of `TrainingArguments` that do not belong in a recipe: the user's folders, names and tokens."""
+    return {
+        name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)
+    }
 
 
 def _training_defaults(training: dict[str, Any]) -> dict[str, Any]:
-    """Values of `TrainingArguments` that suit the device and make curves of 20 and 5 points, unless the recipe sets them."""
+    """Values of `TrainingArguments` that suit the device and make curves of 20 and 5 points, unless the recipe sets
+    them.
+    """
     has_gpu = torch.cuda.is_available()
-    # Without `use_cpu`, processes that `accelerate launch` starts on a machine without accelerator do not find each other
+    # Without `use_cpu`, processes that `accelerate launch` starts on a machine without accelerator do not find each
+    # other
     defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
     defaults |= {"logging_steps": 0.05, "eval_steps": 0.2, "eval_strategy": "steps"}  # shares of all steps
     if not {"bf16", "fp16"} & set(training):
@@ -417,7 +439,8 @@ def _training_defaults(training: dict[str, Any]) -> dict[str, Any]:
 
 
 def emulated_bf16(training: Mapping[str, Any]) -> str | None:
-    """A warning if bfloat16 is asked for on a CPU without instructions for it, where PyTorch is much slower than in float32.
+    """A warning if bfloat16 is asked for on a CPU without instructions for it, where PyTorch is much slower than in
+    float32.
 
     Args:
         training: fields of `TrainingArguments`.
@@ -426,7 +449,10 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
         return None
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
-    return "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: false"
+    return (
+        "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: "
+        "false"
+    )
 
 
 def check_recipe(resolved: ResolvedRecipe) -> None:
@@ -435,7 +461,11 @@ def check_recipe(resolved: ResolvedRecipe) -> None:
     Raises:
         ValueError: naming all of them, or because there is no such model.
     """
-    if conflicts := [*_conflicts_with_model(resolved), *_conflicts_of_arguments(resolved), *_conflicts_of_trained(resolved)]:
+    if conflicts := [
+        *_conflicts_with_model(resolved),
+        *_conflicts_of_arguments(resolved),
+        *_conflicts_of_trained(resolved),
+    ]:
         raise ValueError("; ".join(conflicts))
 
 
@@ -464,12 +494,20 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
         yield f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={size}"
     if resolved.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
         yield (
-            f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq convert "
+            f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
+            "convert "
             "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
     if objective != recipe.objective:
-        hint = "" if "seq2seq" in (objective, recipe.objective) else f"; or set is_causal: {str(objective == 'masked').lower()}"
-        yield f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: {objective}{hint}"
+        hint = (
+            ""
+            if "seq2seq" in (objective, recipe.objective)
+            else f"; or set is_causal: {str(objective == 'masked').lower()}"
+        )
+        yield (
+            f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: "
+            f"{objective}{hint}"
+        )
     unread = [name for name in UNREAD[recipe.objective] if name in resolved.given]
     if recipe.objective == "seq2seq":
         missing = ("streaming", "record_stability", "parametrization")

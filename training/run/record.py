@@ -33,12 +33,12 @@ class RunRecord(TrainerCallback, ExportableState):
         dataset_fingerprint: fingerprint of the training documents, or `None` if it is unknown (a stream from the Hub).
 
     Attributes:
-        conditions: batch size and fingerprint, which a checkpoint keeps. Only with the same ones does a run see its data in the
-            same order.
-        tokens_seen: number of tokens that all processes trained on so far, with those that Accelerate repeats to fill a last
-            batch, and without padding of pairs.
-        token_stream: a hash of all tokens that the processes trained on so far, row by row in the order of the data. Two runs
-            with the same hash saw the same data.
+        conditions: batch size and fingerprint, which a checkpoint keeps. Only with the same ones does a run see its
+            data in the same order.
+        tokens_seen: number of tokens that all processes trained on so far, with those that Accelerate repeats to fill
+            a last batch, and without padding of pairs.
+        token_stream: a hash of all tokens that the processes trained on so far, row by row in the order of the data.
+            Two runs with the same hash saw the same data.
         seconds: time of the training steps, with data loading, without evaluation and saving.
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
@@ -64,7 +64,8 @@ class RunRecord(TrainerCallback, ExportableState):
     def hash_batches(self) -> None:
         """Hashes the batches since the last call. Every process must call this, for they exchange their batches."""
         by_process = gather_object([[batch.cpu().to(torch.int32).numpy() for batch in self._batches]])
-        # The processes take turns in reading batches. Row by row, neither their number nor the batch size changes the hash
+        # The processes take turns in reading batches. Row by row, neither their number nor the batch size changes the
+        # hash
         for row in (row for batches in zip(*by_process, strict=True) for batch in batches for row in batch):
             row = row[row != -100]  # the padding of pairs
             self.tokens_seen += len(row)
@@ -72,7 +73,9 @@ class RunRecord(TrainerCallback, ExportableState):
         self._batches.clear()
 
     def state(self) -> dict:
-        """The state that a checkpoint keeps (`ExportableState`). Only the main process calls this, after `hash_batches`."""
+        """The state that a checkpoint keeps (`ExportableState`). Only the main process calls this, after
+        `hash_batches`.
+        """
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
@@ -104,7 +107,12 @@ class RunRecord(TrainerCallback, ExportableState):
             self._started_at = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if control.should_log or control.should_evaluate or control.should_save or state.global_step >= state.max_steps:
+        if (
+            control.should_log
+            or control.should_evaluate
+            or control.should_save
+            or state.global_step >= state.max_steps
+        ):
             # An accelerator may still compute earlier steps
             if torch.accelerator.is_available() and args.device.type != "cpu":
                 torch.accelerator.synchronize()
@@ -129,7 +137,8 @@ class RecordingTrainer(MaskingTrainer):
 
     Args:
         record: it becomes a callback, too.
-        factors: what each parameter's learning rate, weight decay and epsilon have, by name; `None` for `Trainer`'s own.
+        factors: what each parameter's learning rate, weight decay and epsilon have, by name; `None` for `Trainer`'s
+            own.
     """
 
     def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
@@ -152,7 +161,9 @@ class RecordingTrainer(MaskingTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as `Trainer` does, and a configuration with every checkpoint. A model in shards is saved whole at the end."""
+        """Saves as `Trainer` does, and a configuration with every checkpoint. A model in shards is saved whole at the
+        end.
+        """
         self.record.hash_batches()
         if not _internal_call and self.args.should_save:  # the model at the end; checkpoints have new folders
             with atomic_dir(Path(output_dir or self.args.output_dir), last=CONFIG_NAME) as folder:

@@ -51,10 +51,14 @@ CLAIM_PATIENCE = 10.0
 # Seconds after which an unfinished folder is what a process that was killed has left
 _LEFT_BEHIND = 3600.0
 
-# By the file that says what a folder was made from: the messages for a folder without it and with another one, and patterns of
-# files that show that this package wrote it, for folders from before the manifest
+# By the file that says what a folder was made from: the messages for a folder without it and with another one, and
+# patterns of files that show that this package wrote it, for folders from before the manifest
 _KINDS = {
-    RECIPE_FILE: ("is no run of `nlq train`", "a run of another recipe", (METRICS_FILE, f"{CHECKPOINT}*/{STATE_FILE}")),
+    RECIPE_FILE: (
+        "is no run of `nlq train`",
+        "a run of another recipe",
+        (METRICS_FILE, f"{CHECKPOINT}*/{STATE_FILE}"),
+    ),
     COMPARISON_FILE: ("holds no comparison", "another comparison", (MODELS_FILE, RESULTS_FILE, f"*/{MODELS_FILE}")),
 }
 # Files that this package writes into a folder
@@ -95,7 +99,8 @@ class RunFolder:
     """The folder of a run, of a comparison or of a conversion.
 
     Attributes:
-        plan: the file that says what it was made from, `recipe.yaml` or `comparison.yaml`; `None` for any other folder.
+        plan: the file that says what it was made from, `recipe.yaml` or `comparison.yaml`; `None` for any other
+            folder.
     """
 
     path: Path
@@ -105,8 +110,9 @@ class RunFolder:
     def held(self, patience: float = 0.0) -> Iterator[None]:
         """Lets no other process hold the folder as long as a `with` block lasts.
 
-        The operating system frees the lock of a process that died. The lock's file stays, because a process that removed it
-        could take it from one that has just opened it; only a new folder in which nothing was written is removed.
+        The operating system frees the lock of a process that died. The lock's file stays, because a process that
+        removed it could take it from one that has just opened it; only a new folder in which nothing was written is
+        removed.
 
         Args:
             patience: seconds to wait for another process; -1 waits for ever.
@@ -193,10 +199,13 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """The checkpoints of a run, newest first, whether they are complete or not."""
         steps = {path: path.name.removeprefix("checkpoint-") for path in self.path.glob("checkpoint-*")}
-        return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]), reverse=True)
+        return sorted(
+            (path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]), reverse=True
+        )
 
     def claim_run(self, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
-        """Writes the recipe of a run, or checks that it is the one that is there, perhaps with its batch shared out otherwise.
+        """Writes the recipe of a run, or checks that it is the one that is there, perhaps with its batch shared out
+        otherwise.
 
         Raises:
             ValueError: if the folder holds another run or something else; nothing in it is touched.
@@ -227,7 +236,9 @@ class RunFolder:
 
 
 def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:
-    """A recipe with the global batch size, if the number of processes is known, in place of the shares of each process."""
+    """A recipe with the global batch size, if the number of processes is known, in place of the shares of each
+    process.
+    """
     training = dict(given.get("training", {}))
     share = training.pop("per_device_train_batch_size", 8) * training.pop("gradient_accumulation_steps", 1)
     return {**given, "training": training, "global_batch_size": processes and share * processes}

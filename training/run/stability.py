@@ -35,14 +35,14 @@ def attention_statistics(
 ) -> list[dict[str, float]]:
     """Measures the attention of each layer on given tokens, without dropout, with any backend.
 
-    The scores are `s_ij = scaling * q_i . k_j` and the weights `w_ij`, of the keys `j` that query `i` sees; `p_ij = |w_ij| /
-    sum_j |w_ij|`, since the weights of some activations are negative or do not sum to one. A row with a single key counts only
-    for the scores: where the weights sum to one, its only weight is always 1.
+    The scores are `s_ij = scaling * q_i . k_j` and the weights `w_ij`, of the keys `j` that query `i` sees;
+    `p_ij = |w_ij| / sum_j |w_ij|`, since the weights of some activations are negative or do not sum to one. A row with
+    a single key counts only for the scores: where the weights sum to one, its only weight is always 1.
 
     * `entropy`: mean over rows of `-sum_j p_ij log p_ij`, in nats; a row of zeros has no `p` and is left out.
     * `largest_weight`: the maximum of `|w_ij|`.
-    * `first_token_mass`: mean over rows of `p_ij` for the first key `j` that `i` sees, the first token of its document; a row
-      of zeros is left out.
+    * `first_token_mass`: mean over rows of `p_ij` for the first key `j` that `i` sees, the first token of its
+      document; a row of zeros is left out.
     * `zero_rows`: share of the rows whose weights are all 0.
     * `smallest_score`, `largest_score`: the extremes of `s_ij`, without the `log n` that sigmoid subtracts.
 
@@ -54,8 +54,8 @@ def attention_statistics(
         position_ids: `(batch, length)`, for packed documents.
 
     Returns:
-        A dictionary per layer, without quantities that do not exist, such as the entropy of a layer whose weights are all 0. It
-        is empty for a layer of linear attention, which has no weights.
+        A dictionary per layer, without quantities that do not exist, such as the entropy of a layer whose weights are
+        all 0. It is empty for a layer of linear attention, which has no weights.
 
     Raises:
         ValueError: if the model has no NLQ attention layers.
@@ -82,7 +82,9 @@ def attention_statistics(
 def _layer_statistics(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
 ) -> dict[str, float]:
-    """The quantities of a layer, from its query `(batch, heads, length, head_dim)` and its key with as many heads or fewer."""
+    """The quantities of a layer, from its query `(batch, heads, length, head_dim)` and its key with as many heads or
+    fewer.
+    """
     layer: NLQAttention = call.layer
     # Some parts change the scores of all queries together
     rows_at_once = query.shape[2] if layer.materializes == "all" else QUERY_CHUNK
@@ -136,11 +138,13 @@ def _row_statistics(
 
 
 class StabilityCallback(TrainerCallback):
-    """Logs `attention_statistics` of the same tokens while training: after the first step, regularly, and after the last.
+    """Logs `attention_statistics` of the same tokens while training: after the first step, regularly, and after the
+    last.
 
-    The numbers are named `attention/layer_0/entropy` and so on. Trainer reports them like other logs and keeps them in its
-    `log_history`, which is part of every checkpoint: a resumed run has each record once. Every process computes them: others
-    would wait for the first one anyway, and a model that is sharded over the processes needs all of them to run.
+    The numbers are named `attention/layer_0/entropy` and so on. Trainer reports them like other logs and keeps them in
+    its `log_history`, which is part of every checkpoint: a resumed run has each record once. Every process computes
+    them: others would wait for the first one anyway, and a model that is sharded over the processes needs all of them
+    to run.
 
     Args:
         trainer: trains a model with NLQ attention layers and logs the numbers; add the callback to it.
@@ -149,7 +153,9 @@ class StabilityCallback(TrainerCallback):
         position_ids: `(batch, length)`, for packed documents.
     """
 
-    def __init__(self, trainer: Trainer, input_ids: torch.Tensor, interval: int, position_ids: torch.Tensor | None = None):
+    def __init__(
+        self, trainer: Trainer, input_ids: torch.Tensor, interval: int, position_ids: torch.Tensor | None = None
+    ):
         self.trainer, self.input_ids, self.interval, self.position_ids = trainer, input_ids, interval, position_ids
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
@@ -158,7 +164,9 @@ class StabilityCallback(TrainerCallback):
             return
         layers = attention_statistics(self.trainer.model, self.input_ids, self.position_ids)
         should_log = control.should_log
-        self.trainer.log({f"{_PREFIX}{index}/{name}": layer[name] for index, layer in enumerate(layers) for name in layer})
+        self.trainer.log(
+            {f"{_PREFIX}{index}/{name}": layer[name] for index, layer in enumerate(layers) for name in layer}
+        )
         # Logging clears this flag, and Trainer would leave out the loss of this step
         control.should_log = should_log
 
@@ -176,10 +184,10 @@ def read_stability(log_history: list[dict[str, float]]) -> dict[int, dict[str, l
 def loss_spikes(losses: Sequence[tuple[int, float]]) -> list[int]:
     """Finds the steps at which the training loss leaps.
 
-    A loss is a spike if it exceeds the median `m` of the finite ones among the 10 logged before it by more than 0.1 nats and by
-    more than 5 standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not finite is always
-    a spike; by default Trainer leaves such steps out of the loss it logs (`logging_nan_inf_filter`). Otherwise the
-    first 10 losses are never spikes, and a loss that stays high is one until the median has followed it.
+    A loss is a spike if it exceeds the median `m` of the finite ones among the 10 logged before it by more than 0.1
+    nats and by more than 5 standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not
+    finite is always a spike; by default Trainer leaves such steps out of the loss it logs (`logging_nan_inf_filter`).
+    Otherwise the first 10 losses are never spikes, and a loss that stays high is one until the median has followed it.
 
     Args:
         losses: `(optimizer step, nats per token)` in order, as logged.

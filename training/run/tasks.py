@@ -37,8 +37,8 @@ def evaluate_tasks(
         batch_size: texts per forward pass.
 
     Returns:
-        lm_eval's results, and by task under `chance` the score of guessing: the mean of one over the number of choices, or
-        `None` where there are no choices.
+        lm_eval's results, and by task under `chance` the score of guessing: the mean of one over the number of
+        choices, or `None` where there are no choices.
 
     Raises:
         ImportError: without lm_eval.
@@ -64,8 +64,8 @@ def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]
     """The numbers of the results of `evaluate_tasks`, which JSON can hold.
 
     Returns:
-        By task or group: each metric, its standard error as `METRIC_stderr` where there is one, `items`, their number, and
-        `chance`, the accuracy of guessing, or `None`. A metric of a filter of lm_eval's is named `METRIC,FILTER`.
+        By task or group: each metric, its standard error as `METRIC_stderr` where there is one, `items`, their number,
+        and `chance`, the accuracy of guessing, or `None`. A metric of a filter of lm_eval's is named `METRIC,FILTER`.
     """
     scores = {}
     for task, values in results["results"].items():

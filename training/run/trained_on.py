@@ -26,8 +26,9 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
         model: a folder (also a checkpoint in one) or a Hub name, of a run or of a conversion.
 
     Returns:
-        For each run the fields of its recipe that say which documents it saw, with `fingerprint`: that of its documents, or
-        `None`. Of a run that is not finished, its own recipe alone: it may name any model of this machine.
+        For each run the fields of its recipe that say which documents it saw, with `fingerprint`: that of its
+        documents, or `None`. Of a run that is not finished, its own recipe alone: it may name any model of this
+        machine.
 
     Raises:
         ValueError: for a record whose fields have other types.

@@ -91,7 +91,8 @@ def train_recipe(
     size = measure(resolved.config, recipe.sample_lengths, recipe.attn_implementation, resolved.choose_trained)
     forget_used_kernels()
     if arguments.torch_compile:
-        # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record empty
+        # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record
+        # empty
         torch.compiler.reset()
     run = _build(resolved, size, tokenizer_folder or folder, callbacks)
     if is_main_process:
@@ -108,7 +109,9 @@ def train_recipe(
 
 @dataclass
 class _Run:
-    """The parts of a run: recipe, `Trainer`, record, data by split, fingerprint of the documents, and size of the model."""
+    """The parts of a run: recipe, `Trainer`, record, data by split, fingerprint of the documents, and size of the
+    model.
+    """
 
     resolved: ResolvedRecipe
     trainer: Trainer
@@ -126,7 +129,8 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
     set_seed(arguments.seed)
     model = make_model(resolved, tokenizer)
     if recipe.objective == "seq2seq" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        model.set_input_embeddings(model.get_input_embeddings())  # one module: FSDP2 lets no two groups share a parameter
+        # One module: FSDP2 lets no two groups share a parameter
+        model.set_input_embeddings(model.get_input_embeddings())
     factors = None
     if recipe.base_sizes is not None:
         factors = completep_factors(model, recipe.base_sizes)
@@ -166,7 +170,8 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
 
 
 def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special tokens.
+    """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special
+    tokens.
 
     What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
 
@@ -206,17 +211,20 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _announcement(run: _Run) -> str:
-    """What is trained, on how much text, where, and by which backends of attention, which are compiled now if need be."""
+    """Says what is trained, on how much text, where, and by which attention backends, compiled now if need be."""
     model, arguments, tokens, backends = run.trainer.model, run.trainer.args, run.blocks["train"].tokens, {}
     for layer in (module for module in model.modules() if isinstance(module, NLQAttentionLayer)):
         parameter = next(layer.parameters())
         tensors = (arguments.device, parameter.dtype, max(run.resolved.recipe.sample_lengths), layer.head_dim)
-        name = find_backend(layer.config._attn_implementation, [layer.layer_idx], layer.attention_request(False, *tensors))
+        name = find_backend(
+            layer.config._attn_implementation, [layer.layer_idx], layer.attention_request(False, *tensors)
+        )
         backends[name] = None
     text = "a stream" if tokens is None else f"{tokens:,} tokens"
     cpus = f" ({torch.get_num_threads()} threads)" if arguments.device.type == "cpu" else ""
     attention = ", ".join(backends) or model.config._attn_implementation
-    return f"{run.size.total:,} parameters, {text} of training text, on {arguments.device}{cpus}; attention by {attention}"
+    device = f"{arguments.device}{cpus}"
+    return f"{run.size.total:,} parameters, {text} of training text, on {device}; attention by {attention}"
 
 
 # Run
@@ -227,7 +235,8 @@ def _train(run: _Run) -> None:
     trainer, arguments = run.trainer, run.resolved.training_arguments
     resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, trainer.is_fsdp_enabled)
     place = RunFolder(Path(arguments.output_dir))
-    if trainer.is_world_process_zero() and place.made_from() != run.resolved.given:  # its shares of a batch may be others
+    # Its shares of a batch may be others
+    if trainer.is_world_process_zero() and place.made_from() != run.resolved.given:
         place.write(run.resolved.given)
     if resumed is None:
         trainer.train(resume_from_checkpoint=None)
@@ -236,8 +245,8 @@ def _train(run: _Run) -> None:
     if state.global_step < state.max_steps and run.record.diverged_at is None:
         trainer.train(resume_from_checkpoint=str(checkpoint))
         return
-    # Interrupted after its last step, when Trainer would take one more: only the weights are loaded. TensorBoard's folder
-    # is named when training begins: without it the evaluation would be logged below the current folder
+    # Interrupted after its last step, when Trainer would take one more: only the weights are loaded. TensorBoard's
+    # folder is named when training begins: without it the evaluation would be logged below the current folder
     trainer.remove_callback(TensorBoardCallback)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
@@ -252,8 +261,16 @@ def _train(run: _Run) -> None:
 
 
 def _collect(run: _Run) -> dict[str, Any]:
-    """Evaluates and saves the model, and returns the metrics of the run: what it measured, the machine and the versions."""
-    recipe, trainer, record, arguments, blocks = run.resolved.recipe, run.trainer, run.record, run.trainer.args, run.blocks
+    """Evaluates and saves the model, and returns the metrics of the run: what it measured, the machine and the
+    versions.
+    """
+    recipe, trainer, record, arguments, blocks = (
+        run.resolved.recipe,
+        run.trainer,
+        run.record,
+        run.trainer.args,
+        run.blocks,
+    )
     evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
     config = trainer.model.config  # with a LoRA, of the merged model
     losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]

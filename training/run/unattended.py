@@ -38,7 +38,8 @@ class RunSpec:
         content: recipe, as `resolve_recipe` takes it.
         folder: the run folder. Log and progress lie beside it.
         data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there.
-        model: the path of the recipe's model on this machine, if it is a file that lies elsewhere than its record says.
+        model: the path of the recipe's model on this machine, if it is a file that lies elsewhere than its record
+            says.
         threads: number of threads of PyTorch.
         pace: seconds between two reports of progress.
         keeps_checkpoints: whether the checkpoints stay when the run is finished.
@@ -64,7 +65,8 @@ def beside(folder: Path, suffix: str, rank: int = 0) -> Path:
 
 
 class Progress(TrainerCallback):
-    """Writes the progress of a run to a file during a `with` block, and deletes the file if the block ends without an error.
+    """Writes the progress of a run to a file during a `with` block, and deletes the file if the block ends without an
+    error.
 
     Args:
         file: written every `pace` seconds, also between two steps.
@@ -160,7 +162,8 @@ def run_in_subprocess(
 
 
 def _redirect_output(log: Path) -> None:
-    stream = io.TextIOWrapper(open_file(log, "a"), encoding="utf-8", line_buffering=True)  # open as long as the process lives
+    # Open as long as the process lives
+    stream = io.TextIOWrapper(open_file(log, "a"), encoding="utf-8", line_buffering=True)
     for number, standard in ((1, sys.stdout), (2, sys.stderr)):
         standard.flush()
         os.dup2(stream.fileno(), number)

@@ -1,7 +1,8 @@
 """The design of a screening: a two-level fractional factorial, in which every factor is a change that is off or on.
 
-So is the learning rate, low or high. Each row of the design is a model, trained with every seed. In a design of resolution IV
-no main effect is mixed with another one or with an interaction of two factors (Box, Hunter and Hunter 2005, chapter 6).
+So is the learning rate, low or high. Each row of the design is a model, trained with every seed. In a design of
+resolution IV no main effect is mixed with another one or with an interaction of two factors (Box, Hunter and Hunter
+2005, chapter 6).
 """
 
 import itertools
@@ -22,7 +23,8 @@ class Design:
 
     Attributes:
         factors: the names of the columns, the learning rate last.
-        rows: `(rows, factors)`, -1 for off or low, 1 for on or high. The first row has all factors off and the low rate.
+        rows: `(rows, factors)`, -1 for off or low, 1 for on or high. The first row has all factors off and the low
+            rate.
     """
 
     factors: list[str]
@@ -73,7 +75,8 @@ def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]
                 owner = owners.setdefault((section, field), name)
                 if merged[section].setdefault(field, value) != value:
                     raise ValueError(
-                        f"factors {owner!r} and {name!r} exclude each other: they set {field}={merged[section][field]!r} and "
+                        f"factors {owner!r} and {name!r} exclude each other: they set "
+                        f"{field}={merged[section][field]!r} and "
                         f"{field}={value!r}"
                     )
     return {section: fields for section, fields in merged.items() if fields}

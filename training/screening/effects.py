@@ -79,9 +79,10 @@ class Effects:
 def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
-    The noise is the mean square of what rows and seeds leave over, `(rows - 1)(seeds - 1)` degrees of freedom. Each effect is a
-    difference of the means of two halves of all runs, so its standard error is `2 s / sqrt(rows * seeds)`, also where some rows
-    are noisier than others: then it is right on average, and only the degrees of freedom are too many.
+    The noise is the mean square of what rows and seeds leave over, `(rows - 1)(seeds - 1)` degrees of freedom. Each
+    effect is a difference of the means of two halves of all runs, so its standard error is `2 s / sqrt(rows * seeds)`,
+    also where some rows are noisier than others: then it is right on average, and only the degrees of freedom are too
+    many.
 
     Args:
         losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.

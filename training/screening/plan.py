@@ -1,4 +1,4 @@
-"""The plan of a screening: from a file with `factors` to the runs of a design, and those that confirm what survives."""
+"""The plan of a screening: from a file with `factors` to the runs of a design, and those that confirm it."""
 
 import json
 import math
@@ -53,7 +53,8 @@ class Screening:
         low, high = self.rates
         yield f"{RATE}: {low:g} or {high:g}"
         yield (
-            f"screening: {rows} models with {seeds} seeds each, {rows * seeds} runs of {scale.tokens_per_run:,} tokens, "
+            f"screening: {rows} models with {seeds} seeds each, {rows * seeds} runs of {scale.tokens_per_run:,} "
+            "tokens, "
             f"{scale.flops:.3g} FLOPs"
         )
         for group in self.design.aliases():
@@ -74,7 +75,8 @@ def read_screening(file: ComparisonFile) -> Screening:
     """Makes the plan of a screening from its file.
 
     Raises:
-        ValueError: for an unknown field, name or value, factors that no model can have together, and one that changes nothing.
+        ValueError: for an unknown field, name or value, factors that no model can have together, and one that changes
+            nothing.
     """
     given, source = file.given, file.source
     _check_factor_fields(source, given)
@@ -149,9 +151,13 @@ def _check_factor_fields(path: str, given: Mapping[str, Any]) -> None:
     if rates is None or rates.is_search or len(rates.listed) != 2:
         raise ValueError(f"{path}: learning_rates must be a list of two with factors: the low rate and the high one")
     if isinstance(given.get("seeds"), list) and len(given["seeds"]) < 2:
-        raise ValueError(f"{path}: seeds={given['seeds']!r}: a screening needs two or more: the noise shows between seeds")
+        raise ValueError(
+            f"{path}: seeds={given['seeds']!r}: a screening needs two or more: the noise shows between seeds"
+        )
     confirm = read_section(given.get("confirm"), f"{path}: confirm")
     check_keys(f"{path}: confirm", confirm, ("learning_rates", "seeds", "stop"))
     seeds = confirm.get("seeds")
     if isinstance(seeds, list) and len(seeds) < FIRST_INTERIM:
-        raise ValueError(f"{path}: confirm: seeds={seeds!r} must be {FIRST_INTERIM} or more; set confirm: {{seeds: ...}}")
+        raise ValueError(
+            f"{path}: confirm: seeds={seeds!r} must be {FIRST_INTERIM} or more; set confirm: {{seeds: ...}}"
+        )

@@ -1,4 +1,6 @@
-"""A screening from its plan to its results: many changes in one design, and then those that survive against the baseline."""
+"""A screening from its plan to its results: many changes in one design, and then those that survive against the
+baseline.
+"""
 
 import json
 from collections.abc import Callable
@@ -43,8 +45,8 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
 
     Args:
         folder: the results folder.
-        run, confirm: functions from a comparison and its folder to its results: for the runs of the design, and for those that
-            confirm.
+        run, confirm: functions from a comparison and its folder to its results: for the runs of the design, and for
+            those that confirm.
     """
     place = RunFolder(folder, COMPARISON_FILE)
     with place.held(CLAIM_PATIENCE):

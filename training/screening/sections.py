@@ -59,13 +59,15 @@ class ScreeningOutcome:
 
 
 _NO_VERDICT = (
-    "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates misjudge a "
+    "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates "
+    "misjudge a "
     "change that moves the best one. The verdict is that of the confirmation."
 )
 
 
 _INTERACTIONS = (
-    "The design cannot separate the interactions in one row; the number is their sum. It is positive if the loss is lower with "
+    "The design cannot separate the interactions in one row; the number is their sum. It is positive if the loss is "
+    "lower with "
     "both on or both off than with one alone. p is not corrected."
 )
 
@@ -110,7 +112,8 @@ def limits_of(results: ScreeningOutcome) -> list[str]:
     effects, sentences = results.effects, [_NO_VERDICT]
     if results.confirmation and (known := {*results.runs.largest.seeds} & {*results.confirmation.largest.seeds}):
         sentences.append(
-            f"The seeds {', '.join(map(str, sorted(known)))} of the confirmation chose what it confirms, so its p is too small."
+            f"The seeds {', '.join(map(str, sorted(known)))} of the confirmation chose what it confirms, so its p is "
+            "too small."
         )
     if effects is None or effects.p_of_interactions >= results.alpha:
         return sentences
@@ -118,7 +121,8 @@ def limits_of(results: ScreeningOutcome) -> list[str]:
     size, noise = (100 * value / effects.mean_loss for value in (effects.interaction_size, noise))
     return [
         *sentences,
-        f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone {noise:.2g} %. "
+        f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone "
+        f"{noise:.2g} %. "
         "Main effects are mixed with interactions of three factors, so one of about this size may be an interaction.",
     ]
 
@@ -128,7 +132,8 @@ def protocol(results: ScreeningOutcome) -> list[str]:
     rows, seeds = len(results.design.rows), len(results.runs.largest.seeds)
     low, high = results.rates
     sentences = [
-        f"{len(results.factors)} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional factorial "
+        f"{len(results.factors)} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional "
+        "factorial "
         f"design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
         "Runs of one seed are a block"
         + (": they saw the same tokens in the same order." if results.runs.largest.same_tokens else "."),
@@ -137,10 +142,12 @@ def protocol(results: ScreeningOutcome) -> list[str]:
         sentences.append(MASKED_LOSSES)
     if results.effects is not None:
         sentences.append(
-            f"Effects are on the loss of the {results.split} split. The noise of a run is {results.effects.noise:.2g} nats, "
+            f"Effects are on the loss of the {results.split} split. The noise of a run is {results.effects.noise:.2g} "
+            "nats, "
             f"with {results.effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect each. "
             "Holm's method corrects p for all factors. A factor "
-            f"survives if it lowers the loss and its corrected p is below {results.alpha:g}. This takes the effect of a "
+            f"survives if it lowers the loss and its corrected p is below {results.alpha:g}. This takes the effect of "
+            "a "
             "factor to be the same for every seed; if it varies, p is too small."
         )
     return sentences
@@ -195,7 +202,8 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"improvement of {results.split} {results.runs.largest.loss_name} (%), average over the other factors; right is better"
+        f"improvement of {results.split} {results.runs.largest.loss_name} (%), average over the other factors; right "
+        "is better"
     )
     axes.set_title(f"{results.name}: main effects", parse_math=False)
     axes.grid(axis="x", alpha=0.25)
@@ -211,7 +219,9 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
         sections.append(Section("Interactions", [_INTERACTIONS, markdown_table(interaction_rows(results))]))
     if results.confirmation is not None:
         about = "Its own report is in the folder `confirmation`, and the runs of the design are in `screening`."
-        sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), Markdown(about)]))
+        sections.append(
+            Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), Markdown(about)])
+        )
     changes = [
         Markdown(f"{code(name)}: {code(yaml.safe_dump(found.change, default_flow_style=True).strip())}")
         for name, found in results.factors.items()

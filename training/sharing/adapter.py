@@ -24,13 +24,15 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
             left -= own
     if left:
         raise ValueError(
-            f"an adapter of PEFT holds whole modules, and these new parameters are parts of others: {listed(sorted(left))}"
+            "an adapter of PEFT holds whole modules, and these new parameters are parts of others: "
+            f"{listed(sorted(left))}"
         )
     return modules
 
 
 def write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
-    """Writes some modules of the model in the folder `run` as an adapter, and returns its files; PEFT writes a card as well.
+    """Writes some modules of the model in the folder `run` as an adapter, and returns its files; PEFT writes a card as
+    well.
 
     Args:
         run, target: folders of the model and of the adapter.

@@ -1,7 +1,7 @@
 """`nlq publish`: uploads a model to a repository on the Hub, in one commit of exactly the files that belong to it.
 
-A list of allowed files chooses them: a run folder also holds optimizer states, pickles, logs with names of machines, and any
-other file of the user. A copy of them, with links to the opened weights, is checked and sent.
+A list of allowed files chooses them: a run folder also holds optimizer states, pickles, logs with names of machines,
+and any other file of the user. A copy of them, with links to the opened weights, is checked and sent.
 """
 
 import fnmatch
@@ -108,8 +108,8 @@ def publish(
 ) -> Publication:
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
 
-    The repository is created if it does not exist. Files of an earlier publication that this one does not have are deleted in
-    the same commit; other files are left alone.
+    The repository is created if it does not exist. Files of an earlier publication that this one does not have are
+    deleted in the same commit; other files are left alone.
 
     Args:
         folder: folder of a run, a conversion, or any saved NLQ model.
@@ -118,18 +118,22 @@ def publish(
         comparison: folder of `nlq compare` whose verdicts the card reports.
         card: a Markdown file to use as the card; by default the card is generated.
         license: license of the weights, for the card.
-        adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model and its code.
+        adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT, without the model and its
+            code.
         revision: the branch, which is made if it does not exist; by default the main one.
         dry_run: stop before anything is sent.
 
     Raises:
-        ValueError: if the folder holds no complete model, or nothing that an adapter could hold, if one of its files tells a
-            token or a path of this machine, or if the name of the repository is not valid.
+        ValueError: if the folder holds no complete model, or nothing that an adapter could hold, if one of its files
+            tells a token or a path of this machine, or if the name of the repository is not valid.
         ImportError: for an adapter, if PEFT is not installed.
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as files:
-        copy, target = resolve_user_path(scratch) / "model", resolve_user_path(scratch) / "adapter" if adapter else None
+        copy, target = (
+            resolve_user_path(scratch) / "model",
+            resolve_user_path(scratch) / "adapter" if adapter else None,
+        )
         try:
             _copy(resolve_user_path(folder), copy, files)
             contents = _collect(copy, Path(folder), repo_id, comparison, card, license, target)
@@ -160,13 +164,15 @@ def _copy(folder: Path, target: Path, files: ExitStack) -> None:
 def publish_space(
     page: str | Path, repo_id: str, private: bool | None = None, revision: str | None = None, dry_run: bool = False
 ) -> Publication:
-    """Uploads a page of `nlq explore` as a static Space, in one commit. The page quotes the text that it was made from.
+    """Uploads a page of `nlq explore` as a static Space, in one commit. The page quotes the text that it was made
+    from.
 
     Args:
         page: the file, or the folder of a run or comparison that has one.
 
     Raises:
-        ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is not valid.
+        ValueError: if there is no page, it tells a token or a path of this machine, or the name of the repository is
+            not valid.
         PublishingError: as in `publish`.
     """
     page = resolve_user_path(page) / PAGE_FILE if Path(page).is_dir() else resolve_user_path(page)
@@ -194,12 +200,17 @@ def _send(
     """Makes the repository and its branch if they do not exist, and one commit; raises as `publish` does."""
     if "/" not in repo_id:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
-    sizes = {name: len(content) if isinstance(content, bytes) else content.stat().st_size for name, content in contents.items()}
+    sizes = {
+        name: len(content) if isinstance(content, bytes) else content.stat().st_size
+        for name, content in contents.items()
+    }
     if dry_run:
         return Publication(sizes)
     token = get_token()
     if token is None:
-        raise PublishingError(f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN")
+        raise PublishingError(
+            f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN"
+        )
     api = HfApi(token=token)
     try:
         sdk = "static" if kind == "space" else None
@@ -208,7 +219,9 @@ def _send(
             api.create_branch(repo_id, repo_type=kind, branch=revision, exist_ok=True)
         before = api.repo_info(repo_id, repo_type=kind, revision=revision)
         if private and not before.private:
-            raise ValueError("the repository exists and is public; make it private on the Hub first, or leave out --private")
+            raise ValueError(
+                "the repository exists and is public; make it private on the Hub first, or leave out --private"
+            )
         there = {file.rfilename for file in before.siblings or []}
         stale = sorted(name for name in there - contents.keys() if kind == "model" and _may_be_ours(name))
         operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
@@ -231,20 +244,23 @@ def _collect(
 ) -> dict[str, Path | bytes]:
     """Collects the files to upload by name: as they are, or rewritten where they might name paths of this machine.
 
-    `folder` holds copies of those of `origin`. Those of an adapter are made in `adapter_folder`, if one is given, and take the
-    place of the model's.
+    `folder` holds copies of those of `origin`. Those of an adapter are made in `adapter_folder`, if one is given, and
+    take the place of the model's.
     """
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
     if METRICS_FILE in records:
         check_metrics(folder / METRICS_FILE, records[METRICS_FILE], required=("steps", "tokens_seen"))
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish")
+        raise ValueError(
+            f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish"
+        )
     settings = read_json(folder / "config.json")
     auto_map = saved_auto_map(folder, settings)
     # A derived configuration may have a type of its own
     if settings.get("model_type") not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(
-            f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models; use `hf upload`"
+            f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models; use `hf "
+            "upload`"
         )
     model, weights = _check_weights(folder, settings, auto_map)
     given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
@@ -257,7 +273,9 @@ def _collect(
         if missing := sorted(path.name for path in files if not path.is_file()):
             raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
         for path in code:  # Transformers would look for these files on the Hub, too
-            if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - {*os.listdir(folder)}:
+            if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - {
+                *os.listdir(folder)
+            }:
                 raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")
     else:
         files, patterns = set(), (*TOKENIZER, *RECORDS)
@@ -303,7 +321,9 @@ def _collect(
 
 def _report(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     """The verdicts of a comparison, for the card of a run that may be part of it, and the files of its report."""
-    variant, name, scale = (run.parent.name, run.name, run.parents[2].name) if folder in run.parents else (None, None, None)
+    variant, name, scale = (
+        (run.parent.name, run.name, run.parents[2].name) if folder in run.parents else (None, None, None)
+    )
     files = files_in(folder, ("results.md", "figures/*.png"))
     contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
     if (report := contents.get("comparison/results.md")) is not None:
@@ -311,29 +331,38 @@ def _report(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     results = read_json(folder / RESULTS_FILE)
     if "design" in results:
         raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
-    text = verdicts(read_outcome(results, folder / RESULTS_FILE), variant, name, scale if "scales" in results else None)
+    text = verdicts(
+        read_outcome(results, folder / RESULTS_FILE), variant, name, scale if "scales" in results else None
+    )
     text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
     return Markdown(without_folders(text)), contents
 
 
 def _adapter(
-    folder: Path, target: Path, model: PreTrainedModel, given: dict[str, Any] | None, records: dict[str, dict[str, Any]]
+    folder: Path,
+    target: Path,
+    model: PreTrainedModel,
+    given: dict[str, Any] | None,
+    records: dict[str, dict[str, Any]],
 ) -> list[Path]:
     """Makes the adapter of a run in the folder `target`, and returns its files."""
     if (given or {}).get("trainable") != "new" or not records.keys() >= {METRICS_FILE, CONVERSION_FILE}:
         raise ValueError(
-            f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none (a LoRA lies in the "
+            f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none (a LoRA "
+            "lies in the "
             "run's folder `adapter`, for `hf upload`)"
         )
     modules = whole_modules(model, records[CONVERSION_FILE]["added"])
     return write_adapter(folder, target, modules, converted_base(given, records[METRICS_FILE]))
 
 
-def _check_weights(folder: Path, settings: dict[str, Any], auto_map: dict[str, str]) -> tuple[PreTrainedModel, list[Path]]:
+def _check_weights(
+    folder: Path, settings: dict[str, Any], auto_map: dict[str, str]
+) -> tuple[PreTrainedModel, list[Path]]:
     """Returns the model without its weights, and the files that hold them.
 
-    The code of the folder is not run. In place of a derived class stands the class of ours that it is loaded as, with the
-    parameters that the files have beside those of ours.
+    The code of the folder is not run. In place of a derived class stands the class of ours that it is loaded as, with
+    the parameters that the files have beside those of ours.
 
     Raises:
         ValueError: unless the files are complete and hold exactly the parameters of the model, if its class is ours.

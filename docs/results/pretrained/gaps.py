@@ -1,7 +1,7 @@
 """Draws gaps.png and prints its table: how far a model is from the unchanged one while both are trained.
 
-Models of one seed see the same tokens in the same order, so losses are compared step by step. The loss of a step is that of its
-tokens before they are trained on, so that of the first step is the loss without training.
+Models of one seed see the same tokens in the same order, so losses are compared step by step. The loss of a step is
+that of its tokens before they are trained on, so that of the first step is the loss without training.
 """
 
 import json
@@ -45,13 +45,21 @@ def main() -> None:
         closed = [tokens_until(mean, share, tokens) if is_apart else "" for share in (0.5, 0.1)]
         print(f"| {name} | {mean[0]:+.4f} | {mean[-5:].mean():+.4f} | {' | '.join(closed)} |")
         label = f"{name}, all layers" if name == "sigmoid" else name
-        axes.plot(tokens, mean, label=label, **{**styles[name], "markersize": 8 if name == "f" else 4})  # exclusive lies on f
-        axes.fill_between(tokens, gaps.min(axis=0), gaps.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0)
+        # Exclusive lies on f
+        axes.plot(tokens, mean, label=label, **{**styles[name], "markersize": 8 if name == "f" else 4})
+        axes.fill_between(
+            tokens, gaps.min(axis=0), gaps.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0
+        )
     axes.axhline(0, color="#222222", linewidth=1)
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_ylim(bottom=-0.02)
-    axes.set(xlabel="tokens trained on", ylabel="training loss above the unchanged model's (nats)\n(logarithmic beyond ±0.01)")
-    axes.set_title("Distance from the unchanged model: mean over seeds, band from the lowest to the highest", fontsize=11)
+    axes.set(
+        xlabel="tokens trained on",
+        ylabel="training loss above the unchanged model's (nats)\n(logarithmic beyond ±0.01)",
+    )
+    axes.set_title(
+        "Distance from the unchanged model: mean over seeds, band from the lowest to the highest", fontsize=11
+    )
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     save(figure, FOLDER / "gaps.png")

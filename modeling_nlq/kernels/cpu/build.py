@@ -1,9 +1,9 @@
 """Compiles the C++ operators of this folder into one library, once per machine.
 
-They are optional and for Linux. They replace PyTorch code that computes the same, and where they cannot be compiled, that code
-stays. Compiling, by `nlq build` or at the first use of an operator, needs a C++ compiler and takes up to a minute. The
-library is kept in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`, where no other user may be able to write. The
-variable `NLQ_CPP=0` turns it off.
+They are optional and for Linux. They replace PyTorch code that computes the same, and where they cannot be compiled,
+that code stays. Compiling, by `nlq build` or at the first use of an operator, needs a C++ compiler and takes up to a
+minute. The library is kept in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`, where no other user may
+be able to write. The variable `NLQ_CPP=0` turns it off.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ logger = logging.get_logger(__name__)
 
 FOLDER = Path(__file__).parent
 
-# Instructions by what PyTorch itself uses here. Not those of the compiler's machine, because several may share the folder
+# Instructions by what PyTorch itself uses here. Not those of the compiler's machine, because several may share the
+# folder
 _TARGETS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
 _WITHOUT_AVX512 = ("-DNLQ_PLAIN_PRODUCTS",)  # products as loops, which only tests use: PyTorch's need AVX-512
 # Without -ffast-math, because NaN and infinity have a meaning here
@@ -66,8 +67,10 @@ def load(namespace: str) -> bool:
         _open_library(library)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         logger.warning(
-            "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled. It needs "
-            "g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that you can write, and no other "
+            "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled. "
+            "It needs "
+            "g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that you can write, and "
+            "no other "
             f"user. NLQ_CPP=0 turns it off. {_first_error(error)}"
         )
         return False
@@ -107,7 +110,9 @@ def _first_error(error: Exception) -> str:
 
 
 def library_file(namespace: str) -> Path:
-    """Returns where the library lies, or will. Its name tells builds apart, also those of machines that share the folder."""
+    """Returns where the library lies, or will. Its name tells builds apart, also those of machines that share the
+    folder.
+    """
     contents = [file.read_bytes() for file in (*_sources(), *sorted(FOLDER.glob("*.h")))]
     parts = (contents, _flags(namespace), _compiler(), torch.__version__, str(_torch_folder()))
     default = Path.home() / ".cache" / "torch_extensions"

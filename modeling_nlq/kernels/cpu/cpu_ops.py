@@ -85,7 +85,9 @@ def _log_count(inputs: AttentionInputs) -> torch.Tensor | None:
 attention = DifferentiableAttention(_attention, _attention_backward)
 
 
-def attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs) -> tuple[torch.Tensor, None]:
+def attention_forward(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
+) -> tuple[torch.Tensor, None]:
     """Attention by C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
 
     Raises:
@@ -101,8 +103,10 @@ def attention_forward(module, query, key, value, attention_mask, scaling, dropou
             other = tiled_attention_forward if module.activation.is_elementwise else eager_attention_forward
             return other(module, *states, attention_mask, scaling, dropout)[0], None
         raise ValueError(
-            f"attn_implementation='nlq_cpp' (layer {module.layer_idx}) computes float32 and bfloat16, with heads of an even "
-            "size, on a CPU with AVX-512 where a C++ compiler is installed, without dropout; use 'nlq', 'nlq_tiled' or 'sdpa'"
+            f"attn_implementation='nlq_cpp' (layer {module.layer_idx}) computes float32 and bfloat16, with heads of "
+            "an even "
+            "size, on a CPU with AVX-512 where a C++ compiler is installed, without dropout; use 'nlq', 'nlq_tiled' "
+            "or 'sdpa'"
         )
     if module.activation.name == "softmax":
         return attention.attend(module, *states, attention_mask, scaling, dropout), None
@@ -111,7 +115,9 @@ def attention_forward(module, query, key, value, attention_mask, scaling, dropou
 
 def _takes(dtype: torch.dtype, head_dim: int) -> bool:
     # bfloat16 is multiplied in pairs
-    return (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)) and _multiplies(dtype == torch.bfloat16)
+    return (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)) and _multiplies(
+        dtype == torch.bfloat16
+    )
 
 
 def computes_attention(request: AttentionRequest) -> bool:
@@ -127,8 +133,12 @@ def computes_attention(request: AttentionRequest) -> bool:
 BACKEND = AttentionBackend(attention_forward, computes_attention, has_dropout=False, is_portable=False)
 
 
-def computes_one_query(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others) -> bool:
-    """Tells whether `one_query` computes this, from the same arguments. Compiled models fuse PyTorch's operators instead."""
+def computes_one_query(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others
+) -> bool:
+    """Tells whether `one_query` computes this, from the same arguments. Compiled models fuse PyTorch's operators
+    instead.
+    """
     if module.activation.name not in ACTIVATIONS or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -140,7 +150,9 @@ def computes_one_query(module: nn.Module, query: torch.Tensor, key: torch.Tensor
 
 
 def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tensor:
-    """Computes what `one_query_by_pytorch` computes, from the same arguments; NaN where float32 cannot hold the scores."""
+    """Computes what `one_query_by_pytorch` computes, from the same arguments; NaN where float32 cannot hold the
+    scores.
+    """
     activation, normalization = module.activation, module.normalization
     visible, count = read_visible(attention_mask, query, key, module.is_causal)
     count = count if isinstance(count, torch.Tensor) else None  # a number is that of all keys
@@ -176,7 +188,8 @@ class FewRowsLinear(nn.Linear):
     def _is_plain(self, input: torch.Tensor) -> bool:
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
             return False
-        # Quantised weights are of other classes, sparse ones have another layout, and DeepSpeed keeps weights elsewhere
+        # Quantised weights are of other classes, sparse ones have another layout, and DeepSpeed keeps weights
+        # elsewhere
         weight, bias = self.weight, self.bias
         tensors = (input, weight) if bias is None else (input, weight, bias)
         is_plain = type(weight) is nn.Parameter and input.shape[-1:] == weight.shape[1:]
@@ -190,9 +203,9 @@ class FewRowsLinear(nn.Linear):
 def kernelize(model: nn.Module) -> nn.Module:
     """Makes a model on the CPU decode faster: its linear layers multiply a few rows by C++ code, with all threads.
 
-    The layers keep their weights and names. Outputs differ by rounding. Where the code cannot be compiled, on a CPU without
-    AVX-512, and for layers that are quantised or adapted, nothing changes. Quantise first. `nlq generate` and the tasks of
-    `nlq evaluate` call this.
+    The layers keep their weights and names. Outputs differ by rounding. Where the code cannot be compiled, on a CPU
+    without AVX-512, and for layers that are quantised or adapted, nothing changes. Quantise first. `nlq generate` and
+    the tasks of `nlq evaluate` call this.
 
     Args:
         model: any module; its `nn.Linear` layers become `FewRowsLinear` in place.

@@ -15,7 +15,9 @@ from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 def test_a_ladder_has_the_numbers_of_lm_eval(make_file, small_index, tmp_path, monkeypatch):
     """Those of lm_eval's own command, on the model of one run at each scale."""
     widths = {"small": 32, "large": 48}
-    scales = {name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}} for name, width in widths.items()}
+    scales = {
+        name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}} for name, width in widths.items()
+    }
     training = {"save_strategy": "no", "max_steps": 12, "report_to": "none"}
     task = write_task(tmp_path)
     file = make_file(scales=scales, tasks=[task], seeds=[0], learning_rates=[1e-2], training=training)
@@ -34,7 +36,7 @@ def test_a_ladder_has_the_numbers_of_lm_eval(make_file, small_index, tmp_path, m
 
 
 def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
-    """`twin` has a higher accuracy and fewer bits in every seed, and one of its runs diverged in another comparison."""
+    """`twin` has a higher accuracy and fewer bits in every seed; one of its runs diverged elsewhere."""
     pytest.importorskip("lm_eval")
     seeds = [0, 1, 2, 3]
 
@@ -66,12 +68,19 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
         "f1": "better",
     }
     assert all(found["statistics"]["effects"]["twin"]["loss_improvement"] > 0 for found in metrics.values())
-    errors = {name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"]["scores"].items()}
-    assert metrics["acc"]["statistics"]["effects"]["twin"]["p"] == analyse(errors, "base", resolution=1e-3).effects["twin"].p
+    errors = {
+        name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"]["scores"].items()
+    }
+    assert (
+        metrics["acc"]["statistics"]["effects"]["twin"]["p"]
+        == analyse(errors, "base", resolution=1e-3).effects["twin"].p
+    )
 
     # One item more in each of two seeds, as counted: no sign that there is no noise
     one_more = TaskOutcome(40, None, True, {"base": {0: 0.225, 1: 0.275}, "twin": {0: 0.25, 1: 0.3}})
-    effect = analyse(downstream.judged_losses(one_more), "base", resolution=downstream.resolution(one_more)).effects["twin"]
+    effect = analyse(downstream.judged_losses(one_more), "base", resolution=downstream.resolution(one_more)).effects[
+        "twin"
+    ]
     assert effect.verdict == "too few seeds: no verdict" and effect.p > 0.3
 
     def diverging(comparison, run):

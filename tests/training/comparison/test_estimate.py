@@ -104,7 +104,9 @@ class TestOutput:
             "smallest difference found with probability 80 %, scale large: "
             f"{0.5 * smallest_difference(3, 1, 1.0):.2g} % of the loss, if the noise floor is 0.5 %",
         ]
-        assert re.match(r"time on this machine, scale small: about \d+ min a run of base, .* in all, more if a", lines[-4])
+        assert re.match(
+            r"time on this machine, scale small: about \d+ min a run of base, .* in all, more if a", lines[-4]
+        )
         assert lines[-2].startswith("time on this machine, all scales: about ") and not (tmp_path / "none").exists()
 
     def test_step_that_fails(self, make_file, monkeypatch, capsys):
@@ -115,7 +117,8 @@ class TestOutput:
         assert main(["compare", make_file(seeds=[0, 1, 2]), "--dry-run"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-2:] == [
-            f"smallest difference found with probability 80 %: {smallest_difference(3, 1, 1.0):.2g} times the noise floor",
+            f"smallest difference found with probability 80 %: {smallest_difference(3, 1, 1.0):.2g} times the noise "
+            "floor",
             "warning: time on this machine unknown: OutOfMemoryError: CUDA out of memory.",
         ]
 

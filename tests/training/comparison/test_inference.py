@@ -27,7 +27,14 @@ from modeling_nlq.training.comparison.inference import (
 # Hypothesis warns of its own references under Python 3.14
 pytestmark = pytest.mark.filterwarnings("error", "ignore::hypothesis.errors.HypothesisWarning")
 
-VERDICTS = ("better", "worse", "within noise", "too few seeds: no verdict", "diverged", "no verdict: the baseline diverged")
+VERDICTS = (
+    "better",
+    "worse",
+    "within noise",
+    "too few seeds: no verdict",
+    "diverged",
+    "no verdict: the baseline diverged",
+)
 
 # Multiples of 2^-10, whose differences and sums are exact
 exact_losses = st.integers(1024, 8192).map(lambda count: count / 1024)
@@ -86,9 +93,15 @@ class TestHolm:
     @given(st.lists(st.floats(0, 1), min_size=1, max_size=5))
     def test_is_bonferroni_on_every_subset(self, p_values):
         # Closed testing: an hypothesis falls if Bonferroni's test rejects every set of hypotheses that contains it
-        subsets = [subset for size in range(len(p_values)) for subset in itertools.combinations(range(len(p_values)), size + 1)]
+        subsets = [
+            subset
+            for size in range(len(p_values))
+            for subset in itertools.combinations(range(len(p_values)), size + 1)
+        ]
         bonferroni = {subset: min(1, len(subset) * min(p_values[member] for member in subset)) for subset in subsets}
-        corrected = [max(bonferroni[subset] for subset in subsets if index in subset) for index in range(len(p_values))]
+        corrected = [
+            max(bonferroni[subset] for subset in subsets if index in subset) for index in range(len(p_values))
+        ]
         assert holm(p_values) == pytest.approx(corrected)
 
 
@@ -104,7 +117,9 @@ class TestProperties:
             diverged = sum(loss is None or not math.isfinite(loss) for loss in runs_of_model)
             some = 0 < diverged < len(runs_of_model)
             assert effect["diverged"] == diverged
-            assert effect["verdict"] in ([f"diverged in {diverged} of {len(runs_of_model)} runs"] if some else VERDICTS)
+            assert effect["verdict"] in (
+                [f"diverged in {diverged} of {len(runs_of_model)} runs"] if some else VERDICTS
+            )
             assert (effect["p"] is None) == (effect["pairs"] < 2 or "diverged" in effect["verdict"])
 
 
@@ -178,7 +193,14 @@ class TestVerdict:
     def test_of_unsettled_models(self):
         """Not tested, not counted; what diverged stays so, and a baseline at the boundary leaves no verdict to any."""
         better = runs(3.40, 3.41, 3.40, 3.43, 3.42)
-        losses = {"base": BASE, "a": better, "b": better, "short": {0: 3.4}, "gone": runs(None), "lame": {0: 3.4, 1: None}}
+        losses = {
+            "base": BASE,
+            "a": better,
+            "b": better,
+            "short": {0: 3.4},
+            "gone": runs(None),
+            "lame": {0: 3.4, 1: None},
+        }
         effects = analyse(losses, "base", at_boundary={"b", "short", "gone"}).effects
         edge, at_baseline = (
             "no verdict: its best rate is at the boundary",
@@ -186,13 +208,18 @@ class TestVerdict:
         )
         diverged = ["diverged", "diverged in 1 of 2 runs"]
         assert [effect.verdict for effect in effects.values()] == ["better", edge, edge, *diverged]
-        assert effects["a"].holm_p == effects["a"].p and effects["b"].p is effects["b"].loss_improvement_interval is None
+        assert (
+            effects["a"].holm_p == effects["a"].p and effects["b"].p is effects["b"].loss_improvement_interval is None
+        )
         assert effects["b"].mean_difference == effects["a"].mean_difference
         effects = analyse(losses, "base", at_boundary=["base", "b"]).effects
         assert [effect.verdict for effect in effects.values()] == [at_baseline] * 3 + diverged
         assert all(effect.p is None for effect in effects.values())
         losses["base"] = {**BASE, 3: None}
-        assert analyse(losses, "base", at_boundary=["base", "a"]).effects["a"].verdict == "no verdict: the baseline diverged"
+        assert (
+            analyse(losses, "base", at_boundary=["base", "a"]).effects["a"].verdict
+            == "no verdict: the baseline diverged"
+        )
 
     def test_correction_decides(self):
         # With two degrees of freedom |t| = 5 is significant at 5 % (4.3), but not beside another test (6.2)
@@ -231,9 +258,13 @@ class TestPlan:
         assert power_warning(enough, models) is None
         assert power_warning(enough - 1, models) is not None
 
-    @pytest.mark.parametrize(("seeds", "models", "power"), [(2, 1, 0.8), (3, 5, 0.8), (5, 2, 0.8), (5, 1, 0.3), (10, 2, 0.95)])
+    @pytest.mark.parametrize(
+        ("seeds", "models", "power"), [(2, 1, 0.8), (3, 5, 0.8), (5, 2, 0.8), (5, 1, 0.3), (10, 2, 0.95)]
+    )
     def test_smallest_difference_is_found_as_often_as_promised(self, seeds, models, power):
-        """By the definition of the noncentral t: Phi(shift - t sqrt(v / df)), averaged over the variance's distribution."""
+        """By the definition of the noncentral t: Phi(shift - t sqrt(v / df)), averaged over the variance's
+        distribution.
+        """
         difference = smallest_difference(seeds, models, 0.3, power=power)
         shift, freedom = difference / (0.3 * math.sqrt(2 / seeds)), seeds - 1
         quantiles = stats.chi2.ppf((np.arange(200_000) + 0.5) / 200_000, freedom)
@@ -242,16 +273,24 @@ class TestPlan:
 
 
 class TestNoiseFromText:
-    @pytest.mark.parametrize(("training", "text", "expected"), [(0.01, 0.05, 1 / 3), (0.02, 0.05, 1 / 9), (0.01, 0.0, 0.0)])
+    @pytest.mark.parametrize(
+        ("training", "text", "expected"), [(0.01, 0.05, 1 / 3), (0.02, 0.05, 1 / 9), (0.01, 0.0, 0.0)]
+    )
     def test_of_planted_noise(self, training, text, expected):
-        """The text adds text^2 / 50 to the variance of a mean over 50 parts; how hard a part is for all seeds adds nothing."""
+        """The text adds text^2 / 50 to the variance of a mean over 50 parts; how hard a part is for all seeds adds
+        nothing.
+        """
         random = np.random.default_rng(0)
-        parts = 3.5 + random.normal(0, 1, 50) + random.normal(0, training, (4000, 1)) + random.normal(0, text, (4000, 50))
+        parts = (
+            3.5 + random.normal(0, 1, 50) + random.normal(0, training, (4000, 1)) + random.normal(0, text, (4000, 50))
+        )
         assert noise_from_text(parts) == pytest.approx(expected, rel=0.05, abs=1e-9)
 
     @pytest.mark.parametrize("shape", [(2, 2), (3, 5), (5, 10)], ids=str)
     def test_is_that_of_a_regression(self, shape):
-        """By the residuals of least squares on a dummy variable for each seed and each part, with and without the seeds."""
+        """By the residuals of least squares on a dummy variable for each seed and each part, with and without the
+        seeds.
+        """
         parts = 3 + np.random.default_rng(1).normal(0, 0.01, shape) + np.arange(shape[0])[:, None] / 20
         seeds, count = shape
         by_seed, by_part = np.repeat(np.eye(seeds), count, axis=0), np.tile(np.eye(count), (seeds, 1))
@@ -282,7 +321,9 @@ class TestNoiseFromText:
 class TestIntervalsForOtherTexts:
     @pytest.mark.parametrize("of_parts, of_rest", [(0.05, 0.0), (0.02, 0.05), (0.0, 0.0)])
     def test_cover_the_true_difference(self, of_parts, of_rest):
-        """95 % over seeds and texts; the intervals over seeds alone cover it less often, unless the text makes no noise."""
+        """95 % over seeds and texts; the intervals over seeds alone cover it less often, unless the text makes no
+        noise.
+        """
         random, covered = np.random.default_rng(0), []
         for _ in range(500):
             base = 3.5 + random.normal(0, 0.02, (5, 1)) + random.normal(0, 0.1, (1, 10))
@@ -293,13 +334,22 @@ class TestIntervalsForOtherTexts:
             assert wide.effects["a"].p == analysis.effects["a"].p
             early = with_text(analysis, {name: runs(*found.tolist()) for name, found in parts.items()}, most=6)
             intervals = [found.effects["a"].loss_improvement_interval for found in (analysis, wide, early)]
-            assert intervals[2][0] <= intervals[1][0] <= intervals[0][0] < intervals[0][1] <= intervals[1][1] <= intervals[2][1]
+            assert (
+                intervals[2][0]
+                <= intervals[1][0]
+                <= intervals[0][0]
+                < intervals[0][1]
+                <= intervals[1][1]
+                <= intervals[2][1]
+            )
             covered.append([low <= -1.0 / base.mean() <= high for low, high in intervals[:2]])
         by_seeds, by_both = np.mean(covered, axis=0)
         assert by_both > 0.93 and (by_seeds < 0.85 if of_parts > 0.02 else by_seeds <= by_both)
 
     def test_are_not_absurd_where_text_and_training_make_little_noise(self):
-        """A variance that is a difference of mean squares has few degrees of freedom by Satterthwaite, at worst below one."""
+        """A variance that is a difference of mean squares has few degrees of freedom by Satterthwaite, at worst below
+        one.
+        """
         random, widths = np.random.default_rng(0), []
         for _ in range(200):
             base = 3.0 + random.normal(0, 0.05, (5, 10))

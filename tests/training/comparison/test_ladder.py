@@ -34,7 +34,12 @@ def ladder_file(make_file, recipe_file):
 
         recipe = read_yaml(Path(recipe_file))
         recipe["training"].pop("max_steps", None)
-        defaults = {"recipe": recipe, "scales": SCALES, "training": TRAINING, "learning_rates": {"start": 1e-2, "factor": 2}}
+        defaults = {
+            "recipe": recipe,
+            "scales": SCALES,
+            "training": TRAINING,
+            "learning_rates": {"start": 1e-2, "factor": 2},
+        }
         return make_file(**{**defaults, **fields})
 
     return make
@@ -68,7 +73,11 @@ class TestPlan:
             assert content["switches"]["hidden_size"] == WIDTHS[name]
 
     def test_fields_of_a_scale(self, ladder_file):
-        own = {"seeds": [5], "models": {"twin": {"switches": {"intermediate_size": 99}}}, "training": {"warmup_steps": 7}}
+        own = {
+            "seeds": [5],
+            "models": {"twin": {"switches": {"intermediate_size": 99}}},
+            "training": {"warmup_steps": 7},
+        }
         ladder = load_plan(ladder_file(scales={**SCALES, "middle": {**SCALES["middle"], **own}}))
         small, middle = ladder.scales["small"], ladder.scales["middle"]
         assert (small.seeds, middle.seeds) == ([0, 1], [5])
@@ -97,8 +106,14 @@ class TestPlan:
                 {"scales": {**SCALES, "b": {"models": {"twn": {}}}}},
                 "scale 'b': models: unknown field 'twn'; did you mean 'twin'",
             ),
-            ({"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}}, "tokens_per_parameter=0 must be a number above 0"),
-            ({"training": {**TRAINING, "max_steps": 3}}, "tokens_per_parameter and max_steps both set the number of tokens"),
+            (
+                {"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}},
+                "tokens_per_parameter=0 must be a number above 0",
+            ),
+            (
+                {"training": {**TRAINING, "max_steps": 3}},
+                "tokens_per_parameter and max_steps both set the number of tokens",
+            ),
             ({"models": {"base": {"switches": "wide"}, "twin": None}}, "model 'base': switches"),
         ],
     )
@@ -129,9 +144,11 @@ class TestRuns:
         assert list(results["scales"]) == list(trend["steps"]) == list(SCALES)
         for step in trend["steps"].values():
             assert step["multiplier"] == pytest.approx(1.3, rel=0.05) and step["multiplier_interval"][0] > 1
-        # The best rate is 0.01 at `small`, and a third of a step away from the grid elsewhere: the search needs few rates
+        # The best rate is 0.01 at `small`, and a third of a step away from the grid elsewhere: the search needs few
+        # rates
         best = {
-            name: {run["learning_rate"] for run in found["models"]["base"]["runs"]} for name, found in results["scales"].items()
+            name: {run["learning_rate"] for run in found["models"]["base"]["runs"]}
+            for name, found in results["scales"].items()
         }
         assert best == {"small": {1e-2}, "middle": {5e-3}, "large": {2.5e-3}, "largest": {2.5e-3}}
         tried = {name: found["models"]["base"]["learning_rates"] for name, found in results["scales"].items()}
@@ -177,18 +194,23 @@ class TestRuns:
                 for run in [*model["tried"], *model["runs"]]:
                     tried[run["seed"]].append(run["learning_rate"])
                 low, high = [0.000111111, 0.000333333, 0.001], [0.003, 0.009, 0.027]
-                expected = {0: low, 1: high, 2: low, 3: [*low, 0.003]}  # 3 is new at `large`: it begins where the file says
+                # 3 is new at `large`: it begins where the file says
+                expected = {0: low, 1: high, 2: low, 3: [*low, 0.003]}
                 if name != "large":
                     expected = {0: low, 1: [0.000333333, 0.001, *high], 2: [*low, 0.003]}
                 if name == "small":
                     expected[0] = [*low, 0.003]
-                assert {seed: sorted(rates) for seed, rates in tried.items()} == {seed: expected[seed] for seed in tried}
+                assert {seed: sorted(rates) for seed, rates in tried.items()} == {
+                    seed: expected[seed] for seed in tried
+                }
         again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
         assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
 
     @pytest.mark.slow
     def test_added_seeds(self, ladder_file, tmp_path, capsys):
-        """At one scale before the first report, then at all: only the latter are named. The folder's own file has them."""
+        """At one scale before the first report, then at all: only the latter are named. The folder's own file has
+        them.
+        """
         scales = dict(itertools.islice(SCALES.items(), 2))
         middle = {**scales, "middle": {**scales["middle"], "seeds": [0, 1, 2]}}
         engine = PlantedEngine(planted(1.3), 3)

@@ -185,7 +185,10 @@ class TestInterruption:
         (folder / LAST).mkdir()
         (folder / LAST / "thesis.tex").write_text("all I have")
         error = refused(capsys, "compare", file, "--output_dir", str(folder))
-        assert error.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ValueError: ") and f"{LAST}.log" in error
+        assert (
+            error.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ValueError: ")
+            and f"{LAST}.log" in error
+        )
         shutil.rmtree(folder / LAST)
         assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
         assert kept.items() <= metrics_of(folder).items()
@@ -201,7 +204,11 @@ class TestFolder:
         assert text.strip() == finished[1]["dataset_fingerprint"]
         before = files_of(folder)
         for file, content, message in (
-            (fingerprint, "another\n", f"the dataset has changed since {folder} was begun (fingerprint another then, "),
+            (
+                fingerprint,
+                "another\n",
+                f"the dataset has changed since {folder} was begun (fingerprint another then, ",
+            ),
             (
                 models,
                 models.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "silu"'),
@@ -217,9 +224,14 @@ class TestFolder:
         folder, _, file = finished
         before, given = files_of(folder), read_yaml(Path(file))
         another = tmp_path / "another.yaml"
-        another.write_text(yaml.safe_dump({**given, "models": {**given["models"], "third": None}, "name": "comparison"}))
+        another.write_text(
+            yaml.safe_dump({**given, "models": {**given["models"], "third": None}, "name": "comparison"})
+        )
         for arguments, message in (
-            ((file, "--weight_decay", "0.3"), "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)"),
+            (
+                (file, "--weight_decay", "0.3"),
+                "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)",
+            ),
             ((make_file(),), "seeds: [0, 1, 2] there, [0, 1] now"),
             ((str(another),), "models.third: None there, {} now"),
         ):
@@ -233,7 +245,11 @@ class TestFolder:
     def test_saved_weights_that_changed(self, make_file, run, recipe_file, tmp_path):
         """With the same configuration, at one scale of a ladder."""
         shutil.copytree(run[0], tmp_path / "model")
-        recipe = {**read_yaml(Path(recipe_file)), "model": str(tmp_path / "model"), "tokenizer": str(tmp_path / "model")}
+        recipe = {
+            **read_yaml(Path(recipe_file)),
+            "model": str(tmp_path / "model"),
+            "tokenizer": str(tmp_path / "model"),
+        }
         files = {"now": make_file(recipe=recipe), "then": make_file()}
         scales = {name: load_plan(file).largest for name, file in files.items()}
         check_same_models(tmp_path / "models.json", scales)

@@ -80,10 +80,15 @@ class TestComparison:
         train = unattended.train_recipe
         monkeypatch.setattr(unattended, "train_recipe", train_recipe)
         models = {"base": None, "first": None, "second": None}
-        file, place = make_file(models=models, seeds=[0], training={"max_steps": 2, "report_to": "none"}), tmp_path / "results"
+        file, place = (
+            make_file(models=models, seeds=[0], training={"max_steps": 2, "report_to": "none"}),
+            tmp_path / "results",
+        )
         with pytest.raises(ChildProcessError) as caught:
             compare(file, place, engine="ray", cpus_per_run=1)
-        error = rf"run \w+/rate-0.01-seed-0 failed: TypeError: no such argument; see {place}/runs/\w+/rate-0.01-seed-0.log"
+        error = (
+            rf"run \w+/rate-0.01-seed-0 failed: TypeError: no such argument; see {place}/runs/\w+/rate-0.01-seed-0.log"
+        )
         assert re.fullmatch(f"2 runs failed: {error}; {error}", str(caught.value)) and len(cluster.tasks) == 3
         assert [path.parts[-3] for path in place.glob("runs/*/*/metrics.json")] == ["base"]
         assert read_json(place / "runs" / "first" / "rate-0.01-seed-0.progress.json")["state"] == "failed"
@@ -91,16 +96,25 @@ class TestComparison:
     def test_second_driver(self, cluster, without_one):
         folder, _, comparison = without_one
         cluster.taken.add(str(folder))
-        with pytest.raises(ValueError, match=f"{folder} is in use by another driver of this cluster; wait for its end"):
+        with pytest.raises(
+            ValueError, match=f"{folder} is in use by another driver of this cluster; wait for its end"
+        ):
             run_comparison(comparison, folder, RayEngine(cpus_per_run=1))
         engine = RayEngine(cpus_per_run=1)
-        with engine.alone_in(folder), pytest.raises(ValueError, match=r"is in use by another"), engine.alone_in(folder):
+        with (
+            engine.alone_in(folder),
+            pytest.raises(ValueError, match=r"is in use by another"),
+            engine.alone_in(folder),
+        ):
             pass
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"gpus_per_run": 1}, "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0 GPUs"),
+            (
+                {"gpus_per_run": 1},
+                "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0 GPUs",
+            ),
             ({"workers_per_run": 4}, "4 workers of a run take 1 CPUs each, and the nodes have 2 CPUs"),
             ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
         ],
@@ -123,7 +137,7 @@ CHANGED = {"dataset": "OTHER", "text_template": "{text} {b}", "target_column": "
 
 
 def another_value(field: dataclasses.Field):
-    """A value of a recipe's field that its default is not: of those in `CHANGED`, of a choice, or of the first type."""
+    """A value of a recipe's field other than its default: of `CHANGED`, of a choice, or of the first type."""
     first, *others = get_args(field.type) or [field.type]
     by_type = {str: "b", int: 5, float: 0.4, bool: not field.default, list[str]: ["a.py"], dict[str, Any]: {"r": 8}}
     return CHANGED.get(field.name) or (others[-1] if isinstance(first, str) else by_type[first])
@@ -138,7 +152,13 @@ class TestSharedData:
 
         def share(**changes):
             recipe = Recipe("tiny-linear", str(tmp_path / "ONE.jsonl"), block_size=8, validation_fraction=0.3)
-            fields = {"tokenizer": "bpe:270", "objective": objective, "source_column": "text", "target_column": "b", **changes}
+            fields = {
+                "tokenizer": "bpe:270",
+                "objective": objective,
+                "source_column": "text",
+                "target_column": "b",
+                **changes,
+            }
             vars(recipe).update(fields | ({"dataset": str(tmp_path / "OTHER.jsonl")} if "dataset" in changes else {}))
             folder = tmp_path / "results" / share_data(recipe, set(), str(tmp_path / "results"), "data")[0]
             return folder, [str(Dataset.from_file(str(split))[:]) for split in sorted(folder.glob("*/*.arrow"))]
@@ -161,7 +181,13 @@ class TestSharedData:
             begin(run)
 
         monkeypatch.setattr(trainer, "_train", train_once)
-        options = {"max_steps": 1, "save_strategy": "no", "output_dir": tmp_path / "run", "engine": "ray", "cpus_per_worker": 1}
+        options = {
+            "max_steps": 1,
+            "save_strategy": "no",
+            "output_dir": tmp_path / "run",
+            "engine": "ray",
+            "cpus_per_worker": 1,
+        }
         with pytest.raises(ChildProcessError, match="no disk"):
             train(pairs_recipe, **options)
         assert train(pairs_recipe, **options, max_source_length=9)["eval_chrf"] >= 0 and lengths == [24, 9]

@@ -42,7 +42,9 @@ class TestPlan:
         assert "may need |t|" in "\n".join(load_plan(make_file(**fields, stop="early")).describe())
 
     def test_two_rates_leave_no_verdict(self, make_file):
-        assert "warning: of two learning rates" in "\n".join(load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe())
+        assert "warning: of two learning rates" in "\n".join(
+            load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe()
+        )
 
     @pytest.mark.parametrize("match", ["parameters", "flops"])
     def test_match(self, make_file, match):
@@ -74,7 +76,11 @@ class TestPlan:
         sizes = {"hidden_size": 16}
         models = {"base": None, "other": {"parametrization": None, "base_sizes": None, "model": None}}
         plan = load_plan(
-            make_file(recipe={**recipe, "parametrization": "completep", "base_sizes": sizes}, models=models, match="parameters")
+            make_file(
+                recipe={**recipe, "parametrization": "completep", "base_sizes": sizes},
+                models=models,
+                match="parameters",
+            )
         )
         base, other = (plan.largest.resolve(Run(name, 1e-2, 0), Path("runs")).recipe for name in ("base", "other"))
         assert (base.parametrization, base.base_sizes) == ("completep", sizes)
@@ -87,7 +93,9 @@ class TestPlan:
             pytest.importorskip("pydoe")
         if name == "heal":  # which goes on with models of its user
             monkeypatch.chdir(tmp_path)
-            config = NLQConfig(vocab_size=300, hidden_size=8, num_hidden_layers=30, num_attention_heads=1, use_bias=True)
+            config = NLQConfig(
+                vocab_size=300, hidden_size=8, num_hidden_layers=30, num_attention_heads=1, use_bias=True
+            )
             for folder, query in (("pretrained", "linear"), ("pretrained-f", "upcycled")):
                 config.query_projection = query
                 NLQForCausalLM(config).save_pretrained(tmp_path / "runs" / folder)
@@ -108,7 +116,10 @@ class TestBadInput:
             ({"baseline": False}, "baseline=False must be text; quote it, because YAML reads off, no"),
             ({"baseline": False, "models": {True: None, False: None}}, "models: the name True must be text; quote it"),
             ({"baseline": None, "models": {"base": None, None: None}}, "models: the name None must be text; quote it"),
-            ({"scales": {"x": {"models": {False: {}}}, "y": {}}}, "scale 'x': models: the name False must be text; quote it"),
+            (
+                {"scales": {"x": {"models": {False: {}}}, "y": {}}},
+                "scale 'x': models: the name False must be text; quote it",
+            ),
             ({"tasks": [False]}, r"tasks=\[False\] must be a list of names"),
             ({"training": {"max_steps": 12, "save_strategy": False}}, "save_strategy=False must be text; quote it"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
@@ -117,8 +128,14 @@ class TestBadInput:
             ({"models": {"base": None, "x": {"training": {"seed": 3}}}}, "model 'x': seed: set seeds"),
             ({"models": {"base": None, "x": {"training": {"max_steps": 6}}}}, "model 'x' would see 3,072 tokens"),
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
-            ({"training": {"max_steps": 12, "learning_rate": 1.0}}, "training: learning_rate: set seeds and learning_rates"),
-            ({"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}}, "save_steps=3 must be a multiple of"),
+            (
+                {"training": {"max_steps": 12, "learning_rate": 1.0}},
+                "training: learning_rate: set seeds and learning_rates",
+            ),
+            (
+                {"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}},
+                "save_steps=3 must be a multiple of",
+            ),
             ({"seeds": [0, 0]}, "holds a seed twice"),
             ({"learning_rates": None}, "learning_rates is missing"),
             ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
@@ -131,7 +148,10 @@ class TestBadInput:
             (
                 {
                     "match": "parameters",
-                    "models": {"base": {"switches": {"intermediate_size": 1}}, "x": {"switches": {"head_projection": True}}},
+                    "models": {
+                        "base": {"switches": {"intermediate_size": 1}},
+                        "x": {"switches": {"head_projection": True}},
+                    },
                 },
                 "model 'x': no MLP width brings the model down to",
             ),
@@ -154,7 +174,9 @@ class TestBadInput:
             load_plan(make_file(recipe=recipe, models=models))
         path = Path(recipe_file).parent / "gpt2.json"
         path.write_text(
-            json.dumps({"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})
+            json.dumps(
+                {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+            )
         )
         of_gpt2 = make_file(models={"base": None, "gpt2": str(path)})
         with pytest.raises(ValueError, match=r"record_stability=True needs an NLQ model, and .* is of type 'gpt2'"):

@@ -99,10 +99,16 @@ class TestChoice:
             return run_comparison(comparison, tmp_path / name, engine)
 
         found = results("search", {"start": 1e-3, "factor": 2, "limit": 4})
-        assert found["statistics"]["effects"]["twin"]["verdict"] == "no verdict: the baseline's best rate is at the boundary"
+        assert (
+            found["statistics"]["effects"]["twin"]["verdict"]
+            == "no verdict: the baseline's best rate is at the boundary"
+        )
         assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
         found = results("list", [1e-3, 2e-3])
-        assert found["statistics"]["effects"]["twin"]["verdict"] == "no verdict: the baseline's best rate is at the boundary"
+        assert (
+            found["statistics"]["effects"]["twin"]["verdict"]
+            == "no verdict: the baseline's best rate is at the boundary"
+        )
         assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
         found = results("single", 1e-3)
         assert found["statistics"]["effects"]["twin"]["verdict"] == "better"

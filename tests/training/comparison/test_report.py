@@ -73,7 +73,13 @@ def report(make_file, tmp_path_factory):
 
     def make(**fields) -> Path:
         rope = {"switches": {"position_embedding": "rope"}}
-        models = {"base": None, "good": rope, "twin": {"switches": {"intermediate_size": 48}}, "edge": None, "bad": None}
+        models = {
+            "base": None,
+            "good": rope,
+            "twin": {"switches": {"intermediate_size": 48}},
+            "edge": None,
+            "bad": None,
+        }
         defaults = {
             "name": "planted",
             "models": models,
@@ -107,7 +113,8 @@ def with_curves(outcome: Outcome) -> Outcome:
         layer = {"entropy": 4.0, "zero_rows": 0.0, "largest_score": 1.0}
         stability = {
             str(index): {
-                name: [(step, (value + index) * (1 + step * (value != 0))) for step in steps] for name, value in layer.items()
+                name: [(step, (value + index) * (1 + step * (value != 0))) for step in steps]
+                for name, value in layer.items()
             }
             for index in range(2)
         }
@@ -127,7 +134,9 @@ def changed(found: ScaleOutcome, model: str | None = None, **fields) -> ScaleOut
     """The results at a scale with other fields, of themselves or of a model."""
     if model is None:
         return dataclasses.replace(found, **fields)
-    return dataclasses.replace(found, models={**found.models, model: dataclasses.replace(found.models[model], **fields)})
+    return dataclasses.replace(
+        found, models={**found.models, model: dataclasses.replace(found.models[model], **fields)}
+    )
 
 
 class Page(HTMLParser):
@@ -142,7 +151,9 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.open += [tag] if tag not in ("meta", "link", "img", "br") else []
-        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data", "poster")]
+        self.addresses += [
+            value for name, value in attributes if name in ("src", "href", "srcset", "action", "data", "poster")
+        ]
         assert all(value for name, value in attributes if name == "alt")
 
     def handle_endtag(self, tag):
@@ -167,24 +178,42 @@ SCALES = {
     [
         ("search", {}),
         ("early", {"stop": "early", "seeds": list(range(7))}),
-        ("list", {"models": {"base": None, "edge": {"learning_rates": [1e-3, 1e-2]}}, "learning_rates": 4e-3, "seeds": [3, 1]}),
+        (
+            "list",
+            {
+                "models": {"base": None, "edge": {"learning_rates": [1e-3, 1e-2]}},
+                "learning_rates": 4e-3,
+                "seeds": [3, 1],
+            },
+        ),
         ("ladder", {"scales": SCALES, "models": dict.fromkeys(("base", "good", "edge", "bad")), "seeds": [0, 1, 2]}),
     ],
 )
 def test_golden(report, name, fields):
-    """Searches, lists, interim analyses and a ladder, with models that are better, diverge, or have rates at the boundary."""
+    """Searches, lists, interim analyses and a ladder, with models that are better, diverge, or have rates at the
+    boundary.
+    """
     folder = report(**fields)
     outcome = read_outcome(json.loads((folder / "results.json").read_text()))
     terminal = f"{describe(outcome)}\n\n{verdicts(outcome, 'edge', 'rate-9-seed-9')}"
     check_golden({GOLDEN / f"{name}.md": (folder / "results.md").read_text(), GOLDEN / f"{name}.txt": terminal})
-    for text in ((folder / "results.md").read_text(), Page((folder / "report.html").read_text()).text, describe(outcome)):
+    for text in (
+        (folder / "results.md").read_text(),
+        Page((folder / "report.html").read_text()).text,
+        describe(outcome),
+    ):
         assert not re.search(r"\b(nan|NaN|None|inf|True|False)\b", text)
-    assert max(len(line) for line in describe(outcome).splitlines() if line.startswith(("warning", "Noise", "  "))) <= 120
+    assert (
+        max(len(line) for line in describe(outcome).splitlines() if line.startswith(("warning", "Noise", "  "))) <= 120
+    )
 
 
 def test_results_are_read_as_they_were_written(outcome):
     assert read_outcome(json.loads(json.dumps(to_json(outcome)))) == outcome
-    assert from_json(tuple[float, float], [1.0, 2.0]) == (1.0, 2.0) and from_json(np.ndarray, [1.0, 2.0]).tolist() == [1.0, 2.0]
+    assert from_json(tuple[float, float], [1.0, 2.0]) == (1.0, 2.0) and from_json(np.ndarray, [1.0, 2.0]).tolist() == [
+        1.0,
+        2.0,
+    ]
     content = to_json(outcome)
     del content["models"]["base"]["runs"][0]["seed"]
     with pytest.raises(ValueError, match=r"^results\.json: .*models\.base\.runs\.0\.seed is missing$"):
@@ -193,7 +222,9 @@ def test_results_are_read_as_they_were_written(outcome):
 
 def test_a_test_loss_that_is_no_number(make_file, tmp_path):
     """The run diverged, although its validation loss is a number."""
-    plan = load_plan(make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1, 2]), {"explore": False})
+    plan = load_plan(
+        make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1, 2]), {"explore": False}
+    )
     run_and_report(plan, tmp_path, PlantedEngine(planted))
     metrics = next(tmp_path.glob("runs/good/*-seed-1/metrics.json"))
     metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "test_loss": None}))
@@ -236,8 +267,20 @@ def test_names_break_neither_table_nor_figure(outcome, tmp_path):
     assert r"a|b $\frac$" in Page((tmp_path / "report.html").read_text()).text
 
 
-STRANGE = ["` ![x](../secret_key) `", "![x](secret_key)", "![x](missing.png)", "![x](figures/curves.png)", "[x](javascript:a)"]
-STRANGE += ["![x](http://a.b)", "<img src=secret_key>", "[x]: secret_key\n\n![x]", "```\n![x](secret_key)", "\x1b[2J\ud800"]
+STRANGE = [
+    "` ![x](../secret_key) `",
+    "![x](secret_key)",
+    "![x](missing.png)",
+    "![x](figures/curves.png)",
+    "[x](javascript:a)",
+]
+STRANGE += [
+    "![x](http://a.b)",
+    "<img src=secret_key>",
+    "[x]: secret_key\n\n![x]",
+    "```\n![x](secret_key)",
+    "\x1b[2J\ud800",
+]
 
 
 @pytest.mark.parametrize("text", STRANGE)
@@ -258,13 +301,17 @@ def test_only_figures_of_the_report_are_in_it(outcome, tmp_path, text):
     for markdown in ((folder / "results.md").read_text(), verdicts(strange)):
         tokens = markdown_it.MarkdownIt("gfm-like", {"linkify": False}).parse(markdown)
         tokens += [child for token in tokens for child in token.children or ()]
-        assert {token.attrs["src"] for token in tokens if token.type == "image"} <= {f"figures/{name}" for name in figures}
+        assert {token.attrs["src"] for token in tokens if token.type == "image"} <= {
+            f"figures/{name}" for name in figures
+        }
         assert not {token.type for token in tokens} & {"html_inline", "html_block", "link_open"}
 
 
 def run_folder_with(make_file, folder: Path, **fields) -> Path:
     """A comparison whose run of seed 1 has other metrics; `...` for a field that it lacks."""
-    plan = load_plan(make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1]), {"explore": False})
+    plan = load_plan(
+        make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1]), {"explore": False}
+    )
     run_comparison(plan, folder, PlantedEngine(planted))
     metrics = next(folder.glob("runs/good/*-seed-1/metrics.json"))
     content = {**json.loads(metrics.read_text()), **fields}.items()
@@ -293,7 +340,9 @@ def test_metrics_of_another_type(make_file, tmp_path, capsys, field, value, mess
     assert capsys.readouterr().err == f"nlq: error: {metrics}: {message}\n"
 
 
-@pytest.mark.parametrize("field, value", [("seeds", 1), ("seeds", None), ("models", [1]), ("baseline", {}), ("scales", "a")])
+@pytest.mark.parametrize(
+    "field, value", [("seeds", 1), ("seeds", None), ("models", [1]), ("baseline", {}), ("scales", "a")]
+)
 def test_status_of_a_plan_with_another_type(make_file, tmp_path, capsys, field, value):
     run_folder_with(make_file, tmp_path)
     plan = tmp_path / "comparison.yaml"
@@ -304,7 +353,15 @@ def test_status_of_a_plan_with_another_type(make_file, tmp_path, capsys, field, 
 
 def test_status_gives_a_terminal_no_controls(make_file, tmp_path, capsys):
     metrics = run_folder_with(make_file, tmp_path)
-    progress = {"state": "\x1b[2J", "step": 7, "steps": None, "loss": None, "updated": 0, "host": "\x9b\u202e", "pid": 1}
+    progress = {
+        "state": "\x1b[2J",
+        "step": 7,
+        "steps": None,
+        "loss": None,
+        "updated": 0,
+        "host": "\x9b\u202e",
+        "pid": 1,
+    }
     path = metrics.parent.with_name(f"{metrics.parent.name}.progress.json")
     path.write_text(json.dumps({**progress, "error": "a\x1b]0;b"}))
     metrics.unlink()
@@ -313,12 +370,16 @@ def test_status_gives_a_terminal_no_controls(make_file, tmp_path, capsys):
     path.write_text(json.dumps({"host": "node"}))
     assert main(["compare", "any", "--output_dir", str(tmp_path), "--status"]) == 1
     assert capsys.readouterr().err == f"nlq: error: {path}: pid is missing\n"
-    assert text.replace("\n", "").isprintable() and r"\x1b[2J, step 7 of ?, \x9b\u202e" in text and r"a\x1b]0;b" in text
+    assert (
+        text.replace("\n", "").isprintable() and r"\x1b[2J, step 7 of ?, \x9b\u202e" in text and r"a\x1b]0;b" in text
+    )
 
 
 def test_warnings(outcome, tmp_path):
     """Each is said once in every text, before the outcome."""
-    found = changed(changed(outcome.largest, same_tokens=False, added_seeds=[3, 4]), "good", kernels=["by cpp", "by tiled"])
+    found = changed(
+        changed(outcome.largest, same_tokens=False, added_seeds=[3, 4]), "good", kernels=["by cpp", "by tiled"]
+    )
     outcome = dataclasses.replace(outcome, scales={"": found})
     write_report(outcome, tmp_path)
     texts = [(tmp_path / "results.md").read_text(), Page((tmp_path / "report.html").read_text()).text]
@@ -376,7 +437,10 @@ def test_stability_takes_the_extreme_layer_and_shows_diverged_runs(outcome):
     assert len(dotted) == 1
     assert "bad (1 of 5 diverged)" in [text.get_text() for text in figure.legends[0].get_texts()]
     row = stability_rows(with_curves(outcome).largest)[0]
-    assert row["Entropy, mean over layers"] == f"{4.5 * (STEPS + 1):.3g} ± 0" and row["Largest weight of any layer"] == NOTHING
+    assert (
+        row["Entropy, mean over layers"] == f"{4.5 * (STEPS + 1):.3g} ± 0"
+        and row["Largest weight of any layer"] == NOTHING
+    )
     assert stability_rows(outcome.largest) == []
 
 
@@ -387,7 +451,8 @@ def test_intervals_count_the_text(outcome, stop):
     judged = []
     for parts in (None, [-0.4, -0.2, 0.0, 0.2, 0.4]):
         runs = [
-            dataclasses.replace(run, test_loss_parts=parts and [run.test_loss + part for part in parts]) for run in good.runs
+            dataclasses.replace(run, test_loss_parts=parts and [run.test_loss + part for part in parts])
+            for run in good.runs
         ]
         kind = changed(found, "good", runs=runs)
         analysis, interim, _ = judge(kind.models, "base", found.seeds, stop)
@@ -415,7 +480,9 @@ def test_one_seed_one_rate(report):
 
 
 def rounded(value: object) -> object:
-    """`value` to seven digits: quantiles of older and newer SciPy differ in the eleventh, more in a difference near zero."""
+    """`value` to seven digits: quantiles of older and newer SciPy differ in the eleventh, more in a difference near
+    zero.
+    """
     return json.loads(json.dumps(dataclasses.asdict(value)), parse_float=lambda number: f"{float(number):.7g}")
 
 
@@ -447,7 +514,8 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
 
 
 _INTERVAL = re.compile(r"([-+]?\d+\.\d+)(?: %)? \[([-+]?\d+\.\d+), ([-+]?\d+\.\d+)\]")
-# Contrasts that the page calls computed after the fact: folder, scale, the models that are better and those that are worse
+# Contrasts that the page calls computed after the fact: folder, scale, the models that are better and those that are
+# worse
 _CONTRASTS = [
     ("softmax", "", ["softplus, sum", "softplus, length"], ["relu, sum", "relu, length"]),
     ("softmax", "", ["softplus, sum", "relu, sum"], ["softplus, length", "relu, length"]),
@@ -464,8 +532,14 @@ def test_intervals_on_the_page_of_results():
     known = {tuple(map(float, found)) for found in _INTERVAL.findall(tables)}
     for folder, scale, better, worse in _CONTRASTS:
         found = read_outcome(json.loads((RESULTS / folder / "results.json").read_text())).scales[scale]
-        seeds = [seed for seed in found.losses[found.baseline] if all(seed in found.losses[name] for name in [*better, *worse])]
-        losses = {name: np.array([found.losses[name][seed] for seed in seeds]) for name in [found.baseline, *better, *worse]}
+        seeds = [
+            seed
+            for seed in found.losses[found.baseline]
+            if all(seed in found.losses[name] for name in [*better, *worse])
+        ]
+        losses = {
+            name: np.array([found.losses[name][seed] for seed in seeds]) for name in [found.baseline, *better, *worse]
+        }
         gains = sum(losses[name] for name in worse) / len(worse) - sum(losses[name] for name in better) / len(better)
         gains *= 100 / losses[found.baseline].mean()
         known.add((gains.mean(), *stats.t.interval(0.95, len(seeds) - 1, gains.mean(), stats.sem(gains))))
@@ -475,6 +549,7 @@ def test_intervals_on_the_page_of_results():
     distance = np.abs(page - known).max(-1).min(-1)
     of_losses = np.abs(page + known[:, [0, 2, 1]]).max(-1).min(-1)  # "costs 3.2 % [1.8, 4.5]" has no signs
     of_losses[[value[0] in "+-" for value, *_ in found]] = math.inf
-    allowed = [0.56 * 10.0 ** -len(value.partition(".")[2]) for value, *_ in found]  # of a number that was rounded twice
+    # Of a number that was rounded twice
+    allowed = [0.56 * 10.0 ** -len(value.partition(".")[2]) for value, *_ in found]
     assert len(found) > 60
     assert [entry for entry, *pair in zip(found, np.minimum(distance, of_losses), allowed) if pair[0] > pair[1]] == []

@@ -22,7 +22,9 @@ class TestFindsWhatIsThere:
     def test_two_copies_of_one_model_are_within_noise(self, finished):
         models = finished[1]["models"]
         assert finished[1]["statistics"]["effects"]["twin"]["verdict"] == "within noise"
-        assert [run["test_loss"] for run in models["twin"]["runs"]] == [run["test_loss"] for run in models["base"]["runs"]]
+        assert [run["test_loss"] for run in models["twin"]["runs"]] == [
+            run["test_loss"] for run in models["base"]["runs"]
+        ]
 
     def test_diverged_model_is_recorded_and_the_rest_completes(self, finished):
         results = finished[1]
@@ -31,14 +33,18 @@ class TestFindsWhatIsThere:
         assert absurd["boundaries"] == {} and all(run["diverged"] for run in [*absurd["tried"], *absurd["runs"]])
         far, without_number = absurd["runs"][0], absurd["tried"][0]  # the smallest rate is reported
         assert (
-            far["diverged_at"] is None and far["steps"] == 8 and without_number["diverged_at"] == without_number["steps"] == 2
+            far["diverged_at"] is None
+            and far["steps"] == 8
+            and without_number["diverged_at"] == without_number["steps"] == 2
         )
         assert without_number["history"]["stability"]["0"]["entropy"][1] == [2, None]
         assert all(len(model["runs"]) == 3 for model in results["models"].values())
 
     def test_one_diverged_rate_is_not_chosen(self, finished):
         model = finished[1]["models"]["one rate absurd"]
-        assert {run["learning_rate"] for run in model["runs"]} == {1e-2} and set(model["boundaries"].values()) == {"smallest"}
+        assert {run["learning_rate"] for run in model["runs"]} == {1e-2} and set(model["boundaries"].values()) == {
+            "smallest"
+        }
         assert [run["diverged"] for run in model["tried"]] == [True, True, True]
 
 
@@ -50,7 +56,9 @@ class TestRuns:
         resolved = comparison.largest.resolve(Run("base", run["learning_rate"], run["seed"]), folder / run["folder"])
         _, blocks, _ = prepare_data(resolved.recipe, folder / "tokenizer")
         texts = {split: set(map(bytes, part.dataset["input_ids"][:])) for split, part in blocks.items()}
-        assert set(texts) == {"train", "validation", "test"} and not texts["test"] & (texts["train"] | texts["validation"])
+        assert set(texts) == {"train", "validation", "test"} and not texts["test"] & (
+            texts["train"] | texts["validation"]
+        )
         model = AutoModelForCausalLM.from_pretrained(folder / run["folder"]).double().eval()
         rows = torch.from_numpy(blocks["test"].dataset["input_ids"][:].astype(np.int64))
         with torch.no_grad():

@@ -1,4 +1,6 @@
-"""`stop: early`: a model leaves when there is a verdict, which holds at all analyses; a killed comparison decides the same."""
+"""`stop: early`: a model leaves when there is a verdict, which holds at all analyses; a killed comparison decides the
+same.
+"""
 
 import shutil
 
@@ -21,7 +23,8 @@ def losses_of(differences, baseline=None):
     count = max(map(len, differences.values()))
     baseline = np.zeros(count) if baseline is None else baseline
     models = {
-        name: {seed: 4.0 + baseline[seed] + value for seed, value in enumerate(values)} for name, values in differences.items()
+        name: {seed: 4.0 + baseline[seed] + value for seed, value in enumerate(values)}
+        for name, values in differences.items()
     }
     return {"base": {seed: 4.0 + value for seed, value in enumerate(baseline)}, **models}
 
@@ -52,11 +55,15 @@ def test_verdict_p_and_interval_are_those_of_the_formula(seed, count):
 def test_equivalence_needs_the_whole_interval_within_the_noise_floor():
     baseline = np.array([-0.1, 0.1] * 4)
     small = 0.001 * np.array([1, -1, 1, 1, -1, 1, -1, -1])
-    found = analyse(losses_of({"twin": small, "near": small + 0.099 * np.array([1, -1] * 4)}, baseline), "base", most=9)
+    found = analyse(
+        losses_of({"twin": small, "near": small + 0.099 * np.array([1, -1] * 4)}, baseline), "base", most=9
+    )
     assert found.effects["twin"].verdict == "equivalent"
     assert found.effects["near"].verdict in ("within noise", "too few seeds: no verdict")
     assert found.open_models() == ["near"]
-    assert analyse(losses_of({"twin": small, "near": small}, baseline), "base").effects["twin"].verdict == "within noise"
+    assert (
+        analyse(losses_of({"twin": small, "near": small}, baseline), "base").effects["twin"].verdict == "within noise"
+    )
 
 
 def test_interim_analyses_are_those_of_the_first_seeds():
@@ -76,7 +83,9 @@ def plan(models, most):
 
 
 def run_all(comparison, loss_of, folder):
-    """Makes the runs of a comparison as an engine does, with losses in place of training; returns them and what was made."""
+    """Makes the runs of a comparison as an engine does, with losses in place of training; returns them and what was
+    made.
+    """
     finished, made = RunStore(folder), []
     while ready := next_runs(comparison, finished)[0]:
         for run in ready:
@@ -100,7 +109,9 @@ def test_the_report_has_the_verdicts_with_which_models_left(tmp_path_factory, se
     differences = np.array([0, 0, rng.choice([0, 3]), 0])
     comparison = plan(models, most)
     table = 4 + 0.1 * (noise + differences)
-    losses, made = run_all(comparison, lambda model, run: table[run, models.index(model)], tmp_path_factory.mktemp("runs"))
+    losses, made = run_all(
+        comparison, lambda model, run: table[run, models.index(model)], tmp_path_factory.mktemp("runs")
+    )
     assert len(made) == len(set(made)) == sum(map(len, losses.values()))
     assert len(losses["base"]) == max(map(len, losses.values()))
     found, _ = analyse_early(losses, "base", comparison.seeds, {})
@@ -125,12 +136,21 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     """A twin stays longer than a model that is certainly worse; seeds cannot be added to the plan."""
 
     def loss(scale, run):
-        return 4 + 0.01 * run.seed + 0.5 * (run.model == "planted") + 0.01 * (run.model == "twin") * (-1) ** (run.seed // 2)
+        return (
+            4
+            + 0.01 * run.seed
+            + 0.5 * (run.model == "planted")
+            + 0.01 * (run.model == "twin") * (-1) ** (run.seed // 2)
+        )
 
     models, seeds = dict.fromkeys(("base", "twin", "planted")), [0, 1, 2, 3, 4]
     plan, engine = load_plan(make_file(models=models, seeds=seeds, stop="early")), PlantedEngine(loss)
     whole = run_comparison(plan, tmp_path / "whole", engine)
-    assert {name: len(model["runs"]) for name, model in whole["models"].items()} == {"base": 5, "twin": 5, "planted": 3}
+    assert {name: len(model["runs"]) for name, model in whole["models"].items()} == {
+        "base": 5,
+        "twin": 5,
+        "planted": 3,
+    }
     assert whole["statistics"]["effects"]["planted"]["verdict"] == "worse"
     parts = PlantedEngine(loss)
     for most in (4, 10, 12):
@@ -154,7 +174,10 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
         ({"stop": "soon"}, "stop='soon' must be early, or left out"),
         ({"seeds": [0, 1, 2]}, "has its first interim analysis at 3 seeds"),
         ({"tasks": [__file__]}, "stop: early needs a comparison at one scale, without tasks"),
-        ({"scales": {"small": {}, "large": {"switches": {"hidden_size": 64}}}}, "stop: early needs a comparison at one scale"),
+        (
+            {"scales": {"small": {}, "large": {"switches": {"hidden_size": 64}}}},
+            "stop: early needs a comparison at one scale",
+        ),
     ],
 )
 def test_refused(make_file, fields, message):

@@ -24,7 +24,9 @@ def law(flops):
 
 
 def make_scales(multipliers, seeds=4, noise=0.0, flops=FLOPS, own=1.0, random_seed=0):
-    """Scales in which a model is as good as the baseline "base" with so many times its compute; `own` multiplies its FLOPs."""
+    """Scales in which a model is as good as the baseline "base" with so many times its compute; `own` multiplies its
+    FLOPs.
+    """
     random = np.random.default_rng(random_seed)
     scales = []
     for index, compute in enumerate(flops):
@@ -34,7 +36,9 @@ def make_scales(multipliers, seeds=4, noise=0.0, flops=FLOPS, own=1.0, random_se
             errors = 1 + noise * (shared + random.standard_normal(seeds))
             losses[name] = dict(enumerate((law(compute * multiplier) * errors).tolist()))
         scales.append(
-            ScaleLosses(f"scale {index}", {name: compute * (own if name != "base" else 1.0) for name in losses}, losses)
+            ScaleLosses(
+                f"scale {index}", {name: compute * (own if name != "base" else 1.0) for name in losses}, losses
+            )
         )
     return scales
 
@@ -48,7 +52,9 @@ def quantile(degrees_of_freedom):
 
 
 def combine(weights, samples):
-    """Value, standard error and degrees of freedom of a weighted sum of means, written from the formulas of `welch_sum`."""
+    """Value, standard error and degrees of freedom of a weighted sum of means, written from the formulas of
+    `welch_sum`.
+    """
     value, parts = 0.0, []
     for weight, sample in zip(weights, samples):
         mean = sum(sample) / len(sample)
@@ -71,7 +77,10 @@ class TestSlope:
     SCALES = make_scales({"a": 1.3, "b": 0.7}, seeds=3, noise=0.004)
 
     def percents(self, model):
-        return [100 * (values(scale, "base") - values(scale, model)) / values(scale, "base").mean() for scale in self.SCALES]
+        return [
+            100 * (values(scale, "base") - values(scale, model)) / values(scale, "base").mean()
+            for scale in self.SCALES
+        ]
 
     @pytest.mark.parametrize("model", ["a", "b"])
     def test_is_by_hand(self, model):
@@ -92,7 +101,9 @@ class TestSlope:
             step = analyse_trend(self.SCALES, "base").models["a"].steps[scale.name]
             value, error, _ = combine([1.0], [sample])
             assert step.improvement == pytest.approx(value)
-            assert step.improvement_interval == pytest.approx((value - quantile(2) * error, value + quantile(2) * error))
+            assert step.improvement_interval == pytest.approx(
+                (value - quantile(2) * error, value + quantile(2) * error)
+            )
 
 
 class TestVerdict:
@@ -202,7 +213,10 @@ class TestMultiplier:
 
     def test_of_a_model_that_equals_the_baseline_of_the_next_scale(self):
         """There the curve has a root that rounding may lose, as with these losses."""
-        flops, losses = (1.7e11, 1.4e12, 7e12, 2.4e13), ([4.914, 4.909], [2.639, 2.616], [2.553, 2.557], [2.162, 2.152])
+        flops, losses = (
+            (1.7e11, 1.4e12, 7e12, 2.4e13),
+            ([4.914, 4.909], [2.639, 2.616], [2.553, 2.557], [2.162, 2.152]),
+        )
         curve = LossCurve("abcd", flops, list(map(np.array, losses)))
         assert curve.multiplier(0, np.subtract(*losses[:2]), flops[0], 0.95)[0] == pytest.approx(flops[1] / flops[0])
 
@@ -212,7 +226,8 @@ class TestMultiplier:
             scale.losses["base"][0] = None
         found = analyse_trend(scales, "base")
         assert found.multiplier_note == (
-            "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no best "
+            "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no "
+            "best "
             "rate is at the boundary, not 1."
         )
         assert found.models["a"].steps["scale 0"].multiplier is None

@@ -191,12 +191,18 @@ def reconfigure(**values):
 
 # (what damages the source, what the error names); others in `test_streaming.py`
 DAMAGES = {
-    "renamed": (lambda source: edit_weights(source / "model.safetensors", rename), r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)"),
+    "renamed": (
+        lambda source: edit_weights(source / "model.safetensors", rename),
+        r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)",
+    ),
     "renamed_in_a_pickle": (rename_in_pickle, r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)"),
     "shape": (reconfigure(n_positions=25), r"wpe\.weight"),
     "fewer_layers_configured": (reconfigure(n_layer=1), r"h\.1\."),
     "configuration_of_a_wrong_type": (reconfigure(n_layer="two"), "n_layer"),
-    "generation_settings": (lambda source: (source / "generation_config.json").write_text("{broken"), "generation_config"),
+    "generation_settings": (
+        lambda source: (source / "generation_config.json").write_text("{broken"),
+        "generation_config",
+    ),
 }
 
 
@@ -244,7 +250,9 @@ class TestConvertFaults:
         (tmp_path / "target").mkdir()
         (tmp_path / "target/notes.txt").write_text("mine")
         before = snapshot(tmp_path)
-        assert "replace the model in it by --overwrite" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target")
+        assert "replace the model in it by --overwrite" in nlq_fails(
+            capsys, "convert", gpt2_folder, tmp_path / "target"
+        )
         message = nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--overwrite")
         assert "holds no model that --overwrite could replace" in message and snapshot(tmp_path) == before
 
@@ -308,7 +316,10 @@ class TestConvertFaults:
         {
             "existing": [False, True],
             "error": {"full": OSError("No space left on device"), "interrupted": KeyboardInterrupt()},
-            "writer, name": {"weights": (streaming, "save_file"), "tokenizer": (PreTrainedTokenizerFast, "save_pretrained")},
+            "writer, name": {
+                "weights": (streaming, "save_file"),
+                "tokenizer": (PreTrainedTokenizerFast, "save_pretrained"),
+            },
         }
     )
     def test_writing_fails(self, source, nlq_folder, tmp_path, capsys, monkeypatch, existing, error, writer, name):

@@ -3,7 +3,13 @@
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from support.conversion_cases import Frozen, assert_no_shared_memory, assert_same_function, assert_same_state, output_of
+from support.conversion_cases import (
+    Frozen,
+    assert_no_shared_memory,
+    assert_same_function,
+    assert_same_state,
+    output_of,
+)
 from support.family_cases import (
     FAMILY_CASES,
     ONE_OF_EACH,
@@ -176,7 +182,9 @@ def test_heads(name, head):
             from_nlq(to_nlq(make_family_model(ONE_OF_EACH["llama"], HEADS[head], **labels)), family)
         return
     if is_encoder(name) and head == "sequence_classification":
-        with pytest.raises(ValueError, match=r"no counterpart of dense\.weight, .* of EuroBertForSequenceClassification"):
+        with pytest.raises(
+            ValueError, match=r"no counterpart of dense\.weight, .* of EuroBertForSequenceClassification"
+        ):
             to_nlq(theirs)
         return
     ours = to_nlq(theirs)
@@ -286,11 +294,20 @@ KEPT = {
     "wider_gated_mlp": ("llama-biases_and_wide_heads", {"intermediate_size": 27}),
     "wider_plain_mlp": ("gpt_neox-partial", {"intermediate_size": 27}),
     "all_biases": ("llama-grouped", {"use_bias": True}),
-    "same_biases_by_another_field": ("qwen2-grouped", {"query_key_value_bias": None, "use_bias": True, "mlp_bias": False}),
+    "same_biases_by_another_field": (
+        "qwen2-grouped",
+        {"query_key_value_bias": None, "use_bias": True, "mlp_bias": False},
+    ),
     "more_key_heads": ("olmo2-grouped", {"num_key_value_heads": 4}),
-    "more_upcycled_key_heads": ("olmo2-biases_and_wide_heads", {"num_key_value_heads": 4, "key_projection": "upcycled"}),
+    "more_upcycled_key_heads": (
+        "olmo2-biases_and_wide_heads",
+        {"num_key_value_heads": 4, "key_projection": "upcycled"},
+    ),
     "part_after_differences": ("diffllama-grouped", {"value_residual": "learned", "attention_gate": "headwise"}),
-    "pairs_of_grouped_heads": ("qwen3-windows_and_bias", {"differential_attention": "v2", "exclusive_attention": "learned"}),
+    "pairs_of_grouped_heads": (
+        "qwen3-windows_and_bias",
+        {"differential_attention": "v2", "exclusive_attention": "learned"},
+    ),
 }
 
 

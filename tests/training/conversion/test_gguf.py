@@ -105,7 +105,10 @@ def test_quantised(quantisation, llama, tmp_path, capsys):
     reader = gguf.GGUFReader(file)
     written = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "nlq")
-    for ours, theirs in {"model.embed_tokens": "token_embd", "model.layers.1.self_attn.v_proj": "blk.1.attn_v"}.items():
+    for ours, theirs in {
+        "model.embed_tokens": "token_embd",
+        "model.layers.1.self_attn.v_proj": "blk.1.attn_v",
+    }.items():
         assert np.array_equal(model.get_submodule(ours).weight.detach().numpy(), written[f"{theirs}.weight"])
 
 
@@ -185,7 +188,10 @@ class TestRefused:
                 {"fields": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}},
                 "llama.rope.scaling.factor=4.0",
             ),
-            ({"fields": {"llama.attention.key_length": 16, "llama.rope.dimension_count": 8}}, "llama.rope.dimension_count=8"),
+            (
+                {"fields": {"llama.attention.key_length": 16, "llama.rope.dimension_count": 8}},
+                "llama.rope.dimension_count=8",
+            ),
             ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs.weight"),
             ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "blk.0.attn_q.bias"),
         ],
@@ -204,7 +210,10 @@ class TestRefused:
             ({"architecture": "mamba"}, "general.architecture='mamba' must be one of llama, qwen2, qwen3"),
             ({"without": ("blk.1.ffn_up.weight",)}, "model.layers.1.mlp.up_proj.weight"),
             ({"fields": {"split.no": 1, "split.count": 3}}, "is one part of several: join them first"),
-            ({"fields": {"llama.attention.causal": False}}, "attention.causal=False: encoders are converted from EuroBERT's"),
+            (
+                {"fields": {"llama.attention.causal": False}},
+                "attention.causal=False: encoders are converted from EuroBERT's",
+            ),
             ({"tokenizer": None}, "the tokenizer cannot be rebuilt ("),
         ],
     )
@@ -235,5 +244,7 @@ class TestRefused:
     def test_token_without_a_place(self, llama, fails):
         """Transformers adds a token to a vocabulary without `<|endoftext|>`."""
         text = TOKENIZER.backend_tokenizer.to_str().replace("<|endoftext|>", "<|end|>")
-        other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(text), eos_token="<|end|>", bos_token="<|begin|>")
+        other = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(text), eos_token="<|end|>", bos_token="<|begin|>"
+        )
         assert "too large for the model's vocab_size=305" in fails(llama(tokenizer=other))

@@ -1,4 +1,6 @@
-"""GPT-2 models as NLQ models, and what of NLQ's switches GPT-2 computes too. The same for all families: `test_families.py`."""
+"""GPT-2 models as NLQ models, and what of NLQ's switches GPT-2 computes too. The same for all families:
+`test_families.py`.
+"""
 
 import pytest
 import torch
@@ -135,8 +137,15 @@ def test_impossible(make, switches, allow_lossy):
 
 
 def test_configuration(make):
-    options = {"embedding_dropout": 0.15, "residual_dropout": 0.25, "attention_dropout": 0.35, "initializer_range": 0.05}
-    gpt2 = from_nlq(make(**options, layer_norm_eps=1e-4, eos_token_id=[3, 4], use_cache=False, hidden_act="silu"), "gpt2")
+    options = {
+        "embedding_dropout": 0.15,
+        "residual_dropout": 0.25,
+        "attention_dropout": 0.35,
+        "initializer_range": 0.05,
+    }
+    gpt2 = from_nlq(
+        make(**options, layer_norm_eps=1e-4, eos_token_id=[3, 4], use_cache=False, hidden_act="silu"), "gpt2"
+    )
     config = gpt2.config
     assert (config.embd_pdrop, config.resid_pdrop, config.attn_pdrop) == (0.15, 0.25, 0.35)
     assert (config.initializer_range, config.use_cache, config.layer_norm_epsilon) == (0.05, False, 1e-4)

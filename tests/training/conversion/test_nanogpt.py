@@ -74,7 +74,12 @@ class TestPaper:
 
     def test_configuration(self):
         config = from_paper(make_checkpoint(query_mode="residual_gelu")).config
-        assert (config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (17, 12, 2, 3)
+        assert (config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (
+            17,
+            12,
+            2,
+            3,
+        )
         assert (config.max_position_embeddings, config.intermediate_size, config.head_dim) == (11, 20, 4)
         assert (config.projection_bottleneck_size, config.attention_scaling) == (6, 0.31)
         assert (config.embedding_dropout, config.residual_dropout, config.attention_dropout) == (0.15, 0.15, 0.15)
@@ -86,7 +91,9 @@ class TestPaper:
         """The slow attention of the code keeps its mask in the state dict."""
         checkpoint = make_checkpoint("_orig_mod.", bias=True)
         for index in range(2):
-            checkpoint["model"][f"_orig_mod.transformer.h.{index}.attn.bias"] = torch.ones(11, 11).tril().view(1, 1, 11, 11)
+            checkpoint["model"][f"_orig_mod.transformer.h.{index}.attn.bias"] = (
+                torch.ones(11, 11).tril().view(1, 1, 11, 11)
+            )
         assert_same_as_paper(from_paper(checkpoint), checkpoint)
 
     @pytest.mark.parametrize("use_bias", [False, True])
@@ -110,7 +117,15 @@ def test_argument(name, value):
 
 
 def test_fork_of_nanogpt():
-    arguments = {"n_layer": 1, "n_head": 3, "n_embd": 12, "block_size": 11, "vocab_size": 17, "dropout": 0.0, "bias": True}
+    arguments = {
+        "n_layer": 1,
+        "n_head": 3,
+        "n_embd": 12,
+        "block_size": 11,
+        "vocab_size": 17,
+        "dropout": 0.0,
+        "bias": True,
+    }
     checkpoint = paper_reference.random_checkpoint(arguments)
     checkpoint["model_args"]["rotary"] = True
     with pytest.raises(ValueError, match="nanoGPT has no field rotary"):
@@ -159,7 +174,10 @@ def write_archive(**content):
 BAD_FILES = {
     "text": (write_text, "damaged, or ask for more than tensors"),
     "truncated": (write_truncated, "ckpt.pt"),
-    "no_model": (lambda path: torch.save({"state_dict": {}, "model_args": {}}, path), "does not hold 'model' and 'model_args'"),
+    "no_model": (
+        lambda path: torch.save({"state_dict": {}, "model_args": {}}, path),
+        "does not hold 'model' and 'model_args'",
+    ),
     "safetensors": (lambda path: save_file({"weight": torch.zeros(3)}, path), "ckpt.pt"),
     "missing": (lambda path: None, "ckpt.pt"),
     "exploit": (lambda path: write_archive(extra=Exploit(path.with_name("made")))(path), "which could run code"),
@@ -187,7 +205,9 @@ def test_bad_file(tmp_path, write, named, capsys):
 
 @pytest.mark.parametrize("mode", KINDS)
 def test_converted(tmp_path, mode):
-    checkpoint = make_checkpoint("_orig_mod.", query_mode=mode, tie_weights=mode != "residual", bias=mode == "identity")
+    checkpoint = make_checkpoint(
+        "_orig_mod.", query_mode=mode, tie_weights=mode != "residual", bias=mode == "identity"
+    )
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     done = convert(tmp_path, tmp_path / "target")  # the folder holds nothing else
     assert (done.source_class, done.difference) == ("checkpoint", None)

@@ -40,7 +40,9 @@ def test_published_configuration(parameters, values, tmp_path):
     extra = {"is_llama_config", "rope_interleaved", "pretraining_tp", "use_mrope", "n_ctx", "task_specific_params"}
     extra |= {"clf_pooling", *(f"{kind}_token" for kind in ("bos", "eos", "mask", "pad"))}
     extra |= {"auto_map", "hidden_dropout", "mlp_bias"} - {field.name for field in dataclasses.fields(config)}
-    ours, theirs = ({name: each[name] for name in each.keys() - extra} for each in (comparable(back), comparable(config)))
+    ours, theirs = (
+        {name: each[name] for name in each.keys() - extra} for each in (comparable(back), comparable(config))
+    )
     assert ours == theirs
 
 
@@ -79,7 +81,9 @@ def test_variant_has_as_many_parameters(name):
     assert variant.query_projection == query
     free = {"query_projection", "projection_bottleneck_size"}
     assert {key for key, value in variant.to_dict().items() if value != ours.to_dict()[key]} <= free
-    assert measure(variant).non_embedding == pytest.approx(measure(ours).non_embedding, rel=2e-3 if "tiny" in name else 5e-4)
+    assert measure(variant).non_embedding == pytest.approx(
+        measure(ours).non_embedding, rel=2e-3 if "tiny" in name else 5e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", *SHIPPED])

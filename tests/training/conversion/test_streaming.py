@@ -87,7 +87,12 @@ class TestThereAndBack:
             assert len(stored(folder)[1]) > 3
             if not is_encoder(name):
                 chosen = GenerationConfig.from_pretrained(folder)
-                assert (chosen.max_new_tokens, chosen.do_sample, chosen.top_p, chosen.eos_token_id) == (3, True, 0.7, [2, 3])
+                assert (chosen.max_new_tokens, chosen.do_sample, chosen.top_p, chosen.eos_token_id) == (
+                    3,
+                    True,
+                    0.7,
+                    [2, 3],
+                )
             tokenizer = AutoTokenizer.from_pretrained(folder)
             assert tokenizer("a c <eos> e").input_ids == AutoTokenizer.from_pretrained(source)("a c <eos> e").input_ids
             assert tokenizer.chat_template == (source / "chat_template.jinja").read_text()
@@ -147,7 +152,9 @@ def test_buffers_of_old_versions(sources, tmp_path, no_model_in_memory):
     save_file({**load_file(file), **buffers}, file, metadata={"format": "pt"})
     convert(source, tmp_path / "target")
     assert_same_function(
-        NLQForCausalLM.from_pretrained(tmp_path / "target"), shared_family_model(ONE_OF_EACH["gpt_neox"]), length=LENGTH
+        NLQForCausalLM.from_pretrained(tmp_path / "target"),
+        shared_family_model(ONE_OF_EACH["gpt_neox"]),
+        length=LENGTH,
     )
 
 
@@ -205,11 +212,23 @@ DAMAGES = {
     "truncated": (truncate, "/source"),
     "missing_shard": (lambda source: sorted(source.glob("*.safetensors"))[1].unlink(), "model-00002-of"),
     "missing": (change(UP, lambda state: state.pop(UP)), f"missing: {UP}"),
-    "shape": (change(UP, lambda state: state.update({UP: torch.zeros(3, 16)})), f"{UP} has the shape (3, 16), and (20, 16)"),
-    "dtype": (change(UP, lambda state: state.update({UP: torch.zeros(20, 16, dtype=torch.int8)})), f"{UP} has the type I8"),
-    "unknown": (change(UP, lambda state: state.update({UP.replace("up", "side"): state[UP] * 2})), "mlp.side_proj.weight"),
+    "shape": (
+        change(UP, lambda state: state.update({UP: torch.zeros(3, 16)})),
+        f"{UP} has the shape (3, 16), and (20, 16)",
+    ),
+    "dtype": (
+        change(UP, lambda state: state.update({UP: torch.zeros(20, 16, dtype=torch.int8)})),
+        f"{UP} has the type I8",
+    ),
+    "unknown": (
+        change(UP, lambda state: state.update({UP.replace("up", "side"): state[UP] * 2})),
+        "mlp.side_proj.weight",
+    ),
     "index": (lambda source: (source / "model.safetensors.index.json").write_text("{broken"), "/source"),
-    "soft_caps": (lambda source: edit_json(source / "config.json", attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0"),
+    "soft_caps": (
+        lambda source: edit_json(source / "config.json", attn_logit_softcapping=50.0),
+        "attn_logit_softcapping=50.0",
+    ),
     "rope_type": (
         lambda source: edit_json(
             source / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}

@@ -63,7 +63,9 @@ def test_weights_are_those_that_the_model_returns(make_model, name):
         induction = torch.stack([share[:, i, i - 5] for i in range(6, 12)]).mean(0)
         torch.testing.assert_close(layer.numbers["previous_token"], previous)
         torch.testing.assert_close(layer.numbers["induction"], induction)
-    for index, (layer, cost) in enumerate(zip(layers, ablations(model, ids, [layer.heads for layer in layers]), strict=True)):
+    for index, (layer, cost) in enumerate(
+        zip(layers, ablations(model, ids, [layer.heads for layer in layers]), strict=True)
+    ):
         torch.testing.assert_close(layer.numbers["ablation"], cost, msg=f"layer {index}")
 
 
@@ -145,7 +147,9 @@ def test_scores_and_queries(make_model):
     layer = measure_attention(model, ids, RANDOM)[0]
     scores = torch.einsum("ihd,jhd->hij", states["q_proj"], states["k_proj"]) * attention.scaling
     causal = torch.ones(9, 9).tril().bool()
-    torch.testing.assert_close(layer.numbers["largest_score"], scores.masked_fill(~causal, -torch.inf).amax(dim=(1, 2)))
+    torch.testing.assert_close(
+        layer.numbers["largest_score"], scores.masked_fill(~causal, -torch.inf).amax(dim=(1, 2))
+    )
     torch.testing.assert_close(layer.numbers["effective_rank"], effective_ranks(states["q_proj"].transpose(0, 1)))
 
 
@@ -162,7 +166,10 @@ def test_what_a_layer_lacks_is_said(make_model):
 def first_input(model, ids):
     """What the first attention layer gets."""
     inputs, attention = [], model.model.layers[0].self_attn
-    with torch.no_grad(), attention.register_forward_pre_hook(lambda _, given, __: inputs.append(given[0]), with_kwargs=True):
+    with (
+        torch.no_grad(),
+        attention.register_forward_pre_hook(lambda _, given, __: inputs.append(given[0]), with_kwargs=True),
+    ):
         model(ids)
     return inputs[0]
 
@@ -192,7 +199,10 @@ def test_factors_of_differential_attention(make_model):
     torch.testing.assert_close(layer.numbers["factor_of_second_map"], expected)
     assert "subtracts two maps" in layer.missing["mean_log_forget_gate"]
     v1 = measure_attention(make_model(**SOFTMAX, differential_attention="v1"), ids, RANDOM)
-    assert v1[0].numbers["factor_of_second_map"].shape == (2,) and len(set(v1[0].numbers["factor_of_second_map"].tolist())) == 1
+    assert (
+        v1[0].numbers["factor_of_second_map"].shape == (2,)
+        and len(set(v1[0].numbers["factor_of_second_map"].tolist())) == 1
+    )
 
 
 def test_a_part_that_measures_wrongly(make_model, tmp_path):
@@ -213,7 +223,13 @@ def test_large_models_are_not_ablated(make_model):
         assert tokens_to_ablate(model, 500) == pytest.approx(expected, abs=1)
 
 
-SIZES = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+SIZES = {
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+}
 
 
 def test_a_model_that_converts_is_shown_by_its_conversion():

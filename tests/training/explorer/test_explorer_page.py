@@ -40,7 +40,11 @@ def layer_of(weights):
 
 def random_layer(length, heads=2, signed=False):
     scores = torch.randn(heads, length, length)
-    weights = scores.tril() if signed else scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf).softmax(-1)
+    weights = (
+        scores.tril()
+        if signed
+        else scores.masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf).softmax(-1)
+    )
     return layer_of(weights)
 
 
@@ -91,9 +95,9 @@ def test_no_numbers_are_no_number():
     layer = Layer(
         "linear_attention", 2, numbers={"effective_rank": torch.tensor([1.5, torch.nan])}, missing={"weights": "none"}
     )
-    found = content_of(page.write_page("title", [], ["a"], [page.ExploredModel("m", "d", torch.empty(0), [layer])]))["models"][
-        0
-    ]
+    found = content_of(page.write_page("title", [], ["a"], [page.ExploredModel("m", "d", torch.empty(0), [layer])]))[
+        "models"
+    ][0]
     assert found["loss"] is None and found["losses"] == [None]
     assert found["layers"][0]["numbers"] == {"effective_rank": [1.5, None]}
     assert found["layers"][0]["maps"] is None and found["layers"][0]["rows"] is None
@@ -110,7 +114,9 @@ def other(run, tmp_path_factory):
 
 
 def test_tokens_are_written_as_they_stand_in_the_text():
-    """Tokenizers of SentencePiece leave out the space of a token that is decoded alone, and bytes are parts of characters."""
+    """Tokenizers of SentencePiece leave out the space of a token that is decoded alone, and bytes are parts of
+    characters.
+    """
     tokenizer = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2, "<unk>": 3}, "<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")

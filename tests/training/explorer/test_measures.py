@@ -45,7 +45,8 @@ def test_own_value_cosines():
     outputs, values = rng.normal(size=(2, 2, 5, 3))
     outputs[1, 2] = 0.0
     expected = [
-        [0.0 if not y.any() else y @ v / math.sqrt((y @ y) * (v @ v)) for y, v in zip(*pair)] for pair in zip(outputs, values)
+        [0.0 if not y.any() else y @ v / math.sqrt((y @ y) * (v @ v)) for y, v in zip(*pair)]
+        for pair in zip(outputs, values)
     ]
     close(measures.own_value_cosines(torch.from_numpy(outputs), torch.from_numpy(values)), expected)
 
@@ -92,7 +93,9 @@ def test_losses(make_model):
     )
 
 
-@pytest.mark.parametrize("switches", [{}, {"attention_activation": "linear_attention"}, {"attention_gate": "elementwise"}])
+@pytest.mark.parametrize(
+    "switches", [{}, {"attention_activation": "linear_attention"}, {"attention_gate": "elementwise"}]
+)
 def test_ablations(make_model, monkeypatch, switches):
     model, ids = make_model(**switches), torch.randint(13, (1, 12))
     monkeypatch.setattr(measures, "_TOKENS_AT_ONCE", 3 * 12)

@@ -24,7 +24,13 @@ from modeling_nlq.training.run.generation import generate_text
 from nlq import main
 
 
-_BERT = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_BERT = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 _BERT |= {"max_position_embeddings": 66}
 _GEMMA = {**_BERT, "head_dim": 8, "num_key_value_heads": 1, "sliding_window": 16, "pad_token_id": 1}
 _GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
@@ -40,7 +46,12 @@ FAMILIES = {
     "bert": _BERT,
     "mamba": {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
     "gpt2": _GPT2,
-    "led": {**_BART, "max_encoder_position_embeddings": 72, "max_decoder_position_embeddings": 66, "attention_window": 8},
+    "led": {
+        **_BART,
+        "max_encoder_position_embeddings": 72,
+        "max_decoder_position_embeddings": 66,
+        "attention_window": 8,
+    },
     "encoder-decoder": {
         "encoder": {"model_type": "roberta", **_BERT},
         "decoder": {"model_type": "bert", **_BERT, "is_decoder": True, "add_cross_attention": True},
@@ -70,11 +81,21 @@ def make_run(tmp_path_factory):
     def make(family: str, **fields) -> tuple[str, str]:
         model, recipe = folder / f"{family}.json", folder / f"{family}.yaml"
         model.write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
-        content = {"model": str(model), "dataset": str(folder / "text.jsonl"), "tokenizer": "bpe:300", "block_size": 32}
+        content = {
+            "model": str(model),
+            "dataset": str(folder / "text.jsonl"),
+            "tokenizer": "bpe:300",
+            "block_size": 32,
+        }
         content |= {"validation_fraction": 0.2, "objective": objective_of(load_config(str(model)))}
         if content["objective"] == "seq2seq":
             del content["block_size"]
-            content |= {"source_column": "text", "target_column": "to", "max_source_length": 66, "max_target_length": 16}
+            content |= {
+                "source_column": "text",
+                "target_column": "to",
+                "max_source_length": 66,
+                "max_target_length": 16,
+            }
         content["training"] = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
         recipe.write_text(json.dumps(content | fields))
         return str(recipe), str(folder / "text.jsonl")
@@ -124,14 +145,18 @@ def test_too_long_for_roberta(make_run, tmp_path, capsys):
     tokenizer.pad_token = "!"  # with the id 3
     tokenizer.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="block_size=63 exceeds max_position_embeddings=66 less the 4 up to the id"):
-        train(make_run("roberta", tokenizer=str(tmp_path / "other"), block_size=63)[0], output_dir=tmp_path / "shifted")
+        train(
+            make_run("roberta", tokenizer=str(tmp_path / "other"), block_size=63)[0], output_dir=tmp_path / "shifted"
+        )
 
 
 @pytest.mark.slow
 def test_every_configuration_is_understood():
     """No configuration of a language model fails, or has no tokens."""
     configs = {
-        each for auto in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM) for each in auto._model_mapping
+        each
+        for auto in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM)
+        for each in auto._model_mapping
     }
     for config_class in configs - {CONFIG_MAPPING["gemma4_assistant"]}:  # whose defaults contradict each other
         config, name = config_class(), config_class.__name__
@@ -158,10 +183,14 @@ def test_flops_of_a_pair_equal_those_pytorch_counts(family, source, target):
 def test_what_cannot_be_answered_is_one_line():
     with pytest.raises(ValueError, match="context=None: a T5Config does not say how long a text is; give --context"):
         measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]))
-    assert measure(CONFIG_MAPPING["prophetnet"](vocab_size=64, hidden_size=32, max_position_embeddings=128), 64).flops_per_token
+    assert measure(
+        CONFIG_MAPPING["prophetnet"](vocab_size=64, hidden_size=32, max_position_embeddings=128), 64
+    ).flops_per_token
     size = measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]), 64)
     assert size.flops_per_token > 6 * size.non_embedding
     with pytest.raises(ValueError, match="match='parameters' widens intermediate_size, and BloomConfig has none"):
         matching_intermediate_size(CONFIG_MAPPING["bloom"](**FAMILIES["bloom"]), size)
-    with pytest.raises(ValueError, match="Transformers makes no language model of this MarianConfig: Padding_idx must be"):
+    with pytest.raises(
+        ValueError, match="Transformers makes no language model of this MarianConfig: Padding_idx must be"
+    ):
         measure(CONFIG_MAPPING["marian"](**_BART))

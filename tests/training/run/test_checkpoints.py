@@ -42,7 +42,9 @@ class TestCheckpoints:
         real_init = Trainer.__init__
         with monkeypatch.context() as patch:
             patch.setattr(
-                Trainer, "__init__", lambda self, callbacks, **rest: real_init(self, callbacks=[*callbacks, PowerCut()], **rest)
+                Trainer,
+                "__init__",
+                lambda self, callbacks, **rest: real_init(self, callbacks=[*callbacks, PowerCut()], **rest),
             )
             arguments = ["train", str(recipe_file), "--output_dir", str(folder)]
             assert main(arguments) == 130
@@ -189,7 +191,10 @@ class TestConditions:
         dataset.write_text("".join(reversed(lines)))
         assert main(["train", str(recipe_file), *arguments]) == 1
         error = capsys.readouterr().err
-        assert f"{folder / 'checkpoint-4'} was made with another dataset or global batch size (dataset_fingerprint: " in error
+        assert (
+            f"{folder / 'checkpoint-4'} was made with another dataset or global batch size (dataset_fingerprint: "
+            in error
+        )
         assert not (folder / "metrics.json").exists()
         dataset.write_text("".join(lines))
         assert main(["train", str(recipe_file), *arguments]) == 0

@@ -50,14 +50,20 @@ class TestBlocks:
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
     def test_end_of_text_in_a_document_is_no_boundary(self, saved, streaming, tmp_path):
         texts = [f"{index} before <|endoftext|> after" for index in range(40)]
-        fields = {"dataset": str(write_documents(tmp_path / "text.jsonl", texts)), "validation_fraction": 0.3, "block_size": 2}
+        fields = {
+            "dataset": str(write_documents(tmp_path / "text.jsonl", texts)),
+            "validation_fraction": 0.3,
+            "block_size": 2,
+        }
         recipe = Recipe(model="tiny-linear", tokenizer="bpe:300", streaming=streaming, **fields)
         documents = load_documents(recipe)
         tokenizer = make_tokenizer(recipe, documents)
         if saved:
             tokenizer.save_pretrained(tmp_path / "tokenizer")
             tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-        stream = [token for row in make_blocks(documents["train"], tokenizer, recipe).dataset for token in row["input_ids"]]
+        stream = [
+            token for row in make_blocks(documents["train"], tokenizer, recipe).dataset for token in row["input_ids"]
+        ]
         whole = tokenizer.decode([token for token in stream if token != tokenizer.eos_token_id])
         count = sum(1 for _ in documents["train"])
         assert stream.count(tokenizer.eos_token_id) in (count - 1, count)  # the last may fill no block
@@ -95,7 +101,9 @@ class TestTrainedTokenizer:
     def test_offsets_hold_no_blanks(self, trained):
         text = "import  words_of os"
         found = trained(text, return_offsets_mapping=True, return_special_tokens_mask=True)
-        assert [text[first:last] for first, last in found["offset_mapping"]] == [token.strip("Ġ") for token in found.tokens()]
+        assert [text[first:last] for first, last in found["offset_mapping"]] == [
+            token.strip("Ġ") for token in found.tokens()
+        ]
         collate = DataCollatorForLanguageModeling(trained, whole_word_mask=True, mlm_probability=0.5, seed=0)
         masked = (collate([found] * 20)["labels"] != -100).tolist()
         assert any(any(row) and not all(row) for row in masked), "all words or none"
@@ -127,19 +135,29 @@ class TestIdsWithGaps:
 def test_conversations(streaming, tmp_path):
     """The tokenizer's chat template joins messages, with its special tokens."""
     tokenizer = byte_tokenizer(end_of_text=600)
-    rows = [[{"role": "user", "content": f"say {row}"}, {"role": "assistant", "content": str(row)}] for row in range(20)]
+    rows = [
+        [{"role": "user", "content": f"say {row}"}, {"role": "assistant", "content": str(row)}] for row in range(20)
+    ]
     (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
     fields = {"text_column": "messages", "block_size": 16, "streaming": streaming, "max_validation_documents": 5}
-    recipe = Recipe(model="tiny-linear", dataset=str(tmp_path / "chat.jsonl"), **{"validation_fraction": 0.3, **fields})
+    recipe = Recipe(
+        model="tiny-linear", dataset=str(tmp_path / "chat.jsonl"), **{"validation_fraction": 0.3, **fields}
+    )
     documents = load_documents(recipe)["train"]
     with pytest.raises(ValueError, match="text_column='messages' holds messages, and tokenizer 'bpe:8192' has no"):
         make_blocks(documents, tokenizer, recipe)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + tokenizer.eos_token + "{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + tokenizer.eos_token + "{% endfor %}"
+    )
     stream = [token for block in make_blocks(documents, tokenizer, recipe).dataset for token in block["input_ids"]]
     expected = []
     for row in documents:
         expected += [*tokenizer.apply_chat_template(row["messages"])["input_ids"], tokenizer.eos_token_id]
-    assert stream == expected[: len(stream)] and len(expected) - len(stream) < 16 and stream.count(tokenizer.eos_token_id) > 20
+    assert (
+        stream == expected[: len(stream)]
+        and len(expected) - len(stream) < 16
+        and stream.count(tokenizer.eos_token_id) > 20
+    )
 
 
 def test_stream_too_small_for_a_block(recipe_file, tmp_path, capsys):

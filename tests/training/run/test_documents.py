@@ -45,7 +45,10 @@ class TestSplits:
         assert {split: {row["path"] for row in streamed[split]} for split in streamed} == parts
 
     def test_splits_of_the_dataset_itself_are_taken(self):
-        rows = {split: Dataset.from_dict({"text": [f"{split} {index}" for index in range(40)]}) for split in ("train", "test")}
+        rows = {
+            split: Dataset.from_dict({"text": [f"{split} {index}" for index in range(40)]})
+            for split in ("train", "test")
+        }
         recipe = Recipe(model="tiny-linear", validation_fraction=0.2, test_fraction=0.2)
         splits = documents_module._hold_out(rows, recipe)
         assert splits["test"]["text"][:] == rows["test"]["text"][:]
@@ -58,7 +61,9 @@ class TestSplits:
         rows = [{"path": copy * 100 + index, "text": f"text {index}"} for copy in range(3) for index in range(100)]
         path = tmp_path / "copies.jsonl"
         Dataset.from_list(rows).to_json(path)
-        recipe = Recipe(model="tiny-linear", dataset=str(path), validation_fraction=0.3, test_fraction=0.3, streaming=streaming)
+        recipe = Recipe(
+            model="tiny-linear", dataset=str(path), validation_fraction=0.3, test_fraction=0.3, streaming=streaming
+        )
         splits = [{row["text"] for row in split} for split in load_documents(recipe).values()]
         assert all(splits) and sum(map(len, splits)) == 100
 
@@ -127,8 +132,15 @@ class TestFiles:
         wanted = {f"say {row}: {row or ''}" for row in range(30)}
         assert read(path, streaming=streaming, text_template=template) == wanted
         for fields, message in (
-            ({}, "has no column 'text'; set text_column to one of id, instruction, output, or join several by text_template"),
-            ({"text_template": "{input}"}, "text_template: dataset .* has no column 'input', only id, instruction, output"),
+            (
+                {},
+                "has no column 'text'; set text_column to one of id, instruction, output, or join several by "
+                "text_template",
+            ),
+            (
+                {"text_template": "{input}"},
+                "text_template: dataset .* has no column 'input', only id, instruction, output",
+            ),
             ({"text_template": "{id"}, "text_template='{id': expected '}'"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -158,7 +170,9 @@ class TestFolderOfAStranger:
 
     def test_its_card_names_splits_of_its_own_files(self, folder):
         private = folder.parent / "private.jsonl"
-        fields = [f"data_files: {name}" for name in (private, "../private.jsonl", f"'{private}*'", f"file://{private}")]
+        fields = [
+            f"data_files: {name}" for name in (private, "../private.jsonl", f"'{private}*'", f"file://{private}")
+        ]
         fields += [r'data_files: "sub/\x2e\x2e/../private.jsonl"', "data_dir: ..", "data_files: &a [a.jsonl, *a]"]
         fields += ["data_files: [{split: train, path: a.jsonl}, {split: test, path: [a.jsonl, ../private.jsonl]}]"]
         for field in fields:
@@ -190,7 +204,10 @@ class TestFolderOfAStranger:
             read(folder)
 
     def test_a_snapshot_of_the_hub_has_links_to_its_own_blobs(self, folder):
-        snapshot, blobs = folder.parent / "datasets--a--b" / "snapshots" / "0123", folder.parent / "datasets--a--b" / "blobs"
+        snapshot, blobs = (
+            folder.parent / "datasets--a--b" / "snapshots" / "0123",
+            folder.parent / "datasets--a--b" / "blobs",
+        )
         (snapshot / "data").mkdir(parents=True)
         (snapshot / "data" / "a.jsonl").symlink_to(write_documents(blobs / "abc.jsonl", RIGHT))
         assert read(snapshot) == read(snapshot / "data") == set(RIGHT)
@@ -204,7 +221,8 @@ def test_what_names_no_dataset(tmp_path, monkeypatch):
     for name in ("pandas", "csv", "json", "text", "arrow", "webdataset", "imagefolder"):
         with pytest.raises(ValueError, match=f"dataset '{name}' is a format; name a file, a folder or OWNER/NAME"):
             read(name)
-    for path in ("/home/private.jsonl", "local:///private.jsonl", "hf://a/b::local:///private.jsonl"):  # in a card of the Hub
+    # In a card of the Hub
+    for path in ("/home/private.jsonl", "local:///private.jsonl", "hf://a/b::local:///private.jsonl"):
         made = SimpleNamespace(config=SimpleNamespace(data_files={"train": ["hf://datasets/a/b@0/a.jsonl", path]}))
         monkeypatch.setattr(documents_module, "load_dataset_builder", lambda *_, made=made: made)
         with pytest.raises(ValueError, match=f"{path} is no file of text that belongs to it"):
@@ -225,7 +243,17 @@ def test_a_line_of_too_many_bytes(name, tmp_path):
 
 def test_a_template_has_short_formats(tmp_path):
     path = write_documents(tmp_path / "a.jsonl", RIGHT)
-    for field in (":>999999999", ":>101", ":.101", ":{text}", ":>100.999", ":%Y-%m-%dT", ".__class__", "[0]", "[0].x:>9"):
+    for field in (
+        ":>999999999",
+        ":>101",
+        ":.101",
+        ":{text}",
+        ":>100.999",
+        ":%Y-%m-%dT",
+        ".__class__",
+        "[0]",
+        "[0].x:>9",
+    ):
         with pytest.raises(ValueError, match="must be a column and 8 characters of format, with numbers up to 100"):
             read(path, text_template=f"{{text{field}}}")
     assert read(path, text_template="{text!s:>100}{text:<9.100}") == {f"{text:>100}{text:<9}" for text in RIGHT}
@@ -249,6 +277,7 @@ def test_fingerprint_follows_the_text(tmp_path):
         changed = write_documents(tmp_path / "after" / name, [*RIGHT[:-1], "other"])
         os.utime(changed, (0, 0))
         assert fingerprint(moved) != before, name
-        assert "/" in name or "other" in read(moved), name  # of folders, `datasets` caches by the times of modification
+        # Of folders, `datasets` caches by the times of modification
+        assert "/" in name or "other" in read(moved), name
 
     assert fingerprint(tmp_path / "before" / "text.txt") == "f8bd9e620f9e3df8"

@@ -88,7 +88,12 @@ class TestOwnDataset:
     def own(self, run, tmp_path, monkeypatch):
         folder = shutil.copytree(run[0], tmp_path / "run")
         (folder / "metrics.json").unlink()  # as an unfinished run
-        recipe = {"dataset": "python-stdlib", "validation_fraction": 0.003, "test_fraction": 0.004, "packing": "documents"}
+        recipe = {
+            "dataset": "python-stdlib",
+            "validation_fraction": 0.003,
+            "test_fraction": 0.004,
+            "packing": "documents",
+        }
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         monkeypatch.setattr(evaluation, "evaluate_model", lambda model, tokenizer, recipe, *rest, **_: recipe)
         return folder
@@ -102,10 +107,11 @@ class TestOwnDataset:
         assert (other.validation_fraction, other.packing, other.block_size) == (0.02, "documents", Recipe.block_size)
 
     def test_a_record_names_built_in_corpora_and_datasets_of_the_hub(self, own, monkeypatch):
-        """Not what would be read from this machine: a file, a folder, or the working folder by the name of a format."""
+        """Not what would be read from this machine: a file, a folder, or the working folder by a format's name."""
         monkeypatch.chdir(own.parent)
         Path("own", "folder").mkdir(parents=True)
-        refused = "pandas csv squad own own/folder none/../own /etc/x ../x a/b/c hf://datasets/a/b file:///x a/.. ./a ~/x é/b"
+        refused = "pandas csv squad own own/folder none/../own /etc/x ../x a/b/c hf://datasets/a/b file:///x"
+        refused += " a/.. ./a ~/x é/b"
         allowed = ["python-docstrings", "owner/name", "o-w.n_er/na.me-1"]
         for dataset in (*allowed, "a/b\n", "", *refused.split()):
             (own / "recipe.yaml").write_text(yaml.safe_dump({"dataset": dataset, "block_size": 32}))
@@ -113,7 +119,9 @@ class TestOwnDataset:
                 assert evaluation.evaluate(own).dataset == dataset
                 continue
             such = ", such as --dataset squad" * (dataset == "squad")
-            with pytest.raises(ValueError, match=f"(?s)was trained on .*; name the text to evaluate by --dataset{such}"):
+            with pytest.raises(
+                ValueError, match=f"(?s)was trained on .*; name the text to evaluate by --dataset{such}"
+            ):
                 evaluation.evaluate(own)
 
     def test_a_recipe_that_goes_on_from_itself(self, own, monkeypatch):
@@ -136,7 +144,8 @@ class TestOwnDataset:
             evaluation.evaluate(own, validation_fraction=0.02)
 
     @pytest.mark.parametrize(
-        "model, dataset", [("run", "fold"), ("run/checkpoint-4", "../{here}/fold"), ("converted", "./fold"), ("run", "link")]
+        "model, dataset",
+        [("run", "fold"), ("run/checkpoint-4", "../{here}/fold"), ("converted", "./fold"), ("run", "link")],
     )
     def test_the_same_documents_by_another_name(self, dataset, model, own, monkeypatch):
         monkeypatch.chdir(own.parent)
@@ -177,7 +186,10 @@ class TestOwnDataset:
         }
         fields = {"max_steps": 1, "validation_fraction": 0.5, "save_strategy": "no", "eval_strategy": "no"}
         train(recipe_file, output_dir=tmp_path / "run", **saved, **fields)
-        assert [Path(record["dataset"]).name for record in read_trained_on(str(tmp_path / "run"))] == [corpus.name, "b.txt"]
+        assert [Path(record["dataset"]).name for record in read_trained_on(str(tmp_path / "run"))] == [
+            corpus.name,
+            "b.txt",
+        ]
 
 
 def test_at_most_as_many_documents_as_given_are_evaluated(run, tmp_path, capsys):

@@ -44,7 +44,11 @@ def test_prompt_has_no_special_tokens(run, tmp_path, monkeypatch, capsys):
     [
         ("tokenizer.json", b'{"version": "1.0", "model": {"type": "none"}}', "the tokenizer of '{}' cannot be read"),
         ("model.safetensors", b"half", "'{}' cannot be read"),
-        ("pytorch_model.bin", None, "'{}': the weights are damaged, or ask for more than tensors, which could run code"),
+        (
+            "pytorch_model.bin",
+            None,
+            "'{}': the weights are damaged, or ask for more than tensors, which could run code",
+        ),
     ],
 )
 def test_damaged_files_are_named(name, content, message, run, tmp_path, capsys):

@@ -64,7 +64,8 @@ class TestMasking:
         whole = masked["labels"]
         for name in ("input_ids", "labels"):
             parts = [
-                masking.mask({key: each[rows] for key, each in batch.items()}, 7)[name] for rows in ([0], [1, 2], range(3, 8))
+                masking.mask({key: each[rows] for key, each in batch.items()}, 7)[name]
+                for rows in ([0], [1, 2], range(3, 8))
             ]
             assert torch.equal(torch.cat(parts), masked[name])
         assert not torch.equal(masking.mask(batch, 8)["labels"], whole)
@@ -84,11 +85,14 @@ class TestMasking:
     def test_padding_is_neither_seen_nor_masked(self, tokenizer, restart):
         """Its length depends on the other rows of a batch, so nothing else may."""
         rows = [
-            {"input_ids": [*tokenizer("def name(self):" * length).input_ids, tokenizer.eos_token_id, 9]} for length in (2, 9)
+            {"input_ids": [*tokenizer("def name(self):" * length).input_ids, tokenizer.eos_token_id, 9]}
+            for length in (2, 9)
         ]
         collate, masking = BlockCollator(tokenizer.eos_token_id, restart, is_causal=False), Masking(tokenizer, 0.5, 0)
         torch.manual_seed(0)
-        model = NLQForMaskedLM(NLQConfig(is_causal=False, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)).eval()
+        model = NLQForMaskedLM(
+            NLQConfig(is_causal=False, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        ).eval()
         together, alone = (masking.mask(collate(batch), EVALUATION) for batch in (rows, rows[:1]))
         length = alone["labels"].shape[1]
         assert (together["labels"][0, length:] == -100).all() and (alone["labels"] != -100).any()
@@ -104,9 +108,17 @@ class TestMasking:
 def test_trains_as_eurobert_does(tokenizer, tmp_path):
     """From the same weights, on the same masks: losses and gradients are equal to the bit."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 280, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {
+        "vocab_size": 280,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     # Without a pad token, since EuroBERT's embedding passes it no gradient where a random token is the pad token
-    EuroBertForMaskedLM(EuroBertConfig(**sizes, pad_token_id=None, mask_token_id=2)).save_pretrained(tmp_path / "theirs")
+    EuroBertForMaskedLM(EuroBertConfig(**sizes, pad_token_id=None, mask_token_id=2)).save_pretrained(
+        tmp_path / "theirs"
+    )
     convert(tmp_path / "theirs", tmp_path / "ours")
     models = [AutoModelForMaskedLM.from_pretrained(tmp_path / name).train() for name in ("theirs", "ours")]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
@@ -153,7 +165,11 @@ class TestRun:
         assert "eval_perplexity" not in metrics and "eval_bits_per_byte" not in metrics
         assert again["eval_pseudo_perplexity"] == pytest.approx(np.exp(metrics["eval_loss"]))
         card = (folder / "README.md").read_text()
-        assert "pipeline_tag: fill-mask" in card and "loss (nats per masked token)" in card and "AutoModelForMaskedLM" in card
+        assert (
+            "pipeline_tag: fill-mask" in card
+            and "loss (nats per masked token)" in card
+            and "AutoModelForMaskedLM" in card
+        )
 
     def test_fills_masks(self, encoder_run):
         assert type(AutoModelForMaskedLM.from_pretrained(encoder_run[0])).__name__ == "NLQForMaskedLM"
@@ -178,12 +194,18 @@ class TestRun:
         [
             (["generate", "RUN", "x"], "is an encoder: generation needs a decoder"),
             (["evaluate", "RUN", "--tasks", "arc_easy"], "is an encoder: lm_eval needs a decoder"),
-            (["train", "RECIPE", "--objective", "masked"], "is a decoder; set objective: causal; or set is_causal: false"),
+            (
+                ["train", "RECIPE", "--objective", "masked"],
+                "is a decoder; set objective: causal; or set is_causal: false",
+            ),
             (
                 ["train", "RECIPE", "--set", "is_causal=false"],
                 "is an encoder; set objective: masked; or set is_causal: true",
             ),
-            (["train", "MASKED", "--tokenizer", "PLAIN"], "plain' has no mask token, which an encoder needs; add one by"),
+            (
+                ["train", "MASKED", "--tokenizer", "PLAIN"],
+                "plain' has no mask token, which an encoder needs; add one by",
+            ),
             (["compare", "COMPARISON", "--dry-run"], "tasks=['arc_easy']: lm_eval's tasks need decoders"),
             (["train", "RECIPE", "--mask_probability", "1"], "mask_probability=1.0 must be between 0 and 1"),
         ],
@@ -213,4 +235,6 @@ def test_comparison_of_encoders(recipe_file, tmp_path, capsys):
     assert results["same_tokens"], "the same masks, too"
     report = (tmp_path / "results" / "results.md").read_text()
     assert "test loss of masked tokens (nats)" in report and "validation loss of masked tokens" in report
-    assert "pseudo-perplexity improvement (%)" in report and not re.search("(?<!pseudo-)perplexity|nats per token", report)
+    assert "pseudo-perplexity improvement (%)" in report and not re.search(
+        "(?<!pseudo-)perplexity|nats per token", report
+    )

@@ -41,9 +41,15 @@ def test_run(pair_run, capsys):
     assert model.config.decoder.cross_attention == {"attention_activation": "sigmoid"}
     assert model.config.decoder_start_token_id == tokenizer.bos_token_id == tokenizer.eos_token_id
     again = evaluate(folder, metrics["trained_on"][0]["dataset"], validation_fraction=0.2)
-    assert again["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6) and again["eval_chrf"] == metrics["eval_chrf"]
+    assert (
+        again["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
+        and again["eval_chrf"] == metrics["eval_chrf"]
+    )
     text = generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4)
-    assert not text.startswith("one two") and generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4) == text
+    assert (
+        not text.startswith("one two")
+        and generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4) == text
+    )
     card = (folder / "README.md").read_text()
     assert "An encoder and decoder made with NLQ" in card and "chrF of generated text" in card
     example = card.partition("```python\n")[2].partition("```")[0]
@@ -82,7 +88,9 @@ def test_published(pair_run, pairs_recipe, tmp_path, capsys):
         capsys.readouterr()
         assert main(["publish", str(folder), "anna/pair", "--dry-run"]) == 0
         files.append({line.split()[-1] for line in capsys.readouterr().out.splitlines()[:-1]})
-    assert {"modeling_seq2seq_nlq.py", "model.safetensors", "recipe.yaml"} < files[0] and "optimizer.pt" not in files[0]
+    assert {"modeling_seq2seq_nlq.py", "model.safetensors", "recipe.yaml"} < files[0] and "optimizer.pt" not in files[
+        0
+    ]
     assert files[1] - files[0] == {"pair_idea.py"}
 
 
@@ -143,15 +151,21 @@ def test_chrf_is_taken_against_whole_targets(pairs_recipe, tmp_path, monkeypatch
 def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):
     """How many pairs are cut; and without sacrebleu one line, while the rest goes on."""
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "sacrebleu" else found(name, *more))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "sacrebleu" else found(name, *more)
+    )
     metrics = train(pairs_recipe, output_dir=tmp_path / "run", max_steps=1, eval_steps=1)
-    assert "of 80 pairs are longer than max_source_length=24 or max_target_length=16 tokens, and are cut" in caplog.text
+    assert (
+        "of 80 pairs are longer than max_source_length=24 or max_target_length=16 tokens, and are cut" in caplog.text
+    )
     assert caplog.text.count("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]") == 1
     assert "eval_chrf" not in metrics and metrics["eval_loss"] > 0
 
 
 def test_initial_values():
-    """Each half initializes its own modules: those that end a sub-layer, those that begin with zero, and those of parts."""
+    """Each half initializes its own modules: those that end a sub-layer, those that begin with zero, and those of
+    parts.
+    """
     half = {**HALF, "initializer_range": 0.5, "query_projection": "upcycled", "attention_sink": "learned"}
     model = NLQForConditionalGeneration(
         load_config("tiny-seq2seq", {"encoder": {**HALF, "initializer_range": 0.1}, "decoder": half})
@@ -165,7 +179,9 @@ def test_initial_values():
         layers[1].self_attn.o_proj.weight.std(),
         layers[0].mlp.fc1.weight.std(),
     ]
-    torch.testing.assert_close(torch.stack(deviations), torch.tensor([0.1 / 2**0.5, 0.5 / 3**0.5, 0.1]), rtol=0.1, atol=0.0)
+    torch.testing.assert_close(
+        torch.stack(deviations), torch.tensor([0.1 / 2**0.5, 0.5 / 3**0.5, 0.1]), rtol=0.1, atol=0.0
+    )
     assert not any(parameter.eq(7.0).any() for parameter in model.parameters())
 
 
@@ -211,9 +227,16 @@ def test_refusals(pairs_recipe, tmp_path, fields, message):
 @pytest.fixture
 def make_comparison(pairs_recipe, tmp_path):
     """A function to the file of a comparison with the control, a decoder that never sees the source."""
-    models = {name: {"switches": {"decoder": {"cross_attention": cross}}} for name, cross in (("sees", None), ("blind", False))}
+    models = {
+        name: {"switches": {"decoder": {"cross_attention": cross}}}
+        for name, cross in (("sees", None), ("blind", False))
+    }
     training = {"max_steps": 300, "save_strategy": "no", "eval_strategy": "no"}
-    fields = {"switches": {"decoder": {"attention_activation": "relu"}}, "training": training, "learning_rates": [3e-3]}
+    fields = {
+        "switches": {"decoder": {"attention_activation": "relu"}},
+        "training": training,
+        "learning_rates": [3e-3],
+    }
     fields |= {"recipe": str(pairs_recipe), "models": models, "baseline": "sees", "seeds": [0, 1]}
     return lambda **more: write_comparison(tmp_path, **fields, **more)
 

@@ -1,4 +1,6 @@
-"""CompleteP: equal to the multipliers of the paper, and what a wide and deep model computes moves as in the base model."""
+"""CompleteP: equal to the multipliers of the paper, and what a wide and deep model computes moves as in the base
+model.
+"""
 
 import copy
 import json
@@ -83,7 +85,10 @@ def test_equals_the_multipliers_of_the_paper(switches):
     scale_initial_values(ours, factors)
 
     hidden, vectors, outer = [], [], []
-    embeddings = {reference.lm_head.weight, *(m.weight for m in reference.modules() if isinstance(m, torch.nn.Embedding))}
+    embeddings = {
+        reference.lm_head.weight,
+        *(m.weight for m in reference.modules() if isinstance(m, torch.nn.Embedding)),
+    }
     if reference.model.embed_norm is not None:
         embeddings.update(reference.model.embed_norm.parameters())
     for name, module in reference.named_modules():

@@ -95,7 +95,9 @@ def test_another_machine_needs_no_file(recipe, new_process, tmp_path):
 def test_command_check(holds, two_surroundings, new_process, tmp_path, capsys):
     path = tmp_path / "my_idea.py"
     path.write_text(
-        DISTANCE if holds else DISTANCE.replace("tokens.key_position[:", "torch.arange(tokens.key_position.shape[-1])[None, :")
+        DISTANCE
+        if holds
+        else DISTANCE.replace("tokens.key_position[:", "torch.arange(tokens.key_position.shape[-1])[None, :")
     )
     assert main(["check", str(path)]) == (0 if holds else 1)
     printed = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Several processes: data parallel and FSDP2 runs train as one process does, and go on with another number of processes."""
+"""Several processes: data parallel and FSDP2 runs train as one process does, and go on with another number of
+processes.
+"""
 
 import functools
 import json
@@ -34,13 +36,29 @@ def fsdp_environment(state_dict_type: str) -> dict[str, str]:
     return {"ACCELERATE_USE_FSDP": "true", **variables}
 
 
-def launch(recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None, *arguments: str, shard: bool = True):
+def launch(
+    recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None, *arguments: str, shard: bool = True
+):
     """Trains with a global batch of 8, under FSDP2 if a `state_dict_type` is given."""
     program = "support.fsdp_on_cpu" if state_dict_type is not None and shard else "nlq"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m", program]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+        "-m",
+        program,
+    ]
     command += ["train", str(recipe_file), "--output_dir", str(folder), "--report_to", "none"]
     command += ["--per_device_train_batch_size", str(8 // processes), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY / "tests")}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(REPOSITORY / "tests"),
+    }
     if state_dict_type is not None:
         environment |= fsdp_environment(state_dict_type)
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=folder.parent)
@@ -102,13 +120,17 @@ def test_trains_as_one_process(run, finished, state_dict_type):
         (1, 2, FULL, 4),
     ],
 )
-def test_goes_on_with_another_number_of_processes(run, finished, recipe_file, tmp_path, before, after, state_dict_type, step):
+def test_goes_on_with_another_number_of_processes(
+    run, finished, recipe_file, tmp_path, before, after, state_dict_type, step
+):
     folder = tmp_path / "run"
     cut(finished(before, state_dict_type), folder, step)
     done = launch(recipe_file, folder, after, state_dict_type)
     assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
     check_same_run(folder, run, after)
-    assert yaml.safe_load((folder / "recipe.yaml").read_text())["training"]["per_device_train_batch_size"] == 8 // after
+    assert (
+        yaml.safe_load((folder / "recipe.yaml").read_text())["training"]["per_device_train_batch_size"] == 8 // after
+    )
 
 
 @pytest.mark.slow
@@ -137,7 +159,12 @@ def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_f
     """Frozen parameters stay as they are in every process, and in a run that goes on from a checkpoint."""
     upcycled = tmp_path / "upcycled"
     new = convert(run[0], upcycled, upcycle=True, switches={"attention_gate": "headwise"}).added
-    recipe = {**yaml.safe_load(recipe_file.read_text()), "model": str(upcycled), "tokenizer": str(upcycled), "trainable": "new"}
+    recipe = {
+        **yaml.safe_load(recipe_file.read_text()),
+        "model": str(upcycled),
+        "tokenizer": str(upcycled),
+        "trainable": "new",
+    }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     one = tmp_path / "one", train(path, output_dir=tmp_path / "one", report_to="none")

@@ -10,7 +10,17 @@ from modeling_nlq.training.run.recipe import load_recipe, override_words, read_o
 from nlq import main
 
 
-WORDS = ["--learning_rate", "1e-3", "--streaming", "--set", "qk_norm=l2", "--set", "attention_gate=None", "--report_to", "none"]
+WORDS = [
+    "--learning_rate",
+    "1e-3",
+    "--streaming",
+    "--set",
+    "qk_norm=l2",
+    "--set",
+    "attention_gate=None",
+    "--report_to",
+    "none",
+]
 
 
 class TestOverrides:
@@ -23,7 +33,9 @@ class TestOverrides:
         assert from_python.training_arguments.learning_rate == 1e-3
 
     def test_words_are_the_inverse(self):
-        overrides = read_overrides([*WORDS, "--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}', "--set", "sliding_window=3"])
+        overrides = read_overrides(
+            [*WORDS, "--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}', "--set", "sliding_window=3"]
+        )
         assert read_overrides(override_words(overrides)) == overrides
 
     def test_numbers_of_numpy(self):
@@ -31,7 +43,8 @@ class TestOverrides:
         assert load_recipe("demo", overrides).training_arguments.max_steps == 3
 
     @pytest.mark.parametrize(
-        ("typed", "read"), [(r"{a}\n{b}", "{a}\n{b}"), (r"{a}\t\\n ü", "{a}\t\\n ü"), ("{a}\n{b}", "{a}\n{b}"), (r"\d", r"\d")]
+        ("typed", "read"),
+        [(r"{a}\n{b}", "{a}\n{b}"), (r"{a}\t\\n ü", "{a}\t\\n ü"), ("{a}\n{b}", "{a}\n{b}"), (r"\d", r"\d")],
     )
     def test_template_typed_in_a_shell(self, typed, read):
         overrides = read_overrides(["--text_template", typed])
@@ -41,7 +54,12 @@ class TestOverrides:
         "line",
         [
             *("text_column: no", "target_column: no", "tokenizer: 1e3", "dataset: 2026-01-01", "model: on", "on: 1"),
-            *("training: {save_strategy: no}", "training: {report_to: off}", "training: {no: 1}", "switches: {off: 1}"),
+            *(
+                "training: {save_strategy: no}",
+                "training: {report_to: off}",
+                "training: {no: 1}",
+                "switches: {off: 1}",
+            ),
         ],
     )
     def test_text_that_yaml_reads_as_something_else(self, line, tmp_path):
@@ -55,7 +73,9 @@ class TestOverrides:
         for name in (*less, "token_accuracy", "chrf", "samples_per_second", "steps_per_second"):
             for metric in (name, f"eval_{name}"):
                 found = [
-                    load_recipe("demo", {"metric_for_best_model": metric, **given}).training_arguments.greater_is_better
+                    load_recipe(
+                        "demo", {"metric_for_best_model": metric, **given}
+                    ).training_arguments.greater_is_better
                     for given in ({}, {"greater_is_better": True}, {"greater_is_better": False})
                 ]
                 assert found == [name not in less, True, False], metric
@@ -81,7 +101,10 @@ class TestBeforeData:
         options = ["--model", str(run[0]), "--tokenizer", str(run[0]), "--output_dir", str(tmp_path / "run")]
         assert main(["train", str(recipe_file), *options, "--set", "query_projection=linear"]) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
-        assert "query_projection change parameters of the saved model" in line and "`nlq convert MODEL TARGET --set" in line
+        assert (
+            "query_projection change parameters of the saved model" in line
+            and "`nlq convert MODEL TARGET --set" in line
+        )
         assert not (tmp_path / "run").exists()
 
     def test_new_tokenizer_for_saved_weights(self, run, recipe_file, tmp_path, capsys):

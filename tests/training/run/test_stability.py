@@ -45,7 +45,9 @@ def capture_scores(model, position_ids):
 
     for layer in model.model.layers:
         for letter in "qk":
-            norm, linear, bottleneck = (getattr(layer.self_attn, f"{letter}_{name}") for name in ("norm", "proj", "bottleneck"))
+            norm, linear, bottleneck = (
+                getattr(layer.self_attn, f"{letter}_{name}") for name in ("norm", "proj", "bottleneck")
+            )
             terms = (linear, bottleneck) if norm is None else (norm,)
             hooks += [module.register_forward_hook(keep(letter)) for module in terms if module is not None]
 
@@ -154,7 +156,11 @@ class TestStatistics:
     @pytest.mark.parametrize("layout", ["plain", "window", "packed"])
     def test_encoders(self, make_model, monkeypatch, layout):
         """A query of an encoder sees keys beyond its own chunk of queries."""
-        sizes = {**make_model().config.to_dict(), "is_causal": False, "sliding_window": 3 if layout == "window" else None}
+        sizes = {
+            **make_model().config.to_dict(),
+            "is_causal": False,
+            "sliding_window": 3 if layout == "window" else None,
+        }
         model = NLQForMaskedLM(NLQConfig(**sizes, attn_implementation="eager")).eval()
         packed = {"position_ids": PACKED} if layout == "packed" else {}
         with torch.no_grad():
@@ -213,7 +219,9 @@ class TestStatistics:
 
 
 def test_records_of_a_run(run, recipe_file, tmp_path):
-    """After the first step, every third and the last, each once though the run was interrupted; training does not notice."""
+    """After the first step, every third and the last, each once though the run was interrupted; training does not
+    notice.
+    """
     folder, recorded = tmp_path / "run", {"record_stability": True, "stability_steps": 3, "packing": "documents"}
     interrupt(recipe_file, output_dir=folder, **recorded)
     train(recipe_file, output_dir=folder, **recorded)
@@ -249,7 +257,8 @@ def noisy_curve(**changes):
         (noisy_curve(at_2=math.nan, at_40=math.inf), [30, 410]),
         ([(1, math.nan), (2, math.nan)], [1, 2]),
         ([(index, 4.0 + 2.0 * (index == 9)) for index in range(30)], []),  # too few to compare with
-        ([(index, 4.0 if index < 20 else 6.0) for index in range(40)], [20, 21, 22, 23, 24]),  # then the median has followed
+        # Then the median has followed
+        ([(index, 4.0 if index < 20 else 6.0) for index in range(40)], [20, 21, 22, 23, 24]),
         ([(index, 4.0 + 0.09 * (index == 20)) for index in range(30)], []),  # less than a tenth
     ],
     ids=["noise", "leaps", "not finite", "only nan", "early", "plateau", "ripple"],
@@ -260,7 +269,9 @@ def test_loss_spikes(losses, spikes):
 
 def test_layers_without_scores(make_model):
     layers = {1: {"attention_activation": "softmax", "linear_attention_decay": None}}
-    model = make_model(attention_activation="linear_attention", linear_attention_decay="fixed", per_layer_config=layers)
+    model = make_model(
+        attention_activation="linear_attention", linear_attention_decay="fixed", per_layer_config=layers
+    )
     linear, softmax = attention_statistics(model, TOKENS)
     assert linear == {} and "entropy" in softmax
     layers = attention_statistics(make_model(attention_activation="entmax15"), TOKENS)

@@ -47,7 +47,7 @@ def upcycled(gpt2):
 
 
 def test_the_training_loss_of_a_stock_model(gpt2, recipe_file, tmp_path):
-    """Its class names no loss, and Trainer alone would count the first token of each block, which has no prediction."""
+    """Its class names no loss, and Trainer alone would count the first token of a block, which is not predicted."""
     config = GPT2Config.from_pretrained(gpt2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     AutoTokenizer.from_pretrained(gpt2).save_pretrained(tmp_path / "gpt2")
@@ -110,7 +110,9 @@ def test_nothing_else_is_trained(tuned, upcycled):
 def test_record(tuned, upcycled, recipe_file, capsys):
     """The run folder says how much was trained, and of which conversion."""
     folder, metrics, _ = tuned
-    assert json.loads((folder / "conversion.json").read_text()) == json.loads((upcycled / "conversion.json").read_text())
+    assert json.loads((folder / "conversion.json").read_text()) == json.loads(
+        (upcycled / "conversion.json").read_text()
+    )
     share = f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained"
     assert main(["train", str(folder.with_name("tune.yaml")), "--output_dir", str(folder)]) == 0  # it is finished
     assert share in capsys.readouterr().out
@@ -145,7 +147,9 @@ def test_goes_on_from_its_own_run(tuned, tune, tmp_path):
     changes = {"model": str(tuned[0]), "max_steps": 1, "save_strategy": "no"}
     train(tune, output_dir=tmp_path / "run", **changes)
     before, after = (load_file(path / "model.safetensors") for path in (tuned[0], tmp_path / "run"))
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {name for name in before if is_new(name)}
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if is_new(name)
+    }
     assert (tmp_path / "run" / "conversion.json").read_bytes() == (tuned[0] / "conversion.json").read_bytes()
 
 
@@ -157,11 +161,16 @@ class TestConversions:
         once = json.loads((upcycled / "conversion.json").read_text())
         assert second.added == once["added"] and all(map(is_new, second.added)) and len(second.added) == 18
         assert set(first.added) == {name for name in once["added"] if "gate_proj" in name}
-        assert second.before == json.loads((tmp_path / "gated" / "conversion.json").read_text()) and first.before is None
+        assert (
+            second.before == json.loads((tmp_path / "gated" / "conversion.json").read_text()) and first.before is None
+        )
 
     def test_what_was_trained_is_new_no_more(self, tuned, tmp_path):
         done = convert(tuned[0], tmp_path / "more", switches={"head_projection": True})
-        assert done.added == [f"model.layers.{layer}.self_attn.head_proj.weight" for layer in range(2)] and done.before is None
+        assert (
+            done.added == [f"model.layers.{layer}.self_attn.head_proj.weight" for layer in range(2)]
+            and done.before is None
+        )
 
     @pytest.mark.parametrize(
         "switches, enlarged",
@@ -218,7 +227,9 @@ class TestAdapter:
 
     def test_parts_of_modules(self, gpt2, tune, tuned, tmp_path, capsys):
         """A sink is a parameter of the attention itself, and PEFT saves modules."""
-        config = load_config(str(tuned[0]), {"attention_sink": "zero", "query_projection": "linear", "attention_gate": None})
+        config = load_config(
+            str(tuned[0]), {"attention_sink": "zero", "query_projection": "linear", "attention_gate": None}
+        )
         NLQForCausalLM(config).save_pretrained(tmp_path / "zero")
         AutoTokenizer.from_pretrained(gpt2).save_pretrained(tmp_path / "zero")
         convert(tmp_path / "zero", tmp_path / "learned", upcycle=True, switches={"attention_sink": "learned"})
@@ -245,7 +256,9 @@ def test_cost(upcycled):
     resolved = resolve_recipe({"model": str(upcycled), "trainable": "new"})
     whole, part = measure(config), measure(config, prepare=resolved.choose_trained)
     state = load_file(upcycled / "model.safetensors")
-    frozen = sum(value.numel() for name, value in state.items() if value.ndim == 2 and not is_new(name) and "_pos" not in name)
+    frozen = sum(
+        value.numel() for name, value in state.items() if value.ndim == 2 and not is_new(name) and "_pos" not in name
+    )
     assert whole.flops_per_token - part.flops_per_token == 2 * frozen
     assert part.trained == sum(state[name].numel() for name in new) and whole.trained == whole.total == part.total
 
@@ -270,7 +283,10 @@ def test_plan_of_a_comparison(comparison_file, upcycled):
     resolved = resolve_recipe({"model": str(upcycled), "trainable": "new"})
     size = measure(resolved.config, 64, prepare=resolved.choose_trained)
     assert header.split()[:3] == ["model", "parameters", "trained"]
-    assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [f"{size.total:,}", f"{size.trained:,}"]
+    assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [
+        f"{size.total:,}",
+        f"{size.trained:,}",
+    ]
     assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole
     with pytest.raises(ValueError, match="model 'new': trainable='new' trains what `nlq convert` added"):
         load_plan(comparison_file, {"model": "tiny-linear", "tokenizer": str(upcycled)})

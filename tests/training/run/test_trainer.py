@@ -20,7 +20,9 @@ from nlq import main
 
 
 def times(folder: Path) -> dict[Path, int]:
-    """When each file in a folder was written. Releases of filelock before 4 write to the lock's as often as they open it."""
+    """When each file in a folder was written. Releases of filelock before 4 write to the lock's as often as they open
+    it.
+    """
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != files.LOCK_FILE}
 
 
@@ -32,7 +34,14 @@ def test_divergence():
 class TestRun:
     def test_folder_has_everything(self, run):
         folder, metrics = run
-        for name in ("config.json", "model.safetensors", "tokenizer.json", "modeling_nlq.py", "recipe.yaml", "metrics.json"):
+        for name in (
+            "config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "modeling_nlq.py",
+            "recipe.yaml",
+            "metrics.json",
+        ):
             assert (folder / name).is_file(), name
         assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert list(folder.glob("runs/*/events.out.tfevents.*"))
@@ -46,7 +55,11 @@ class TestRun:
     def test_token_stream_is_the_hash_of_the_batches(self, run, recipe_file, monkeypatch):
         batches = []
         real_step = Trainer.training_step
-        keep = lambda self, model, inputs, *rest: batches.append(inputs["input_ids"]) or real_step(self, model, inputs, *rest)  # noqa: E731
+
+        def keep(self, model, inputs, *rest):
+            batches.append(inputs["input_ids"])
+            return real_step(self, model, inputs, *rest)
+
         monkeypatch.setattr(Trainer, "training_step", keep)
         folder = run[0].parent / "other-model"
         switches = {"attention_activation": "relu", "query_projection": "identity"}
@@ -88,11 +101,24 @@ class TestRun:
 
     def test_loss_that_is_no_number_ends_the_run(self, recipe_file, tmp_path, capsys):
         folder = tmp_path / "run"
-        arguments = ["train", str(recipe_file), "--output_dir", str(folder), "--learning_rate", "1e38", "--save_strategy", "no"]
+        arguments = [
+            "train",
+            str(recipe_file),
+            "--output_dir",
+            str(folder),
+            "--learning_rate",
+            "1e38",
+            "--save_strategy",
+            "no",
+        ]
         assert main(arguments) == 0
         assert "diverged: the loss was infinite or not a number after step 2" in capsys.readouterr().out
         metrics = json.loads((folder / "metrics.json").read_text(), parse_constant=pytest.fail)
-        assert metrics["diverged"] and metrics["diverged_at"] == metrics["steps"] == 2 and math.isfinite(metrics["train_loss"])
+        assert (
+            metrics["diverged"]
+            and metrics["diverged_at"] == metrics["steps"] == 2
+            and math.isfinite(metrics["train_loss"])
+        )
         assert not (folder / "model.safetensors").exists()
 
     def test_failed_attempt_does_not_claim_the_folder(self, recipe_file, tmp_path, capsys):
@@ -111,7 +137,16 @@ class TestRun:
 
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
         """Its weights and its tokenizer."""
-        options = ["--from", str(run[0]), "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--learning_rate", "0"]
+        options = [
+            "--from",
+            str(run[0]),
+            "--output_dir",
+            str(tmp_path / "run"),
+            "--max_steps",
+            "1",
+            "--learning_rate",
+            "0",
+        ]
         assert main(["train", str(recipe_file), *options, "--save_strategy", "no"]) == 0
         metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
         assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-5)
@@ -132,12 +167,19 @@ def test_tokens_seen_are_those_of_the_batches(corpus, recipe_file, tmp_path, mon
     monkeypatch.setattr(
         Trainer,
         "training_step",
-        lambda self, model, inputs, *args: shapes.append(inputs["input_ids"].shape) or real_step(self, model, inputs, *args),
+        lambda self, model, inputs, *args: (
+            shapes.append(inputs["input_ids"].shape) or real_step(self, model, inputs, *args)
+        ),
     )
     # A part of the corpus, whose last batch is not full
     dataset = tmp_path / "corpus.jsonl"
     dataset.write_text("".join(corpus.read_text().splitlines(keepends=True)[::6]))
-    batches = {"per_device_train_batch_size": 100, "gradient_accumulation_steps": 2, "eval_strategy": "no", "save_steps": 1}
+    batches = {
+        "per_device_train_batch_size": 100,
+        "gradient_accumulation_steps": 2,
+        "eval_strategy": "no",
+        "save_steps": 1,
+    }
     overrides = {"output_dir": tmp_path / "run", "dataset": dataset, "max_steps": -1, "num_train_epochs": 2, **batches}
     metrics = train(recipe_file, **overrides)
     assert len(set(shapes)) == 2, "no batch was smaller: nothing is tested"

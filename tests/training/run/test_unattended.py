@@ -37,7 +37,9 @@ def in_a_process(order: RunSpec):
 
 @pytest.fixture
 def order(recipe_file, tmp_path) -> RunSpec:
-    return RunSpec("one", load_recipe(recipe_file).given, str(tmp_path / "runs" / "one"), str(tmp_path / "data"), pace=0.05)
+    return RunSpec(
+        "one", load_recipe(recipe_file).given, str(tmp_path / "runs" / "one"), str(tmp_path / "data"), pace=0.05
+    )
 
 
 def test_finished_run(order, run):
@@ -64,5 +66,7 @@ def test_run_that_fails(order):
     Path(order.data, "tokenizer.json").write_text("no tokenizer")
     error = in_a_process(order)
     progress = read_json(Path(f"{order.folder}.progress.json"))
-    assert progress["state"] == "failed" and isinstance(error, RunFailed) and str(error) == f"failed: {progress['error']}"
+    assert (
+        progress["state"] == "failed" and isinstance(error, RunFailed) and str(error) == f"failed: {progress['error']}"
+    )
     assert "Traceback" in Path(f"{order.folder}.log").read_text()

@@ -1,4 +1,6 @@
-"""Screenings: the design, its effects beside ordinary least squares, planted truths, refusals, and one from file to report."""
+"""Screenings: the design, its effects beside ordinary least squares, planted truths, refusals, and one from file to
+report.
+"""
 
 import itertools
 import json
@@ -52,7 +54,7 @@ def test_designs(count):
 
 
 def least_squares(design, losses):
-    """Effects, standard errors and degrees of freedom of a linear model with a term for each row's mean and each seed."""
+    """Effects, standard errors and degrees of freedom of a linear model with terms for rows and seeds."""
     rows, seeds = losses.shape
     row, seed = (index.ravel() for index in np.indices(losses.shape))
     full = np.column_stack([row[:, None] == np.arange(rows), seed[:, None] == np.arange(1, seeds)]).astype(float)
@@ -103,7 +105,9 @@ def test_interactions_are_seldom_found_where_there_are_none():
     design, rng = make_design(NAMES[:3]), np.random.default_rng(0)
     found = [analyse_effects(design, 4 + rng.normal(size=(len(design.rows), 2))) for _ in range(400)]
     assert stats.kstest([effects.p_of_interactions for effects in found], "uniform").pvalue > 0.01
-    assert np.mean([effects.interaction_size**2 for effects in found]) == pytest.approx(4 / len(design.rows) / 2, rel=0.1)
+    assert np.mean([effects.interaction_size**2 for effects in found]) == pytest.approx(
+        4 / len(design.rows) / 2, rel=0.1
+    )
 
 
 @pytest.fixture
@@ -137,7 +141,9 @@ def test_the_plan(make_screening):
     changes = {"position_embedding": "rope", "attention_gate": "headwise"}
     off = confirmation.variants["off"].content["switches"]
     assert confirmation.variants["best"].content["switches"] == {**off, **changes}
-    assert confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
+    assert (
+        confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
+    )
     text = "\n".join(screening.describe())
     assert "16 runs" in text and "cannot be told apart" in text
 
@@ -171,12 +177,17 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     results = run_and_report(load_plan(file, {"explore": False}), folder, engine)
     assert len(engine.made) == len(set(engine.made))
     made, outcome = len(engine.made), from_json(ScreeningOutcome, results)
-    assert outcome.effects.survivors == ["gate"] and outcome.confirmation.largest.statistics.effects["best"].verdict == "better"
+    assert (
+        outcome.effects.survivors == ["gate"]
+        and outcome.confirmation.largest.statistics.effects["best"].verdict == "better"
+    )
     best = load_plan(folder / CONFIRMATION / "comparison.yaml", {}).largest.variants["best"]
     assert best.content["switches"]["attention_gate"] == "headwise"
     assert json.loads((folder / "results.json").read_text()) == results
     golden = Path(__file__).with_name("golden")
-    check_golden({golden / "report.md": (folder / "results.md").read_text(), golden / "terminal.txt": describe(outcome)})
+    check_golden(
+        {golden / "report.md": (folder / "results.md").read_text(), golden / "terminal.txt": describe(outcome)}
+    )
     assert {path.name for path in (folder / "figures").iterdir()} == {"effects.png"}
     assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
     assert "23 of 23 runs finished" in capsys.readouterr().out
@@ -215,7 +226,8 @@ def _switch(**switches):
         ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "stop='late' must be early"),
         (
             {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
-            "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and attention_gate='elementwise'",
+            "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and "
+            "attention_gate='elementwise'",
         ),
         (
             {"factors": {"a": _switch(attention_activation="sigmoid"), "sink": _switch(attention_sink="zero")}},
@@ -244,6 +256,8 @@ def test_the_shipped_results_are_those_of_their_runs(name, tmp_path):
     found = analyse_effects(design, np.array(losses))
     assert found.survivors == results.effects.survivors
     for name, effect in found.main.items():
-        assert (effect.effect, effect.p) == pytest.approx((results.effects.main[name].effect, results.effects.main[name].p))
+        assert (effect.effect, effect.p) == pytest.approx(
+            (results.effects.main[name].effect, results.effects.main[name].p)
+        )
     write_report(results, tmp_path)
     assert (tmp_path / "results.md").read_text() == (shipped / "results.md").read_text()

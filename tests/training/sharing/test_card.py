@@ -40,25 +40,46 @@ for repo in arguments:
 
 def test_parts_are_named_with_their_source():
     config = load_config("tiny-forget-gate")
-    assert "* `forget_gate`: `s_ij + sum" in (text := str(render("model", config, measure(config)))) and "2503.02130" in text
+    assert (
+        "* `forget_gate`: `s_ij + sum" in (text := str(render("model", config, measure(config))))
+        and "2503.02130" in text
+    )
 
 
 @pytest.mark.parametrize("name", ["<img src=x>", "a` <b> `c", "a\n```\n\n<b> ````", "` ![x](http://a.b/c) `"])
 def test_names_are_no_html(name):
     config = load_config("tiny-linear")
-    results = {"tokens_seen": 1, "steps": 1, "eval_loss": 1.0, "base_model": name, "dataset_fingerprint": name, "kernels": name}
+    results = {
+        "tokens_seen": 1,
+        "steps": 1,
+        "eval_loss": 1.0,
+        "base_model": name,
+        "dataset_fingerprint": name,
+        "kernels": name,
+    }
     given = {"dataset": name, "tokenizer": name, "model": name}
     card = render(name, config, measure(config), given=given, metrics=results, comparison=f"| {name} |")
-    assert html_in(card.text) == [] and "<img" not in markdown_it.MarkdownIt("commonmark", {"html": False}).render(card.text)
+    assert html_in(card.text) == [] and "<img" not in markdown_it.MarkdownIt("commonmark", {"html": False}).render(
+        card.text
+    )
     assert yaml.safe_load(re.search(r"(````*)yaml\n(.*?)\1\n", card.text, flags=re.DOTALL)[2]) == given
-    conversion = {"source": name, "base_model": name, "source_class": "A", "switches": {}, "lost": [name], "difference": None}
+    conversion = {
+        "source": name,
+        "base_model": name,
+        "source_class": "A",
+        "switches": {},
+        "lost": [name],
+        "difference": None,
+    }
     card = render("a/b", config, measure(config), given, results, conversion, is_adapter=True)
     code = re.search(r"```python\n(.*?)\n```", card.text, flags=re.DOTALL)[1]
     assert html_in(card.text) == [] and repr(name) in ast.unparse(ast.parse(code))
     assert html_in("a <img src=x>") == ["<img src=x>"]
 
 
-@pytest.mark.parametrize("dataset", ["allenai/c4", "wikitext", "python-stdlib", "corpora/mine.parquet", "~/mine.jsonl"])
+@pytest.mark.parametrize(
+    "dataset", ["allenai/c4", "wikitext", "python-stdlib", "corpora/mine.parquet", "~/mine.jsonl"]
+)
 def test_datasets_are_those_of_the_hub(dataset):
     config, metrics = load_config("tiny-linear"), {"tokens_seen": 1, "steps": 1, "eval_loss": 1.0}
     card = render("model", config, measure(config), given={"dataset": dataset}, metrics=metrics)
@@ -82,13 +103,25 @@ class TestCard:
         measured = {"loss", "perplexity", "bits_per_byte", "token_accuracy"}
         assert index[0]["name"] == "model" and len(index) == 1
         assert {
-            metric["type"]: (metric["value"], result["dataset"]["type"], result["dataset"]["split"], result["task"]["type"])
+            metric["type"]: (
+                metric["value"],
+                result["dataset"]["type"],
+                result["dataset"]["split"],
+                result["task"]["type"],
+            )
             for result in index[0]["results"]
             for metric in result["metrics"]
         } == {name: (metrics[f"eval_{name}"], "corpus.jsonl", "validation", "text-generation") for name in measured}
         assert json.loads(server.files("anna/model")["metrics.json"]) == without_folders(metrics)
-        assert "# model\n" in card.text and '"anna/model"' in card.text and f"{metrics['parameters']:,} parameters" in card.text
-        assert f"{metrics['eval_perplexity']:.4f}" in card.text and f"{metrics['tokens_seen']:,} tokens in 8 steps" in card.text
+        assert (
+            "# model\n" in card.text
+            and '"anna/model"' in card.text
+            and f"{metrics['parameters']:,} parameters" in card.text
+        )
+        assert (
+            f"{metrics['eval_perplexity']:.4f}" in card.text
+            and f"{metrics['tokens_seen']:,} tokens in 8 steps" in card.text
+        )
         assert "![Training and validation loss](loss.png)" in card.text
         assert "`query_projection` | `nonlinear`" in card.text and metrics["dataset_fingerprint"] in card.text
         assert "## Comparison" not in card.text and "## Origin" not in card.text
@@ -115,10 +148,16 @@ class TestCard:
         figures = {f"comparison/figures/{name}.png" for name in ("curves", "parameters", "stability")}
         assert files.keys() == RUN_FILES | {"comparison/results.md"} | figures
         section = re.search(r"^## Comparison\n(.*?)^## ", card.text, flags=re.DOTALL | re.MULTILINE)[1]
-        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")]
+        rows = [
+            [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")
+        ]
         verdict = results["statistics"]["effects"][name]["verdict"]
         assert [row[:2] for row in rows[2:]] == [["base", "baseline"], [f"**{name}** (this model)", verdict]]
-        assert "noise floor" in section.lower() and "2 seeds" in section and f"{results['tokens_per_run']:,} tokens" in section
+        assert (
+            "noise floor" in section.lower()
+            and "2 seeds" in section
+            and f"{results['tokens_per_run']:,} tokens" in section
+        )
         assert "(comparison/results.md)" in section
         assert "no more" in card.text and "One run with one seed" not in card.text
         for target in re.findall(r"\]\(([^)#]+)\)", card.text):
@@ -190,7 +229,9 @@ class TestCard:
             assert "generation_config.json" not in server.files(repo)
             weights = safetensors.torch.load(server.files(repo)["model.safetensors"])
             total = sum(value.numel() for value in weights.values())
-            body = total - sum(value.numel() for name, value in weights.items() if "embed_" in name or "lm_head" in name)
+            body = total - sum(
+                value.numel() for name, value in weights.items() if "embed_" in name or "lm_head" in name
+            )
             assert f"{total:,} parameters, {body:,} without embeddings" in card.text
 
     @pytest.mark.slow

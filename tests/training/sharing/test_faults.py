@@ -1,4 +1,6 @@
-"""`nlq publish` where the Hub refuses, or the connection breaks: nothing has changed, and the same command succeeds later."""
+"""`nlq publish` where the Hub refuses, or the connection breaks: nothing has changed, and the same command succeeds
+later.
+"""
 
 import re
 import shutil
@@ -27,7 +29,13 @@ STEPS = {
 
 
 # What a user must be told
-WORDS = {401: "log in", 403: "may not write", 404: "no such", 412: "somebody else", 500: "the Hub refused (On purpose)"}
+WORDS = {
+    401: "log in",
+    403: "may not write",
+    404: "no such",
+    412: "somebody else",
+    500: "the Hub refused (On purpose)",
+}
 
 
 def check_not_published(done: Done, repo: str, *words: str) -> None:

@@ -76,7 +76,9 @@ class TestRoundTrip:
         (tmp_path / "other.html").write_text("Something")
         refuses(tmp_path, "anna/page", "--space", words=("there is no page", "nlq explore"))
         refuses(tmp_path / "other.html", "anna/page", "--space", words=("is no page of `nlq explore`",))
-        refuses(run[0], "anna/page", "--space", "--license", "mit", words=("--license and --space exclude each other",))
+        refuses(
+            run[0], "anna/page", "--space", "--license", "mit", words=("--license and --space exclude each other",)
+        )
 
     def test_each_publication_is_one_commit(self, server, published):
         assert len(server.commits("anna/model")) == 3, "with the Hub's own first one"
@@ -126,7 +128,13 @@ class TestRoundTrip:
         NLQForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="70KB")
         shards = {path.name for path in sharded.glob("model*.safetensors*")}
         nlq.publish(whole, "anna/shards")
-        own = {"notes.txt", "notes.py", "examples/model.safetensors", "examples/modeling_nlq.py", "comparison/mine.png"}
+        own = {
+            "notes.txt",
+            "notes.py",
+            "examples/model.safetensors",
+            "examples/modeling_nlq.py",
+            "comparison/mine.png",
+        }
         add = "HfApi().upload_file(path_or_fileobj=b'mine', path_in_repo=%r, repo_id='anna/shards')"
         nlq.python("\n".join(["from huggingface_hub import HfApi", *(add % name for name in sorted(own))]))
         commits = len(server.commits("anna/shards"))
@@ -144,7 +152,10 @@ class TestRoundTrip:
 
         def commit_first(request):
             if request.path.endswith("/anna/shared/preupload/main"):
-                theirs = {**server._repos["anna/shared"].revision("main").files, "loss.png": Blob(b"theirs", is_lfs=True)}
+                theirs = {
+                    **server._repos["anna/shared"].revision("main").files,
+                    "loss.png": Blob(b"theirs", is_lfs=True),
+                }
                 server._repos["anna/shared"].commit("main", theirs, "theirs", "", "anna")
             return answer(request)
 
@@ -191,7 +202,14 @@ def rename_a_weight(folder: Path) -> None:
 
 
 def stop_before_the_end(folder: Path) -> None:
-    for name in ("config.json", "generation_config.json", "metrics.json", "model.safetensors", "README.md", "loss.png"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "metrics.json",
+        "model.safetensors",
+        "README.md",
+        "loss.png",
+    ):
         (folder / name).unlink()
 
 

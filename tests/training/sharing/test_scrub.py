@@ -68,12 +68,23 @@ class TestNothingLeaks:
             assert json.loads(files[name]) == json.loads((run[0] / name).read_text()), name
         (trained_on,) = run[1]["trained_on"]
         trained_on = {**trained_on, "dataset": Path(trained_on["dataset"]).name}
-        assert json.loads(files["metrics.json"]) == {**run[1], "resumed_from": "checkpoint-4", "trained_on": [trained_on]}
+        assert json.loads(files["metrics.json"]) == {
+            **run[1],
+            "resumed_from": "checkpoint-4",
+            "trained_on": [trained_on],
+        }
         given, there = yaml.safe_load((run[0] / "recipe.yaml").read_text()), yaml.safe_load(files["recipe.yaml"])
         assert there == {**given, "dataset": "corpus.jsonl", "model": "model.json"}
 
     def test_no_trace_of_the_machine(self, files, server, run, recipe_file, corpus, published):
-        folders = {run[0], recipe_file.parent, corpus.parent, Path.home(), Path.cwd(), Path(modeling_nlq.__file__).parents[1]}
+        folders = {
+            run[0],
+            recipe_file.parent,
+            corpus.parent,
+            Path.home(),
+            Path.cwd(),
+            Path(modeling_nlq.__file__).parents[1],
+        }
         for revision in (files, server.files("anna/model", published.first)):
             for name, data in revision.items():
                 for text in (*map(str, folders), "/home/somebody", "pytest-of", TOKEN, "AnnasSecret", "tfevents"):
@@ -121,7 +132,9 @@ class TestNothingLeaks:
 
     @pytest.mark.parametrize("is_whole", [False, True])
     def test_shards_that_are_not_these_weights(self, is_whole, server, nlq, copy_run):
-        """What loads is published: neither shards of another model, nor the index that Transformers leaves of earlier ones."""
+        """What loads is published: neither shards of another model, nor the index that Transformers leaves of earlier
+        ones.
+        """
         folder = copy_run()
         NLQForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="70KB")
         (folder / "model.safetensors").unlink()
@@ -135,7 +148,15 @@ class TestNothingLeaks:
 
 
 # What a name below a model's folder leads to, and what else is changed
-LINKS = ["modeling_nlq.py", "mine.py", "model.safetensors", "config.json", "tokenizer.json", "metrics.json", "loss.png"]
+LINKS = [
+    "modeling_nlq.py",
+    "mine.py",
+    "model.safetensors",
+    "config.json",
+    "tokenizer.json",
+    "metrics.json",
+    "loss.png",
+]
 
 
 @pytest.mark.parametrize("name", [*LINKS, "additional_chat_templates/a.jinja", "../out.safetensors"])
@@ -150,7 +171,10 @@ def test_links_below_the_folder(name, copy_run, tmp_path):
     elif "/" in name:
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "a.jinja").write_text("")
-    assert publish(tmp_path / "named", "anna/x", dry_run=True).files.keys() >= RUN_FILES - {"README.md", ".gitattributes"}
+    assert publish(tmp_path / "named", "anna/x", dry_run=True).files.keys() >= RUN_FILES - {
+        "README.md",
+        ".gitattributes",
+    }
     if "/" not in name:
         path.rename(secret)
         path.symlink_to(secret)
@@ -180,7 +204,9 @@ def test_a_snapshot_of_the_hub(copy_run, tmp_path):
 
 def test_what_was_checked_is_sent(copy_run, monkeypatch):
     folder, sent = copy_run(), {}
-    expected = {name: (folder / name).read_bytes() for name in ("modeling_nlq.py", "model.safetensors", "tokenizer.json")}
+    expected = {
+        name: (folder / name).read_bytes() for name in ("modeling_nlq.py", "model.safetensors", "tokenizer.json")
+    }
 
     def swap(repo_id, contents, *_):
         for name in expected:
@@ -229,7 +255,9 @@ def test_passwords_in_addresses(address, tmp_path):
 
 def test_what_reveals_nothing(tmp_path):
     """The end of an address, the beginning of another name, and whatever is a token of a vocabulary."""
-    text = f"https://example.org{tmp_path} {tmp_path}-2 `cd /path/to/models` hf_hub_download hf_transfer {'0a1b' * 10} "
+    text = (
+        f"https://example.org{tmp_path} {tmp_path}-2 `cd /path/to/models` hf_hub_download hf_transfer {'0a1b' * 10} "
+    )
     text += "ssh://git@github.com/a https://medium.com/@me https://a.b:80/?x=c@d https://{user}:{word}@host"
     check_for_traces(tmp_path, {"README.md": text.encode(), "tokenizer.json": str(tmp_path).encode()})
     with pytest.raises(ValueError, match=r"^README.md, line 2: names '.*/x', a path of this machine"):

@@ -6,9 +6,10 @@ import datasets
 import evaluate
 
 
-_DESCRIPTION = """loss (nats per token), perplexity, bits_per_byte (comparable between tokenizers), token_accuracy, of groups of
-tokens: their summed negative_log_likelihood in nats, how many were the likeliest (correct), and how many there are (tokens).
-compute takes bytes_per_token, the UTF-8 bytes of the text over its tokens; without it there is no bits_per_byte."""
+_DESCRIPTION = """loss (nats per token), perplexity, bits_per_byte (comparable between tokenizers), token_accuracy,
+of groups of tokens: their summed negative_log_likelihood in nats, how many were the likeliest (correct), and how many
+there are (tokens). compute takes bytes_per_token, the UTF-8 bytes of the text over its tokens; without it there is no
+bits_per_byte."""
 
 
 class LanguageModeling(evaluate.Metric):
