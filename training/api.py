@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from .files import PAGE_FILE
-from .run.recipe import TRACKERS, ResolvedRecipe, check_recipe, load_recipe
+from .run.recipe import Recipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
 from .run.unattended import RunSpec
 from .storage import fetch, is_address, open_folder, origin, publish
-from .text import bar_options, from_json
+from .text import bar_options
+from .values import from_json
 
 
 if TYPE_CHECKING:
@@ -54,31 +55,31 @@ def train(
     return train_with(engine, load_recipe(recipe, overrides, trust_parts), max_retries=max_retries, **options)
 
 
-def train_with(engine: str, resolved: ResolvedRecipe, **options: Any) -> dict[str, Any]:
+def train_with(engine: str, recipe: Recipe, **options: Any) -> dict[str, Any]:
     """Trains a recipe by an engine, as `train` does; an option that is `None` keeps its default."""
     given = {option: value for option, value in options.items() if value is not None}
     if engine not in ("local", "ray"):
         raise ValueError(f"engine={engine!r} must be 'local' or 'ray'")
     if given and engine == "local":
         raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
-    if engine == "local" and resolved.training_arguments.process_index > 0:
-        return train_recipe(resolved)
-    place = resolved.training_arguments.output_dir
+    if engine == "local" and recipe.arguments.process_index > 0:
+        return train_recipe(recipe)
+    place = recipe.output_dir
     if engine == "local" and is_address(place):
         raise ValueError(f"output_dir={place} is no folder: an address needs --engine ray")
     folder = open_folder(place)
     with RunFolder(folder).held():
-        metrics = train_on_ray(resolved, folder, **given) if engine == "ray" else train_recipe(resolved)
-        if resolved.recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+        metrics = train_on_ray(recipe, folder, **given) if engine == "ray" else train_recipe(recipe)
+        if recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
             from .explorer.of_runs import explore_runs  # without a page, training imports no explorer
 
-            explore_runs(resolved.recipe, {Path(origin(folder)).resolve().name: folder}, "validation", folder)
+            explore_runs(recipe, {Path(origin(folder)).resolve().name: folder}, "validation", folder)
         publish(folder)
     return metrics
 
 
 def train_on_ray(
-    resolved: ResolvedRecipe,
+    recipe: Recipe,
     folder: Path,
     workers: int = 1,
     cpus_per_worker: int | None = None,
@@ -109,19 +110,16 @@ def train_on_ray(
     """
     from .run import ray_jobs  # it imports Ray, which takes seconds
 
-    arguments = resolved.training_arguments
     cpus = None if cpus_per_worker is None else cpus_per_worker * workers
     resources = ray_jobs.Resources(cpus, gpus_per_worker * workers, workers, max_retries)
-    check_recipe(resolved)
-    ray_jobs.share_batch(resolved.given, workers)
+    check_recipe(recipe)
+    ray_jobs.share_batch(recipe, workers)
     parent, _, name = origin(folder).rpartition("/")
-    steps = max(arguments.max_steps, 0)
-    trackers = {field: value for field in TRACKERS if (value := getattr(arguments, field, None)) is not None}
-    given = {**resolved.given, "training": {**resolved.given["training"], **trackers}}
+    steps = max(recipe.arguments.max_steps, 0)
     with ray_jobs.connected_to_ray(), tqdm(total=steps or None, unit="step", **bar_options()) as progress:
         resources.check_room()
-        data, _ = ray_jobs.share_data(resolved.recipe, {resolved.recipe.model}, parent, f"{name}.data")
-        spec = RunSpec(name, given, name, data, keeps_checkpoints=True)
+        data, _ = ray_jobs.share_data(recipe, {recipe.model}, parent, f"{name}.data")
+        spec = RunSpec(name, recipe.replace(training={"output_dir": name}), data, keeps_checkpoints=True)
         ((_, metrics),) = ray_jobs.make_runs(parent, resources, lambda: [spec], progress, steps)
     fetch(folder, has_large=False)
     return metrics

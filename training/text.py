@@ -2,14 +2,9 @@
 
 import math
 import re
-import reprlib
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
-
-import numpy as np
+from typing import Any
 
 
 QUOTE_IT = "quote it, because YAML reads off, no, null, numbers and dates as other values"
@@ -20,9 +15,6 @@ LONGEST_NAME = 200  # of a folder; its lock, its log and what is being written b
 _CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Where Markdown may see more than text
 _MARKUP = re.compile(r"[`*~]|(?<![^\W_])_|_(?![^\W_])|\\(?=[!-/:-@[-`{-~]|$)|<(?=[A-Za-z/!?])|&(?=#?\w+;)|\](?=[(:[])")
-# The types of JSON that a type is read from, and what messages call it
-_KINDS = {bool: (bool, "true or false"), int: (int, "a whole number"), float: ((int, float), "a finite number")}
-_KINDS |= {str: (str, "text"), Any: (object, ""), **dict.fromkeys((list, tuple, np.ndarray), (list, "a list"))}
 
 
 def check_name(source: str, name: Any) -> None:
@@ -112,45 +104,6 @@ def check_number(name: str, value: float | None, least: float = -math.inf, most:
     if value is not None and not least <= value <= most:
         allowed = f"at least {least}" if most == math.inf else f"between {least} and {most}"
         raise ValueError(f"{name}={value} must be {allowed}")
-
-
-def from_json(kind: Any, value: Any, place: str = "") -> Any:
-    """Makes a value of a type, in which dataclasses may be anywhere, from one of JSON.
-
-    Raises:
-        ValueError: for a missing field, a value of another type, or a number that is not finite. The message begins
-            with `place`, the file and the field, such as `metrics.json: versions.`
-    """
-    origin, parts = get_origin(kind) or kind, get_args(kind)
-    if origin is UnionType:
-        return None if value is None else from_json(parts[0], value, place)
-    found, allowed = _KINDS.get(origin, (dict, "fields and values"))
-    is_number = origin in (int, float)
-    if not isinstance(value, found) or (
-        is_number and (isinstance(value, bool) or not abs(value) <= sys.float_info.max)
-    ):
-        raise ValueError(f"{place[:-1]}={reprlib.repr(value)} must be {allowed}")
-    if is_dataclass(kind):
-        types_of, known, value = get_type_hints(kind), {}, getattr(kind, "fields_in", dict)(value)
-        for entry in fields(kind):
-            if entry.name in value:
-                known[entry.name] = from_json(types_of[entry.name], value[entry.name], f"{place}{entry.name}.")
-            elif entry.default is MISSING and entry.default_factory is MISSING:
-                raise ValueError(f"{place}{entry.name} is missing")
-        return kind(**known)
-    if origin is dict:
-        # The keys of JSON are texts
-        keys = {name: int(name) if parts[0] is int and str(name).isdecimal() else name for name in value}
-        return {
-            from_json(parts[0], keys[name], place): from_json(parts[1], value[name], f"{place}{name}.")
-            for name in value
-        }
-    if origin in (list, tuple):
-        parts = parts * len(value) if origin is list else parts
-        return origin(
-            from_json(part, entry, f"{place}{index}.") for index, (part, entry) in enumerate(zip(parts, value))
-        )
-    return np.array(value) if kind is np.ndarray else value
 
 
 def is_disk_full(error: BaseException | None) -> bool:

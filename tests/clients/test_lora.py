@@ -3,6 +3,7 @@ model.
 """
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from modeling_nlq.training import train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.run.recipe import resolve_recipe
+from modeling_nlq.training.run.lora import choose_trained
+from modeling_nlq.training.run.recipe import read_recipe
 from nlq import main
 
 
@@ -122,8 +124,8 @@ def test_comparison(llama, recipe, tmp_path):
     }
     (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
     comparison = load_plan(tmp_path / "comparison.yaml")
-    resolved = resolve_recipe({"model": str(llama), "lora": LORA})
-    size = measure(resolved.config, 32, prepare=resolved.choose_trained)
+    recipe = read_recipe({"model": str(llama), "lora": LORA})
+    size = measure(recipe.config, 32, prepare=partial(choose_trained, recipe))
     assert f"{size.total:,}" in (line := list(comparison.describe())[2]) and f"{size.trained:,}" in line
     results = run_comparison(comparison, tmp_path / "results")
     assert results["same_tokens"] and results["models"]["lora"]["trained_parameters"] == size.trained

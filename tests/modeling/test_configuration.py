@@ -127,19 +127,19 @@ def test_shipped_models_build(name):
 
 @pytest.mark.parametrize("name", sorted({*names("recipes")} - {"heal"}))  # whose model its user converts
 def test_shipped_recipes_go_through_the_parser(name):
-    resolved = load_recipe(name, {"bf16": False, "torch_compile": False})
-    config = load_config(resolved.recipe.model, resolved.switches)
+    recipe = load_recipe(name, {"bf16": False, "torch_compile": False})
+    config = load_config(recipe.model, recipe.switches)
     if type(config) is NLQConfig:
-        assert resolved.recipe.block_size <= config.max_position_embeddings
-    arguments = resolved.training_arguments
+        assert recipe.block_size <= config.max_position_embeddings
+    arguments = recipe.arguments
     assert arguments.lr_scheduler_type == "cosine_with_min_lr"
     assert (arguments.max_steps > 0) == (name != "ladder")  # whose scales set it
 
 
 def test_papers_recipe_has_its_numbers():
-    resolved = load_recipe("openwebtext-paper", {"bf16": False, "torch_compile": False})
-    arguments = resolved.training_arguments
-    tokens = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * resolved.recipe.block_size
+    recipe = load_recipe("openwebtext-paper", {"bf16": False, "torch_compile": False})
+    arguments = recipe.arguments
+    tokens = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * recipe.block_size
     assert tokens == 491_520
     assert (arguments.max_steps, arguments.warmup_steps) == (60_002, 2_000)
     assert (arguments.learning_rate, arguments.lr_scheduler_kwargs) == (8e-4, {"min_lr": 8e-5})

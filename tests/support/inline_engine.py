@@ -22,4 +22,4 @@ class InlineEngine(LocalEngine):
         while ready := next_runs(scale, finished)[0]:
             for run in ready:
                 with nullcontext() if self.draws_losses else patch.object(trainer, "plot_losses"):
-                    trainer.train_recipe(scale.resolve(run, run_folder(folder, run)), data)
+                    trainer.train_recipe(scale.recipe_of(run, run_folder(folder, run)), data)

@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from ..parameters import auto_class_of, vocabulary_of
 from ..run.documents import files_by_split
-from ..run.recipe import emulated_bf16, resolve_recipe
+from ..run.recipe import emulated_bf16
 from ..text import check_number, duration, first_line
 from .inference import alpha_of_last, smallest_difference
 from .local import environment_of_one_run
@@ -96,8 +96,7 @@ def describe_estimate(
 
 def _evaluated_tokens(variant: Variant) -> float:
     """Estimates how many tokens a run evaluates from the size of its text; 0 if it is not here, as one on the Hub."""
-    resolved = resolve_recipe(variant.content, {"output_dir": "unused"})
-    recipe, arguments = resolved.recipe, resolved.training_arguments
+    recipe, arguments = variant.recipe, variant.recipe.arguments
     size = sum(path.stat().st_size for paths in files_by_split(recipe).values() for path in paths)
     passes = 1
     if arguments.eval_strategy == "steps":
@@ -111,7 +110,7 @@ def _evaluated_tokens(variant: Variant) -> float:
 def machine_warning(plan: Comparison) -> str | None:
     """A warning if a model is to be trained in bfloat16 on a CPU that emulates it."""
     variants = (variant for scale in plan.scales.values() for variant in scale.variants.values())
-    return next(filter(None, (emulated_bf16(variant.content["training"]) for variant in variants)), None)
+    return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
 
 
 def _describe_difference(scale: Scale, floor: float | None) -> str:
@@ -128,7 +127,7 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 
 def _seconds_of_run(variant: Variant, evaluated: float, threads: int | None, measured: dict[str, float]) -> float:
     """The seconds of a run that evaluates so many tokens; models whose steps are alike are `measured` once."""
-    training = {name: value for name, value in variant.content["training"].items() if "rate" not in name}
+    training = {name: value for name, value in variant.recipe.training.items() if "rate" not in name}
     key = json.dumps([variant.config, training], sort_keys=True, default=str)
     if key not in measured:
         measured[key] = seconds_of_step(variant, threads)
@@ -142,16 +141,15 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
     """
     before, watch = torch.get_num_threads(), _Stopwatch()
     with tempfile.TemporaryDirectory() as folder, _quiet(), environment_of_one_run():
-        content = copy.deepcopy(variant.content)
-        content["training"] |= {
+        training = {
             "save_strategy": "no",
             "eval_strategy": "no",
             "report_to": "none",
             "disable_tqdm": True,
         }
-        content["training"] |= {"log_level": "passive", "torch_compile": False, "load_best_model_at_end": False}
-        resolved = resolve_recipe(content, {"output_dir": folder})
-        recipe, arguments = resolved.recipe, resolved.training_arguments
+        training |= {"log_level": "passive", "torch_compile": False, "load_best_model_at_end": False}
+        recipe = variant.recipe.replace(training={**training, "output_dir": folder})
+        arguments = recipe.arguments
         if arguments.n_gpu > 1:
             arguments._n_gpu = 1  # as a run has; Trainer would spread the batch over all of them
         whole = arguments.train_batch_size * arguments.gradient_accumulation_steps
@@ -159,7 +157,7 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
         if arguments.device.type == "cpu":
             most = max(1, _CPU_TOKENS // sum(recipe.sample_lengths))
             arguments.per_device_train_batch_size = min(arguments.per_device_train_batch_size, most)
-        config = copy.deepcopy(resolved.config)
+        config = copy.deepcopy(recipe.config)
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         rows, size = arguments.train_batch_size * (_STEPS + 2), vocabulary_of(config)
         lengths = dict.fromkeys(("input_ids", "labels"), recipe.block_size)

@@ -71,8 +71,8 @@ class LocalEngine:
         """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
         make_folder(folder)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
-            first = scale.resolve(Run(scale.baseline, 1.0, 0), folder)
-            _, _, fingerprint = prepare_data(first.recipe, folder / _TOKENIZER)
+            first = scale.recipe_of(Run(scale.baseline, 1.0, 0), folder)
+            _, _, fingerprint = prepare_data(first, folder / _TOKENIZER)
         return folder / _TOKENIZER, fingerprint
 
     def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
@@ -102,8 +102,7 @@ class LocalEngine:
             return False
         spec = RunSpec(
             name=run.name,
-            content=scale.resolve(run, path).given,
-            folder=str(path),
+            recipe=scale.recipe_of(run, path),
             data=str(data),
             threads=self.cpus_per_run or torch.get_num_threads(),
         )

@@ -34,7 +34,7 @@ class RayEngine(Resources):
         """
         for scale in scales:
             for variant in scale.variants.values():
-                share_batch(variant.content, self.workers_per_run)
+                share_batch(variant.recipe, self.workers_per_run)
         with connected_to_ray():
             self.check_room()
             yield
@@ -51,8 +51,8 @@ class RayEngine(Resources):
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Saves tokenizer and tokenised data in the folder."""
-        recipe = scale.resolve(Run(scale.baseline, 1.0, 0), folder).recipe
-        models = {variant.content["model"] for variant in scale.variants.values()}
+        recipe = scale.recipe_of(Run(scale.baseline, 1.0, 0), folder)
+        models = {variant.recipe.model for variant in scale.variants.values()}
         name, fingerprint = share_data(recipe, models, origin(folder), _DATA)
         return folder / name, fingerprint
 
@@ -74,8 +74,7 @@ class RayEngine(Resources):
             return [
                 RunSpec(
                     run.name,
-                    scale.resolve(run, run_folder(folder, run)).given,
-                    run_folder(folder, run).relative_to(place).as_posix(),
+                    scale.recipe_of(run, run_folder(folder, run).relative_to(place)),
                     data.relative_to(place).as_posix(),
                 )
                 for run in found
@@ -85,4 +84,4 @@ class RayEngine(Resources):
         with tqdm(desc=scale.name, initial=done, unit="step", **bar_options()) as progress:
             for spec, metrics in make_runs(origin(place), self, ready, progress, steps):
                 finished.add(runs[spec.name], metrics)
-                fetch(place / spec.folder, has_large=False)
+                fetch(place / spec.recipe.output_dir, has_large=False)

@@ -1,6 +1,5 @@
 """The plan of a comparison: models, learning rates and seeds on one recipe, at one scale or at several."""
 
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..parameters import Size
-from ..run.recipe import ResolvedRecipe, resolve_recipe
+from ..run.recipe import Recipe
 from ..text import align
 from .inference import FIRST_INTERIM, alpha_of_last, power_warning
 from .rates import Rates
@@ -47,12 +46,11 @@ class Variant:
         rates: the rates to choose among.
         rates_by_seed: the rates of a seed, where it does not have `rates`.
         has_own_start: whether its scale says where the search of rates begins.
-        content: its recipe without learning rate and seed, as `resolve_recipe` takes it.
+        recipe: its recipe without learning rate and seed; `None` in an outline (see `load_outline`).
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
         steps: number of optimizer steps of each run.
         tokens: number of training tokens of each run, if every batch is full.
-        tokenizer: the tokenizer of its recipe.
         config: all fields of its configuration.
     """
 
@@ -60,12 +58,11 @@ class Variant:
     rates: Rates
     has_own_start: bool = False
     rates_by_seed: dict[int, Rates] = field(default_factory=dict)
-    content: dict[str, Any] = field(default_factory=dict)
+    recipe: Recipe | None = None
     size: Size = field(default_factory=lambda: Size(0, 0, 0, 0))
     intermediate_size: int | None = None
     steps: int = 0
     tokens: int = 0
-    tokenizer: str = ""
     config: dict[str, Any] = field(default_factory=dict)
 
     def rates_of(self, seed: int) -> Rates:
@@ -134,11 +131,10 @@ class Scale:
         """Sorts runs seed by seed, so that early results cover all models."""
         return sorted(runs, key=lambda run: self.seeds.index(run.seed))
 
-    def resolve(self, run: Run, folder: Path) -> ResolvedRecipe:
-        """The recipe of a run."""
-        content = copy.deepcopy(self.variants[run.model].content)
-        content["training"].update(learning_rate=run.learning_rate, seed=run.seed)
-        return resolve_recipe(content, {"output_dir": str(folder)}, f"model {run.model!r}")
+    def recipe_of(self, run: Run, folder: Path) -> Recipe:
+        """Returns the recipe of a run in its folder."""
+        settings = {"learning_rate": run.learning_rate, "seed": run.seed, "output_dir": str(folder)}
+        return self.variants[run.model].recipe.replace(training=settings)
 
     def starting_at(self, chosen: Mapping[str, Mapping[int, float]]) -> "Scale":
         """This scale, whose seeds begin their searches at the rates that they chose before, by model and seed.

@@ -2,6 +2,8 @@
 trained.
 """
 
+import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -21,7 +23,15 @@ from ...configuration import find
 from ..disk import resolve_user_path
 from ..files import check_keys, merged, read_section, read_yaml
 from ..parameters import Size, matching_intermediate_size, measure
-from ..run.recipe import check_recipe, check_trusted, override_words, resolve_recipe, without_private
+from ..run.lora import choose_trained
+from ..run.recipe import (
+    Recipe,
+    check_recipe,
+    check_trusted,
+    override_words,
+    read_recipe,
+    without_private,
+)
 from ..run.tasks import check_tasks
 from ..scrub import without_folders
 from ..text import QUOTE_IT, check_name, one_line
@@ -127,7 +137,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
     if given.get("scales") is None:
         return Comparison(file.name, given["baseline"], scales, file.command, scales[""].given)
     _check_scales(path, scales)
-    recipe = resolve_recipe(file.recipe, file.overrides, file.recipe_source).given
+    recipe = read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict()
     in_order = {name: given["scales"][name] for name in scales}
     return Comparison(
         file.name, given["baseline"], scales, file.command, {**given, "scales": in_order, "recipe": recipe}
@@ -174,9 +184,10 @@ def read_scale(
     models, baseline = given["models"], given["baseline"]
     check_seeds(source, given.get("seeds"))
     rates = read_rates(f"{source}: learning_rates", given.get("learning_rates"))
-    shared = resolve_recipe(recipe, file.overrides, recipe_source).given
+    shared = read_shared_recipe(recipe, file.overrides, recipe_source)
     if (ratio := given.get("tokens_per_parameter")) is not None:
-        shared["training"]["max_steps"] = _steps(source, ratio, models[baseline], baseline, shared)
+        steps = _steps(source, ratio, models[baseline], baseline, shared)
+        shared = shared.replace(training={"max_steps": steps})
     variants: dict[str, Variant] = {}
     # The baseline first: others may be matched to it
     for model in sorted(models, key=lambda model: model != baseline):
@@ -186,18 +197,25 @@ def read_scale(
         if variant.tokens != reference.tokens:
             seen = f"{variant.tokens:,} tokens, the baseline {reference.tokens:,}"
             raise ValueError(f"{source}: model {model!r} would see {seen}: that compares the amount of data too")
-        if variant.tokenizer != reference.tokenizer:
+        tokenizers = [item.recipe.tokenizer_name for item in (variant, reference)]
+        if tokenizers[0] != tokenizers[1]:
             raise ValueError(
-                f"{source}: model {model!r} has the tokenizer {variant.tokenizer!r}, the baseline "
-                f"{reference.tokenizer!r}: all "
+                f"{source}: model {model!r} has the tokenizer {tokenizers[0]!r}, the baseline {tokenizers[1]!r}: all "
                 "must read the same tokens; name one tokenizer in the recipe"
             )
         variants[model] = variant
     variants = {model: variants[model] for model in models}
-    resolved = {**given, "recipe": shared, "models": {model: item.given for model, item in variants.items()}}
-    resolved.pop("tokens_per_parameter", None)  # the recipe has the steps
+    models = {model: item.given for model, item in variants.items()}
+    whole = {**given, "recipe": shared.to_dict(), "models": models}
+    whole.pop("tokens_per_parameter", None)  # the recipe has the steps
     tasks, seeds = list(given.get("tasks") or []), list(given["seeds"])
-    return Scale(given["name"], baseline, variants, seeds, resolved, tasks, file.command, given.get("stop"))
+    return Scale(given["name"], baseline, variants, seeds, whole, tasks, file.command, given.get("stop"))
+
+
+def read_shared_recipe(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Recipe:
+    """Reads the recipe that all models share, without the folders and names of a single run."""
+    recipe = read_recipe(content, overrides, source)
+    return dataclasses.replace(recipe, training=without_private(recipe.training))
 
 
 def _scales_in(
@@ -268,15 +286,15 @@ def _merged(
     return whole
 
 
-def _steps(source: str, ratio: Any, entry: Any, baseline: str, shared: dict[str, Any]) -> int:
+def _steps(source: str, ratio: Any, entry: Any, baseline: str, shared: Recipe) -> int:
     """The number of optimizer steps in which the baseline sees `ratio` tokens for each of its non-embedding
     parameters.
     """
     if not isinstance(ratio, int | float) or isinstance(ratio, bool) or not 0 < ratio < math.inf:
         raise ValueError(f"{source}: tokens_per_parameter={ratio!r} must be a number above 0")
-    if "max_steps" in shared["training"]:
+    if "max_steps" in shared.training:
         raise ValueError(f"{source}: tokens_per_parameter and max_steps both set the number of tokens; remove one")
-    once = {**shared, "training": {**shared["training"], "max_steps": 1}}
+    once = shared.replace(training={"max_steps": 1})
     variant = read_model(source, baseline, entry, once, Rates(listed=(1.0,)), None, None)
     return math.ceil(ratio * variant.size.non_embedding / variant.tokens)
 
@@ -291,7 +309,7 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
         raise ValueError(
             f"{path}: scales holds only {', '.join(map(repr, scales)) or 'nothing'}; a ladder needs two or more"
         )
-    tokenizers = {name: scale.variants[scale.baseline].tokenizer for name, scale in scales.items()}
+    tokenizers = {name: scale.variants[scale.baseline].recipe.tokenizer_name for name, scale in scales.items()}
     smallest, first = next(iter(tokenizers.items()))
     for smaller, larger in itertools.pairwise(scales):
         if tokenizers[larger] != first:
@@ -360,7 +378,7 @@ def read_model(
     path: str,
     name: str,
     entry: Any,
-    shared: dict[str, Any],
+    shared: Recipe,
     learning_rates: Rates | None,
     match: Any,
     budget: Size | None,
@@ -389,21 +407,23 @@ def read_model(
         raise ValueError(f"{source}: match={match!r} must be one of {', '.join(_MATCHES)}, or null")
 
     # `null` takes a field of the recipe back to its default
-    own = {name: entry[name] for name in _RECIPE_FIELDS_OF_MODEL if name in entry}
-    content = {name: value for name, value in {**shared, **own}.items() if value is not None or name not in own}
-    content.setdefault("model", shared["model"])
+    changes = {name: entry[name] for name in _RECIPE_FIELDS_OF_MODEL if name in entry}
+    defaults = {"model": shared.model}
+    content = shared.to_dict() | {
+        name: defaults.get(name, getattr(Recipe, name, None)) if value is None else value
+        for name, value in changes.items()
+    }
     for section in _SECTIONS:
-        own = read_section(entry.get(section), f"{source}: {section}")
-        check_set_by_run(source, own)
-        content[section] = merged(shared[section], own)
+        changes = read_section(entry.get(section), f"{source}: {section}")
+        check_set_by_run(source, changes)
+        content[section] = merged(content.get(section, {}), changes)
     try:
-        resolved = resolve_recipe(content, None, source)
+        recipe = read_shared_recipe(content, {}, source)
         if match is not None and budget is not None:
-            width = matching_intermediate_size(resolved.config, budget, match, resolved.recipe.sample_lengths)
-            content["switches"]["intermediate_size"] = width
-            resolved = resolve_recipe(content, None, source)
-        recipe, arguments, config = resolved.recipe, resolved.training_arguments, resolved.config
-        check_recipe(resolved)
+            width = matching_intermediate_size(recipe.config, budget, match, recipe.sample_lengths)
+            recipe = recipe.replace(switches={"intermediate_size": width})
+        arguments, config = recipe.arguments, recipe.config
+        check_recipe(recipe)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
     if arguments.max_steps <= 0:
@@ -425,15 +445,14 @@ def read_model(
     tokens_per_step = (
         arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * sum(recipe.sample_lengths)
     )
-    size = measure(config, recipe.sample_lengths, prepare=resolved.choose_trained)
+    size = measure(config, recipe.sample_lengths, prepare=functools.partial(choose_trained, recipe))
     return Variant(
         given=entry,
         rates=rates,
-        content=content,
+        recipe=recipe,
         size=size,
         intermediate_size=getattr(config, "intermediate_size", None),
         steps=arguments.max_steps,
         tokens=arguments.max_steps * tokens_per_step,
-        tokenizer=recipe.tokenizer,
         config=json.loads(config.to_json_string(use_diff=False)),
     )

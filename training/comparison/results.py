@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import METRICS_FILE, read_json
-from ..text import from_json
+from ..values import from_json
 from .inference import FIRST_INTERIM, analyse
 from .plan import Comparison, Run, Scale
 

@@ -14,6 +14,7 @@ from ..disk import delete, read_text, write_text
 from ..explorer.of_runs import explore_runs
 from ..files import COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..models import config_differences, weights_fingerprint
+from ..run.recipe import without_defaults
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..storage import publish
 from .downstream import read_scores, score_runs
@@ -136,7 +137,7 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
     """
     delete(folder / PAGE_FILE)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
-    recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), folder).recipe
+    recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
     finished = {model: content.runs for model, content in found.models.items() if content.finished == content.runs}
     if scale.baseline not in finished or not recipe.explore:
         return False
@@ -160,6 +161,8 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
     place = RunFolder(folder, COMPARISON_FILE)
     with place.held(CLAIM_PATIENCE):
         before = place.made_from()
+        if before is not None and isinstance(before.get("recipe"), dict):
+            before["recipe"] = without_defaults(before["recipe"])
         changes = before and differences(before, comparison.given)
         if changes:
             added = (
@@ -209,11 +212,11 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     Raises:
         ValueError: if the configuration of a model has changed, or the saved weights that its runs begin with.
     """
-    sources = {variant.content["model"] for scale in scales.values() for variant in scale.variants.values()}
+    sources = {variant.recipe.model for scale in scales.values() for variant in scale.variants.values()}
     weights = {source: weights_fingerprint(source) for source in sources}
     now = {
         name: {
-            model: {"config": variant.config, "weights": weights[variant.content["model"]]}
+            model: {"config": variant.config, "weights": weights[variant.recipe.model]}
             for model, variant in scale.variants.items()
         }
         for name, scale in scales.items()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yaml
 from ..run.run_folder import RunProgress
-from ..text import align, from_json
+from ..text import align
+from ..values import from_json
 from .plan import Scale
 from .reading import load_outline
 from .results import RunStore, in_turn

@@ -181,11 +181,11 @@ def train(
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
 
     begun = {} if source is None else {"model": source, "tokenizer": source}
-    resolved = load_recipe(recipe, begun | read_overrides(context.args), trust_parts)
+    loaded = load_recipe(recipe, begun | read_overrides(context.args), trust_parts)
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-    metrics = train_with(engine, resolved, **resources, max_retries=max_retries)
-    if resolved.training_arguments.process_index == 0:
-        _say(f"{resolved.training_arguments.output_dir}: {_describe(metrics)}")
+    metrics = train_with(engine, loaded, **resources, max_retries=max_retries)
+    if loaded.arguments.process_index == 0:
+        _say(f"{loaded.output_dir}: {_describe(metrics)}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")

@@ -54,15 +54,15 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
         texts = (check_text(row[column], recipe) for row in sample for column in recipe.text_columns.values())
         return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
     try:
-        tokenizer = load_tokenizer(recipe.tokenizer)
+        tokenizer = load_tokenizer(recipe.tokenizer_name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"tokenizer {recipe.tokenizer!r} cannot be loaded: {first_line(root_cause(error))}"
+            f"tokenizer {recipe.tokenizer_name!r} cannot be loaded: {first_line(root_cause(error))}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer {recipe.tokenizer!r} has no end-of-text token (eos_token)")
+        raise ValueError(f"tokenizer {recipe.tokenizer_name!r} has no end-of-text token (eos_token)")
     if recipe.objective == "masked":
-        check_mask_token(tokenizer, recipe.tokenizer)
+        check_mask_token(tokenizer, recipe.tokenizer_name)
     return tokenizer
 
 
@@ -221,7 +221,7 @@ def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe:
     """Writes conversations by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer!r} has no chat "
+            f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer_name!r} has no chat "
             "template to "
             "join them; name one that has, or another column"
         )

@@ -20,15 +20,14 @@ from .data import make_blocks, make_collator
 from .documents import is_format, load_documents
 from .masked import Masking, MaskingTrainer, check_mask_token
 from .pairs import chrf_of
-from .recipe import UNREAD, Recipe
-from .trained_on import RECIPE_FIELDS, SHAPES, read_trained_on
+from .recipe import Recipe
+from .trained_on import RECORDED, SHAPES, read_trained_on
 
 
 logger = logging.get_logger(__name__)
 
-# Fields of a recipe
-EVALUATED = ("dataset_config", "text_column", "text_template", "source_column", "target_column", "validation_fraction")
-EVALUATED += ("max_validation_documents", "block_size", "packing")
+# The fields of a recipe that an evaluation takes
+EVALUATED = [name for name in RECORDED if name not in ("dataset", "streaming", "test_fraction")]
 METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
 
 
@@ -146,7 +145,7 @@ def evaluate(
     trained_on = read_trained_on(name)
     given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
     objective = objective_of(loaded.config)
-    for field in given.keys() & UNREAD[objective]:
+    for field in given.keys() - Recipe.read_by(objective):
         raise ValueError(f"{field}={given[field]!r} does not go with a model of objective={objective!r}")
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
     own = [
@@ -172,7 +171,7 @@ def evaluate(
         )
         defaults |= {field: own[-1].get(field, getattr(Recipe, field)) for field in ("text_column", "text_template")}
     elif own:
-        defaults |= {field: own[-1][field] for field in RECIPE_FIELDS if field in own[-1]}
+        defaults |= {field: own[-1][field] for field in RECORDED if field in own[-1]}
         defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}
     recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, "objective": objective, **given})
     is_own = (

@@ -1,4 +1,4 @@
-"""LoRA in a recipe: PEFT trains it beside the frozen weights of a saved model (Hu et al. 2021, arXiv 2106.09685)."""
+"""What a recipe trains: all parameters, those that a conversion added, or a LoRA (arXiv 2106.09685) by PEFT."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +8,10 @@ from transformers import PreTrainedModel, Trainer
 
 from ..disk import atomic_dir, delete
 from ..files import CARD_FILE
+from ..models import added_parameters
+from ..parameters import freeze_all_but
 from ..text import one_line
+from .recipe import Recipe
 
 
 ADAPTER_FOLDER = "adapter"
@@ -37,6 +40,20 @@ def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
         return get_peft_model(model, LoraConfig(task_type=peft_task(model), **fields))
     except (TypeError, ValueError) as error:
         raise ValueError(f"lora={fields!r} does not fit the model: {one_line(error)}") from error
+
+
+def choose_trained(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
+    """Freezes what the recipe does not train, adds the LoRA that it does, and returns the model to train.
+
+    Args:
+        model: it is changed in place, and may be on the meta device.
+
+    Raises:
+        ValueError: if the saved model has no record of what is new in it, or the LoRA does not fit it.
+    """
+    if recipe.trainable == "new":
+        freeze_all_but(model, added_parameters(recipe.model, recipe.conversion))
+    return model if recipe.lora is None else add_lora(model, recipe.lora)
 
 
 def merge_lora(trainer: Trainer) -> None:

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 import modeling_nlq
 
 from ..disk import delete, resolve_user_path
-from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER, read_json, read_section
+from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER, read_json
 from ..models import weights_fingerprint
 from ..storage import WorkingCopy, is_address
 from ..text import first_line, one_line
@@ -43,9 +43,6 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-# The fields of a recipe that do not shape its tokens. All others do, also one that is added later
-_NOT_OF_TOKENS = {"model", "parts", "packing", "mask_probability", "num_proc", "trainable", "lora", "parametrization"}
-_NOT_OF_TOKENS |= {"base_sizes", "attn_implementation", "record_stability", "stability_steps", "explore"}
 _TOKENIZER, _MODELS = "tokenizer.json", "models"
 
 
@@ -155,9 +152,9 @@ def share_data(recipe: Recipe, models: set[str], location: str, below: str) -> t
     """
     fingerprint = load_documents(recipe).fingerprint
     sources = [Path(model) for model in sorted(models) if is_address(location) and Path(model).exists()]
-    parts = [fingerprint, {name: value for name, value in vars(recipe).items() if name not in _NOT_OF_TOKENS}]
+    parts = [fingerprint, recipe.digest("data"), recipe.tokenizer_name]
     # The files of a saved tokenizer, which may change under the same name
-    parts += [path.read_bytes() for pattern in TOKENIZER for path in sorted(Path(recipe.tokenizer).glob(pattern))]
+    parts += [path.read_bytes() for pattern in TOKENIZER for path in sorted(Path(recipe.tokenizer_name).glob(pattern))]
     parts += [source.read_bytes() if source.is_file() else weights_fingerprint(str(source)) for source in sources]
     name = f"{below}/{Hasher.hash(parts)}"
     with tempfile.TemporaryDirectory() as scratch:
@@ -174,16 +171,15 @@ def share_data(recipe: Recipe, models: set[str], location: str, below: str) -> t
     return name, fingerprint
 
 
-def share_batch(content: dict[str, Any], workers: int) -> dict[str, Any]:
+def share_batch(recipe: Recipe, workers: int) -> Recipe:
     """Divides the gradient accumulation of a recipe by the number of workers, or else its batch size.
 
     Raises:
         ValueError: if neither is a multiple of that number.
     """
-    training = read_section(content.get("training"), "training")
     for name, default in (("gradient_accumulation_steps", 1), ("per_device_train_batch_size", 8)):
-        if (value := training.get(name, default)) % workers == 0:
-            return content if workers == 1 else {**content, "training": {**training, name: value // workers}}
+        if (value := recipe.training.get(name, default)) % workers == 0:
+            return recipe if workers == 1 else recipe.replace(training={name: value // workers})
     raise ValueError(
         f"{workers} workers cannot share the batches of this recipe: neither gradient_accumulation_steps nor "
         "per_device_train_batch_size is a multiple of their number"
@@ -224,7 +220,7 @@ def _wait_for_all() -> None:
 
 def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its metrics."""
-    spec, name = job["spec"], job["spec"].folder
+    spec, name = job["spec"], job["spec"].recipe.output_dir
     if job["version"] != modeling_nlq.__version__:
         raise RunFailed(f"failed: {socket.gethostname()} has another version of modeling-nlq than {job['version']}")
     if not job["gpus"]:
@@ -253,9 +249,10 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
             raise RunFailed(
                 f"failed: --output_dir must be an address, or a folder that {socket.gethostname()} has too"
             )
-        model = data / _MODELS / Hasher.hash(spec.content["model"])
+        model = data / _MODELS / Hasher.hash(spec.recipe.model)
         sender = _CheckpointSender(copy, name)
-        spec = replace(spec, folder=str(scratch / name), data=str(data), model=str(model) if model.exists() else None)
+        recipe = spec.recipe.replace(training={"output_dir": str(scratch / name)})
+        spec = replace(spec, recipe=recipe, data=str(data), model=str(model) if model.exists() else None)
         metrics = run_in_subprocess(spec, report, [sender])
         if is_first_here:
             sender.send()
@@ -292,7 +289,7 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
                 failure_config=FailureConfig(max_failures=resources.max_retries),
             ),
         ).fit()
-        copy.pull(metrics := f"{job['spec'].folder}/{METRICS_FILE}")
+        copy.pull(metrics := f"{job['spec'].recipe.output_dir}/{METRICS_FILE}")
         return read_json(Path(scratch, metrics))
 
 
@@ -356,8 +353,8 @@ def make_runs(
         for spec in ready():
             if spec.name not in names:
                 names.add(spec.name)
-                content, threads = share_batch(spec.content, workers), resources.cpus_per_run // workers
-                waiting.append(replace(spec, content=content, threads=threads, pace=5.0))
+                recipe, threads = share_batch(spec.recipe, workers), resources.cpus_per_run // workers
+                waiting.append(replace(spec, recipe=recipe, threads=threads, pace=5.0))
         # Ray queues tasks by itself. A `TorchTrainer` takes a process before it has room, so only one of them waits
         room = resources.workers_that_fit() // workers + 1 - len(running) if workers > 1 else len(waiting)
         while waiting and room > 0:
@@ -374,7 +371,7 @@ def make_runs(
                 try:
                     metrics = ray.get(reference)
                 except RayError as error:
-                    failures.append(f"run {spec.name} {_reason(error)}; see {location}/{spec.folder}{LOG}")
+                    failures.append(f"run {spec.name} {_reason(error)}; see {location}/{spec.recipe.output_dir}{LOG}")
                     progress.write(failures[-1], file=sys.stderr)
                 else:
                     done += steps
@@ -389,7 +386,9 @@ def make_runs(
         for reference, spec in running.items():
             with suppress(Exception):
                 ray.cancel(reference, force=True)
-                WorkingCopy(location, Path()).delete([f"{spec.folder}{PROGRESS}"])  # it does not run any more
+                WorkingCopy(location, Path()).delete(
+                    [f"{spec.recipe.output_dir}{PROGRESS}"]
+                )  # it does not run any more
         with suppress(RayError):
             ray.kill(board)
     if failures:

@@ -1,19 +1,21 @@
 """Recipes: what to train, on which data, how. A YAML file whose every field the command line can override."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import yaml
 from accelerate.utils import parse_flag_from_env
-from transformers import HfArgumentParser, PreTrainedConfig, PreTrainedModel, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
@@ -23,110 +25,114 @@ from ...configuration import find
 from ..disk import read_text, resolve_user_path
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, load_config, read_record
-from ..parameters import KINDS, context_of, freeze_all_but, objective_of, positions_of, shapes_of, vocabulary_of
+from ..parameters import KINDS, context_of, objective_of, positions_of, shapes_of, vocabulary_of
 from ..storage import normalized
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
-from .lora import add_lora
+from ..values import Value
 from .parametrization import check_completep
 
 
-# Fields that name a run in the services of trackers
+# Fields of `TrainingArguments` that name a run in the services of trackers
 TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
-# Fields that say where a run lies and who shares it. They are not part of the recipe that is written down, nor is a
-# token.
+# Fields of `TrainingArguments` that do not belong to a recipe: the user's folders, names and tokens
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
 _PRIVATE_PREFIX = "hub_"
 _READERS = {"source": "encoder", "target": "decoder"}
-_PAIRS = ("source_column", "target_column", "max_source_length", "max_target_length")
-# Fields that mean nothing for an objective
-UNREAD = {"causal": (*_PAIRS, "mask_probability"), "masked": _PAIRS}
-UNREAD["seq2seq"] = ("text_column", "text_template", "block_size", "packing", "mask_probability")
-# Metrics of an evaluation that are better if greater. Trainer takes every metric for one of them but a loss
+# Metrics of an evaluation that are better if greater. Trainer assumes this of every metric but a loss
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
-# Fields that are mappings
-_MAPPINGS = {
-    "lora": "fields of LoraConfig with their values, such as {r: 8}",
-    "base_sizes": "sizes with their values, such as {hidden_size: 64}",
-}
+_TEXT, _MASKED, _PAIRS = ("causal", "masked"), ("masked",), ("seq2seq",)
 
 
-@dataclass
-class Recipe:
-    """The part of a recipe that is not `TrainingArguments`."""
+def _affects(what: str, objectives: Sequence[str] = ("causal", "masked", "seq2seq")) -> dict[str, Any]:
+    """Returns the metadata of a field of `Recipe`.
 
-    model: str
+    Args:
+        what: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or `nothing`:
+            a run may resume with another value.
+        objectives: those that read the field.
+    """
+    return {"affects": what, "objectives": objectives}
+
+
+@dataclass(frozen=True)
+class Recipe(Value):
+    """Everything that says what a run is. Equal recipes make equal runs, and have equal hashes.
+
+    `config`, `conversion` and `arguments` are made at first use, and are not pickled.
+    """
+
+    model: str = field(metadata=_affects("model"))
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
-    dataset: str = "python-stdlib"
+    dataset: str = field(default="python-stdlib", metadata=_affects("data"))
     """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl
     or .parquet; text in UTF-8."""
-    dataset_config: str | None = None
+    dataset_config: str | None = field(default=None, metadata=_affects("data"))
     """The configuration of a Hub dataset."""
-    text_column: str = "text"
+    text_column: str = field(default="text", metadata=_affects("data", _TEXT))
     """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
-    text_template: str | None = None
+    text_template: str | None = field(default=None, metadata=_affects("data", _TEXT))
     """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
-    source_column: str = "source"
+    source_column: str = field(default="source", metadata=_affects("data", _PAIRS))
     """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
-    target_column: str = "target"
+    target_column: str = field(default="target", metadata=_affects("data", _PAIRS))
     """With `seq2seq`, the column of the texts that are to be written."""
-    streaming: bool = False
+    streaming: bool = field(default=False, metadata=_affects("data", _TEXT))
     """Read the dataset while training instead of storing it; needs `max_steps`."""
-    validation_fraction: float = 0.02
+    validation_fraction: float = field(default=0.02, metadata=_affects("data"))
     """Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."""
-    max_validation_documents: int | None = None
+    max_validation_documents: int | None = field(default=None, metadata=_affects("data"))
     """Hold out at most this many documents."""
-    test_fraction: float = 0.0
+    test_fraction: float = field(default=0.0, metadata=_affects("data"))
     """Share of documents held out for a final test, where the dataset has no test split; 0 leaves the test out."""
-    tokenizer: str | None = None
+    tokenizer: str | None = field(default=None, metadata=_affects("data"))
     """`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved model,
     else `bpe:8192`."""
-    parts: list[str] | None = None
+    parts: dict[str, str] | None = field(default=None, metadata=_affects("model"))
     """Python files with attention parts of your own, which the model's `attention_parts` name."""
-    block_size: int = 1024
+    block_size: int = field(default=1024, metadata=_affects("data", _TEXT))
     """Length of a training sample, in tokens."""
-    max_source_length: int = 512
+    max_source_length: int = field(default=512, metadata=_affects("data", _PAIRS))
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
-    max_target_length: int = 128
+    max_target_length: int = field(default=128, metadata=_affects("data", _PAIRS))
     """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
-    packing: Literal["stream", "documents"] = "stream"
+    packing: Literal["stream", "documents"] = field(default="stream", metadata=_affects("data", _TEXT))
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
-    objective: Literal["causal", "masked", "seq2seq"] = "causal"
+    objective: Literal["causal", "masked", "seq2seq"] = field(default="causal", metadata=_affects("data"))
     """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a
     target from a source, by an encoder with a decoder."""
-    mask_probability: float = 0.3
+    mask_probability: float = field(default=0.3, metadata=_affects("data", _MASKED))
     """With `masked`, the share of tokens that are to be predicted."""
-    num_proc: int | None = None
+    num_proc: int | None = field(default=None, metadata=_affects("nothing"))
     """Processes that prepare the data."""
-    trainable: Literal["all", "new"] = "all"
+    trainable: Literal["all", "new"] = field(default="all", metadata=_affects("training"))
     """`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as they
     are."""
-    lora: dict[str, Any] | str | None = None
+    lora: dict[str, Any] | None = field(default=None, metadata=_affects("training"))
     """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights
     at the end."""
-    parametrization: Literal["standard", "completep"] = "standard"
+    parametrization: Literal["standard", "completep"] = field(default="standard", metadata=_affects("training", _TEXT))
     """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate
     of a model of `base_sizes` suits this one too (arXiv 2505.01618)."""
-    base_sizes: dict[str, Any] | str | None = None
+    base_sizes: dict[str, Any] | None = field(default=None, metadata=_affects("training"))
     """With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."""
-    attn_implementation: str | None = None
+    attn_implementation: str | None = field(default=None, metadata=_affects("training"))
     """Attention backend; by default the model's own choice."""
-    record_stability: bool = False
+    record_stability: bool = field(default=False, metadata=_affects("training", _TEXT))
     """Record entropy, normaliser and scores of every attention layer while training."""
-    stability_steps: int = 50
+    stability_steps: int = field(default=50, metadata=_affects("training"))
     """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
     (`benchmarks/stability.py`)."""
-    explore: bool = True
+    explore: bool = field(default=True, metadata=_affects("nothing"))
     """Write the page of `nlq explore` on held-out text when the run is finished."""
+    switches: dict[str, Any] = field(default_factory=dict, metadata=_affects("model"))
+    """Fields of the model's configuration."""
+    training: dict[str, Any] = field(default_factory=dict, metadata=_affects("training"))
+    """Fields of `transformers.TrainingArguments`."""
 
     def __post_init__(self):
-        if not isinstance(self.model, str | Path):
-            raise ValueError(
-                f"model={self.model!r} must be the name of a configuration, a config.json or a saved model"
-            )
-        if self.tokenizer is None:
-            self.tokenizer = self.model if self.has_weights else "bpe:8192"
+        super().__post_init__()
         if not 0.0 < self.validation_fraction < 1.0:
             raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
@@ -136,21 +142,27 @@ class Recipe:
         sizes = {"block_size": 2, "max_source_length": 2, "max_target_length": 2, "max_validation_documents": 1}
         for name, least in (sizes | {"stability_steps": 1}).items():
             check_number(name, getattr(self, name), least)
-        for name, kind in get_type_hints(Recipe).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {' or '.join(map(repr, get_args(kind)))}")
-        for name, what in _MAPPINGS.items():
-            if isinstance(getattr(self, name), str):  # of a command line
-                with contextlib.suppress(yaml.YAMLError):
-                    setattr(self, name, parse_yaml(getattr(self, name)))
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {what}")
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
                 f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such "
-                "as "
-                "{hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
+                "as {hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
             )
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+
+    @classmethod
+    def affecting(cls, *what: str) -> list[str]:
+        """Returns the names of the fields that affect any of these (see `_affects`)."""
+        return [item.name for item in dataclasses.fields(cls) if item.metadata["affects"] in what]
+
+    @classmethod
+    def read_by(cls, objective: str) -> list[str]:
+        """Returns the names of the fields that an objective reads."""
+        return [item.name for item in dataclasses.fields(cls) if objective in item.metadata["objectives"]]
 
     @property
     def text_columns(self) -> dict[str, str]:
@@ -161,7 +173,9 @@ class Recipe:
     @property
     def sample_lengths(self) -> tuple[int, ...]:
         """The lengths of a full training sample, in tokens: of a block, or of source and target."""
-        return (self.max_source_length, self.max_target_length) if self.objective == "seq2seq" else (self.block_size,)
+        if self.objective == "seq2seq":
+            return (self.max_source_length, self.max_target_length)
+        return (self.block_size,)
 
     @property
     def has_weights(self) -> bool:
@@ -169,56 +183,71 @@ class Recipe:
         return is_saved_model(self.model)
 
     @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer, or its default."""
+        return self.tokenizer or (self.model if self.has_weights else "bpe:8192")
+
+    @property
     def new_vocabulary_size(self) -> int | None:
         """The size of the tokenizer that is trained on the corpus; `None` if the tokenizer is a saved one."""
-        size = self.tokenizer.removeprefix("bpe:")
-        return int(size) if size != self.tokenizer and size.isdecimal() else None
+        size = self.tokenizer_name.removeprefix("bpe:")
+        return int(size) if size != self.tokenizer_name and size.isdecimal() else None
 
-
-@dataclass
-class ResolvedRecipe:
-    """A recipe with all overrides applied.
-
-    Attributes:
-        recipe: model, data and packing.
-        switches: fields of the model configuration that the recipe sets.
-        training_arguments: arguments of `Trainer`.
-        given: all fields given in the file and by overrides, without `output_dir` and the like, as one mapping.
-    """
-
-    recipe: Recipe
-    switches: dict[str, Any]
-    training_arguments: TrainingArguments
-    given: dict[str, Any]
+    @property
+    def output_dir(self) -> str:
+        """The run folder, or its address."""
+        return self.training["output_dir"]
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the model, loaded once; a copy is for changes. Raises `ValueError` as `load_config`
-        does.
-        """
-        return load_config(self.recipe.model, self.switches)
+        """The configuration of the model; copy it to change it. Raises `ValueError` as `load_config` does."""
+        return load_config(self.model, self.switches)
 
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
-        """The record of the conversion that made the saved model, read once; `None` if there is none."""
-        return read_record(self.recipe.model, CONVERSION_FILE) if self.recipe.has_weights else None
+        """The record of the conversion that made the saved model; `None` if there is none."""
+        return read_record(self.model, CONVERSION_FILE) if self.has_weights else None
 
-    def choose_trained(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Freezes what the recipe does not train, and adds the LoRA that it does; returns the model to train.
+    @functools.cached_property
+    def arguments(self) -> TrainingArguments:
+        """The arguments of `Trainer`. Raises `ValueError` for values that they do not allow."""
+        fields = _training_defaults(self.training) | self.training
+        # What `RecordingTrainer` and its metrics need
+        fields |= {"batch_eval_metrics": True, "logging_nan_inf_filter": False}
+        metric = fields.get("metric_for_best_model")
+        if metric is not None and fields.get("greater_is_better") is None:
+            fields["greater_is_better"] = metric.removeprefix("eval_") in _MORE_IS_BETTER
+        return TrainingArguments(**fields)
 
-        Args:
-            model: it is changed in place, and may be on the meta device.
+    def load_parts(self) -> None:
+        """Runs the files of `parts`, so that this process knows them."""
+        for name, text in (self.parts or {}).items():
+            run_parts(name, text)
 
-        Raises:
-            ValueError: if the saved model has no record of what is new in it, or the LoRA does not fit it.
-        """
-        if self.recipe.trainable == "new":
-            freeze_all_but(model, added_parameters(self.recipe.model, self.conversion))
-        return model if self.recipe.lora is None else add_lora(model, self.recipe.lora)
+    def replace(self, **changes: Any) -> "Recipe":
+        """Returns a recipe with other fields; those of `switches` and `training` are added to the ones here."""
+        for section in ("switches", "training"):
+            if section in changes:
+                changes[section] = merged(getattr(self, section), changes[section])
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields that differ from their defaults, as in the file of a recipe, without private ones."""
+        return without_defaults(self.__getstate__()) | {"training": without_private(self.training)}
+
+    def digest(self, *affects: str) -> str:
+        """Returns a hash of all fields that change a run, or of those that affect any of these (see `_affects`)."""
+        names = self.affecting(*(affects or ("data", "model", "training")))
+        values = {name: value for name, value in self.to_dict().items() if name in names}
+        return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-# The fields of both, and their types
-_FIELDS = {kind: {item.name for item in dataclasses.fields(kind) if item.init} for kind in (Recipe, TrainingArguments)}
+_SECTIONS = ("switches", "training")
+# Fields of files and of the command line, and their types
+_FIELDS = {
+    kind: {item.name for item in dataclasses.fields(kind) if item.init and item.name not in _SECTIONS}
+    for kind in (Recipe, TrainingArguments)
+}
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
 # Fields of text, without those of `TrainingArguments` that may be `None`: `fsdp`, for one, takes true
 _TEXTS = {
@@ -230,7 +259,11 @@ _TEXTS = {
 
 
 class _RecipeParser(HfArgumentParser):
-    """Reads texts as the types of the fields. `defaults` are the values of fields that are not given."""
+    """Reads texts as the types of the fields of `Recipe` and `TrainingArguments`.
+
+    Args:
+        defaults: the values of fields that the command line does not set.
+    """
 
     def __init__(self, defaults: dict[str, Any]):
         super().__init__([*_FIELDS], add_help=False, allow_abbrev=False)
@@ -238,6 +271,18 @@ class _RecipeParser(HfArgumentParser):
             action.required = False
         self.add_argument("--set", action="append", metavar="SWITCH=VALUE")
         self.set_defaults(**defaults)
+
+    def _parse_dataclass_field(self, parser, field: dataclasses.Field) -> None:
+        if field.name in _SECTIONS:
+            return
+        if "affects" in field.metadata:  # a field of `Recipe`: argparse knows neither its metadata nor mappings
+            field = copy.copy(field)
+            field.metadata = {}
+            if field.name == "parts":
+                field.type = list[str]
+            elif dict[str, Any] in get_args(field.type):
+                field.type = str
+        super()._parse_dataclass_field(parser, field)
 
     def error(self, message: str):
         raise ValueError(message)
@@ -304,9 +349,7 @@ def override_words(overrides: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def load_recipe(
-    source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
-) -> ResolvedRecipe:
+def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> Recipe:
     """Reads a recipe and applies overrides.
 
     Args:
@@ -321,7 +364,7 @@ def load_recipe(
     path = find("recipes", str(source))
     content = read_yaml(resolve_user_path(path))
     check_trusted(content, overrides or {}, str(path), trust_parts)
-    return resolve_recipe(content, overrides, str(path))
+    return read_recipe(content, overrides, str(path))
 
 
 def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str, trust_parts: bool) -> None:
@@ -329,8 +372,7 @@ def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], sour
     kernel.
 
     Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps
-    from elsewhere. The processes that this program starts do not get their recipes as YAML (see `RunSpec` in
-    `unattended`).
+    from elsewhere. The processes that this program starts do not get their recipes as YAML (see `RunSpec`).
     """
     check_kernels(content, source)
     parts = content.get("parts")
@@ -343,13 +385,14 @@ def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], sour
         )
 
 
-def resolve_recipe(
+def read_recipe(
     content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "recipe"
-) -> ResolvedRecipe:
+) -> Recipe:
     """Makes a recipe from the content of its file.
 
     Args:
         content: the fields of `Recipe`, with `training` and `switches` as mappings of their own.
+        overrides: as in `load_recipe`.
         source: the origin of the content, for error messages; its stem names the default `output_dir`.
 
     Raises:
@@ -357,10 +400,9 @@ def resolve_recipe(
     """
     content = dict(content)
     overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
-    training, switches = (
-        read_section(content.pop(name, None), f"{source}: {name}") for name in ("training", "switches")
-    )
-    check_keys(source, content, _RECIPE_FIELDS | {"training", "switches"})
+    training = read_section(content.pop("training", None), f"{source}: training")
+    switches = read_section(content.pop("switches", None), f"{source}: switches")
+    check_keys(source, content, _RECIPE_FIELDS | {*_SECTIONS})
     check_keys(f"{source}: training", training, _TRAINING_FIELDS)
     check_keys("arguments", overrides, _RECIPE_FIELDS | _TRAINING_FIELDS | {"switches"})
     switches = merged(switches, read_section(overrides.pop("switches", None), "arguments: switches"))
@@ -375,15 +417,16 @@ def resolve_recipe(
 
     _check_texts(source, {**content, **training})
     # Converts values that YAML read as text, such as 1e-3
-    values = vars(_RecipeParser({**_training_defaults(training), **content, **training}).parse_args([]))
-    if values["greater_is_better"] is None and values["metric_for_best_model"] is not None:
-        values["greater_is_better"] = values["metric_for_best_model"].removeprefix("eval_") in _MORE_IS_BETTER
-    recipe, training_arguments = (kind(**{name: values[name] for name in names}) for kind, names in _FIELDS.items())
-    for name in _MAPPINGS:
-        if getattr(recipe, name) is not None:
-            content[name] = getattr(recipe, name)  # a mapping, also if the command line gave a text
-    given = {**content, "switches": switches, "training": without_private(training)}
-    return ResolvedRecipe(recipe, switches, training_arguments, given)
+    values = vars(_RecipeParser({**content, **training}).parse_args([]))
+    training = {name: values[name] for name in training}
+    fields = {name: values[name] for name in content}
+    for name in ("lora", "base_sizes"):
+        if isinstance(fields.get(name), str):
+            with contextlib.suppress(yaml.YAMLError):
+                fields[name] = parse_yaml(fields[name])
+    recipe = Recipe(**fields, switches=switches, training=training)
+    recipe.arguments  # noqa: B018 - a value that is not allowed is an error here
+    return recipe
 
 
 def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
@@ -415,6 +458,11 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
     for name, text in texts.items():
         run_parts(name, text)
     return dict(texts)
+
+
+def without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Drops the fields of a recipe's file that have their defaults, as `Recipe.to_dict` does."""
+    return {name: value for name, value in content.items() if value != getattr(Recipe, name, ...)}
 
 
 def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -455,16 +503,16 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
     )
 
 
-def check_recipe(resolved: ResolvedRecipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
     """Finds every conflict between settings before anything heavy starts.
 
     Raises:
         ValueError: naming all of them, or because there is no such model.
     """
     if conflicts := [
-        *_conflicts_with_model(resolved),
-        *_conflicts_of_arguments(resolved),
-        *_conflicts_of_trained(resolved),
+        *_conflicts_with_model(recipe),
+        *_conflicts_of_arguments(recipe),
+        *_conflicts_of_trained(recipe),
     ]:
         raise ValueError("; ".join(conflicts))
 
@@ -481,20 +529,20 @@ def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[s
             yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={context}{less}"
 
 
-def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
-    recipe, config = resolved.recipe, resolved.config
+def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
+    config = recipe.config
     objective = objective_of(config)
     yield from conflicts_of_lengths(recipe, config)
     if recipe.new_vocabulary_size and recipe.has_weights:
         yield (
-            f"tokenizer={recipe.tokenizer!r} would be new, and the weights of {recipe.model!r} know another; set "
+            f"tokenizer={recipe.tokenizer_name!r} would be new, and the weights of {recipe.model!r} know another; set "
             f"--tokenizer {recipe.model}"
         )
     elif (recipe.new_vocabulary_size or 0) > (size := vocabulary_of(config)):
-        yield f"tokenizer={recipe.tokenizer!r} exceeds the model's vocab_size={size}"
-    if resolved.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
+        yield f"tokenizer={recipe.tokenizer_name!r} exceeds the model's vocab_size={size}"
+    if recipe.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
         yield (
-            f"the switches {', '.join(resolved.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
+            f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
             "convert "
             "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
@@ -508,11 +556,7 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
             f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: "
             f"{objective}{hint}"
         )
-    unread = [name for name in UNREAD[recipe.objective] if name in resolved.given]
-    if recipe.objective == "seq2seq":
-        missing = ("streaming", "record_stability", "parametrization")
-        unread += [name for name in missing if getattr(recipe, name) != getattr(Recipe, name)]
-    for name in unread:
+    for name in recipe.to_dict().keys() - Recipe.read_by(recipe.objective):
         yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
     # Others may see the document before, or have no layers to record; the shipped recipes set attn_implementation: nlq
     is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
@@ -526,13 +570,13 @@ def _conflicts_with_model(resolved: ResolvedRecipe) -> Iterator[str]:
         if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
             yield "parametrization='completep' needs Trainer's optimizer, and DeepSpeed makes its own"
         try:
-            check_completep(config, recipe.base_sizes, resolved.training_arguments)
+            check_completep(config, recipe.base_sizes, recipe.arguments)
         except ValueError as error:
             yield str(error)
 
 
-def _conflicts_of_arguments(resolved: ResolvedRecipe) -> Iterator[str]:
-    recipe, arguments = resolved.recipe, resolved.training_arguments
+def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
+    arguments = recipe.arguments
     try:
         for tracker in get_reporting_integration_callbacks(arguments.report_to):
             tracker()
@@ -546,12 +590,11 @@ def _conflicts_of_arguments(resolved: ResolvedRecipe) -> Iterator[str]:
         yield "streaming needs max_validation_documents"
 
 
-def _conflicts_of_trained(resolved: ResolvedRecipe) -> Iterator[str]:
+def _conflicts_of_trained(recipe: Recipe) -> Iterator[str]:
     """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
-    recipe = resolved.recipe
     if recipe.trainable == "new":
         try:
-            added_parameters(recipe.model, resolved.conversion)
+            added_parameters(recipe.model, recipe.conversion)
         except ValueError as error:
             yield str(error)
     if recipe.lora is None:

@@ -43,6 +43,7 @@ from ..files import (
     read_yaml,
     write_yaml,
 )
+from .recipe import Recipe, without_defaults
 
 
 # Seconds to wait for other processes that share a comparison, and claim its folder at the same moment
@@ -203,7 +204,7 @@ class RunFolder:
             (path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]), reverse=True
         )
 
-    def claim_run(self, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
+    def claim_run(self, recipe: Recipe, processes: int, is_main_process: bool) -> None:
         """Writes the recipe of a run, or checks that it is the one that is there, perhaps with its batch shared out
         otherwise.
 
@@ -219,9 +220,10 @@ class RunFolder:
             # New, or an attempt failed before it saved any weights: nothing is lost by beginning anew
             if is_main_process:
                 delete(self.path / "tokenizer.json")
-                self.write(given)
+                self.write(recipe.to_dict())
             return
-        if changes := differences(_with_global_batch(before, made_by), _with_global_batch(given, processes)):
+        now = _with_global_batch(recipe.to_dict(), processes)
+        if changes := differences(_with_global_batch(without_defaults(before), made_by), now):
             self.refuse(changes)
 
     def write(self, given: dict[str, Any]) -> None:

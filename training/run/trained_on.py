@@ -5,18 +5,17 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
-from ..models import is_saved_model, read_record
-from ..text import from_json
+from ..models import read_record
+from ..values import from_json
 from .recipe import Recipe
 
 
-# The fields of a recipe that say how texts are cut and shown to the model
+# The fields of a recipe that say which documents were trained on, and how held-out ones are evaluated
+RECORDED = [name for name in Recipe.affecting("data") if name not in ("tokenizer", "objective")]
+# Those that say how texts are cut and shown to the model
 SHAPES = ("block_size", "packing", "mask_probability", "source_column", "target_column", "max_source_length")
 SHAPES += ("max_target_length",)
-# Those that say which documents were trained on, and how held-out ones are evaluated
-RECIPE_FIELDS = ("dataset", "dataset_config", "text_column", "text_template", "streaming", "validation_fraction")
-RECIPE_FIELDS += ("test_fraction", "max_validation_documents", *SHAPES)
-_TYPES = {name: kind for name, kind in get_type_hints(Recipe).items() if name in RECIPE_FIELDS} | {"packing": str}
+_TYPES = {name: kind for name, kind in get_type_hints(Recipe).items() if name in RECORDED} | {"packing": str}
 
 
 def read_trained_on(model: str) -> list[dict[str, Any]]:
@@ -42,7 +41,7 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
     elif given is None:
         records = (read_record(model, CONVERSION_FILE) or {}).get("trained_on", [])
     else:
-        records = record_run({**given, "model": None}, metrics.get("dataset_fingerprint"))
+        records = [_record(given, metrics.get("dataset_fingerprint"))]
     for record in from_json(list[dict[str, Any]], records, f"{model}: trained_on."):
         for name, kind in _TYPES.items():
             if name in record:
@@ -50,11 +49,16 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
     return records
 
 
-def record_run(given: Mapping[str, Any], fingerprint: str | None) -> list[dict[str, Any]]:
-    """What the model of a run was trained on: by those before it, and by the run of this recipe and fingerprint."""
-    base = given.get("model")
-    before = read_trained_on(base) if base and is_saved_model(base) else []
-    record = {name: given.get(name, getattr(Recipe, name)) for name in RECIPE_FIELDS}
-    if record["dataset"] not in BUILT_IN_CORPORA and Path(record["dataset"]).exists():
+def record_run(recipe: Recipe, fingerprint: str | None) -> list[dict[str, Any]]:
+    """Returns what the model of a run was trained on: by the runs before it, and by this one, with its documents'
+    fingerprint.
+    """
+    before = read_trained_on(recipe.model) if recipe.has_weights else []
+    return [*before, _record(recipe.__getstate__(), fingerprint)]
+
+
+def _record(fields: Mapping[str, Any], fingerprint: str | None) -> dict[str, Any]:
+    record = {name: fields.get(name, getattr(Recipe, name)) for name in RECORDED}
+    if record["dataset"] not in BUILT_IN_CORPORA and Path(str(record["dataset"])).exists():
         record["dataset"] = str(Path(record["dataset"]).resolve())  # to be found from everywhere
-    return [*before, {**record, "fingerprint": fingerprint}]
+    return {**record, "fingerprint": fingerprint}

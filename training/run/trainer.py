@@ -40,11 +40,11 @@ from ..scrub import without_folders
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import Blocks, check_vocabulary, make_collator, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
-from .lora import merge_lora
+from .lora import choose_trained, merge_lora
 from .masked import Masking
 from .pairs import chrf_of
 from .parametrization import completep_factors, scale_initial_values
-from .recipe import ResolvedRecipe, check_recipe, conflicts_of_lengths, emulated_bf16
+from .recipe import Recipe, check_recipe, conflicts_of_lengths, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -58,9 +58,10 @@ _STABILITY_BLOCKS = 2
 
 
 def train_recipe(
-    resolved: ResolvedRecipe,
+    recipe: Recipe,
     tokenizer_folder: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    recorded: Recipe | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
 
@@ -69,6 +70,7 @@ def train_recipe(
     Args:
         tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
         callbacks: more callbacks for `Trainer`.
+        recorded: the recipe to write down, if the files that `recipe` names are copies on this machine.
 
     Returns:
         The content of `metrics.json`.
@@ -76,25 +78,28 @@ def train_recipe(
     Raises:
         ValueError: as `train` does.
     """
-    recipe, arguments = resolved.recipe, resolved.training_arguments
+    arguments = recipe.arguments
     place, is_main_process = RunFolder(Path(arguments.output_dir)), arguments.process_index == 0
     folder = place.path
-    check_recipe(resolved)
+    check_recipe(recipe)
     with arguments.main_process_first(local=False):
-        place.claim_run(resolved.given, arguments.world_size, is_main_process)
+        place.claim_run(recorded or recipe, arguments.world_size, is_main_process)
     if place.is_finished():
         logger.warning(f"{folder} is finished: nothing to do")
         return place.metrics()
     if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
         logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
-    size = measure(resolved.config, recipe.sample_lengths, recipe.attn_implementation, resolved.choose_trained)
+    size = measure(
+        recipe.config, recipe.sample_lengths, recipe.attn_implementation, functools.partial(choose_trained, recipe)
+    )
     forget_used_kernels()
     if arguments.torch_compile:
         # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record
         # empty
         torch.compiler.reset()
-    run = _build(resolved, size, tokenizer_folder or folder, callbacks)
+    run = _build(recipe, size, tokenizer_folder or folder, callbacks)
+    run.recorded = recorded or recipe
     if is_main_process:
         print(_announcement(run), flush=True)
     _train(run)
@@ -109,11 +114,12 @@ def train_recipe(
 
 @dataclass
 class _Run:
-    """The parts of a run: recipe, `Trainer`, record, data by split, fingerprint of the documents, and size of the
-    model.
+    """The parts of a run: its recipe, the recipe to write down, `Trainer`, record, data by split, the fingerprint of
+    the documents, and the size of the model.
     """
 
-    resolved: ResolvedRecipe
+    recipe: Recipe
+    recorded: Recipe
     trainer: Trainer
     record: RunRecord
     blocks: dict[str, Blocks]
@@ -121,13 +127,13 @@ class _Run:
     size: Size
 
 
-def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
+def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
     """Prepares the data, makes the model, and puts both into a `Trainer`."""
-    recipe, arguments = resolved.recipe, resolved.training_arguments
+    arguments = recipe.arguments
     with arguments.main_process_first(local=False, desc="data preparation"):
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
-    model = make_model(resolved, tokenizer)
+    model = make_model(recipe, tokenizer)
     if recipe.objective == "seq2seq" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         # One module: FSDP2 lets no two groups share a parameter
         model.set_input_embeddings(model.get_input_embeddings())
@@ -137,8 +143,6 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         scale_initial_values(model, factors)
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     record = RunRecord(global_batch_size, fingerprint)
-    arguments.batch_eval_metrics = True
-    arguments.logging_nan_inf_filter = False
     collate = make_collator(recipe, tokenizer, model)
     smoothing, shift = arguments.label_smoothing_factor, int(recipe.objective == "causal")
     trainer = RecordingTrainer(
@@ -166,10 +170,10 @@ def _build(resolved: ResolvedRecipe, size: Size, tokenizer_folder: Path, callbac
         ]
     for callback in (ChecksumCallback, *callbacks):
         trainer.add_callback(callback)
-    return _Run(resolved, trainer, record, blocks, fingerprint, size)
+    return _Run(recipe, recipe, trainer, record, blocks, fingerprint, size)
 
 
-def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special
     tokens.
 
@@ -178,9 +182,8 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
     Raises:
         ValueError: if the tokenizer has ids for which the model has no embeddings.
     """
-    recipe = resolved.recipe
-    config = copy.deepcopy(resolved.config)
-    check_vocabulary(tokenizer, recipe.tokenizer, config)
+    config = copy.deepcopy(recipe.config)
+    check_vocabulary(tokenizer, recipe.tokenizer_name, config)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.mask_token_id = tokenizer.mask_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -192,7 +195,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
         raise ValueError("; ".join(conflicts))
     if not recipe.has_weights:
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
-        initialize_by_name(model, resolved.training_arguments.seed)
+        initialize_by_name(model, recipe.arguments.seed)
     else:
         with source_named(recipe.model):
             model, found = auto_class_of(config).from_pretrained(
@@ -207,7 +210,7 @@ def make_model(resolved: ResolvedRecipe, tokenizer: PreTrainedTokenizerBase) -> 
             raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or ("ForCausalLM" if recipe.objective == "causal" else "ForMaskedLM")
-    return resolved.choose_trained(model)
+    return choose_trained(recipe, model)
 
 
 def _announcement(run: _Run) -> str:
@@ -215,7 +218,7 @@ def _announcement(run: _Run) -> str:
     model, arguments, tokens, backends = run.trainer.model, run.trainer.args, run.blocks["train"].tokens, {}
     for layer in (module for module in model.modules() if isinstance(module, NLQAttentionLayer)):
         parameter = next(layer.parameters())
-        tensors = (arguments.device, parameter.dtype, max(run.resolved.recipe.sample_lengths), layer.head_dim)
+        tensors = (arguments.device, parameter.dtype, max(run.recipe.sample_lengths), layer.head_dim)
         name = find_backend(
             layer.config._attn_implementation, [layer.layer_idx], layer.attention_request(False, *tensors)
         )
@@ -232,12 +235,12 @@ def _announcement(run: _Run) -> str:
 
 def _train(run: _Run) -> None:
     """Trains from the beginning, or from where the run was interrupted."""
-    trainer, arguments = run.trainer, run.resolved.training_arguments
+    trainer, arguments = run.trainer, run.recipe.arguments
     resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, trainer.is_fsdp_enabled)
     place = RunFolder(Path(arguments.output_dir))
     # Its shares of a batch may be others
-    if trainer.is_world_process_zero() and place.made_from() != run.resolved.given:
-        place.write(run.resolved.given)
+    if trainer.is_world_process_zero() and place.made_from() != run.recorded.to_dict():
+        place.write(run.recorded.to_dict())
     if resumed is None:
         trainer.train(resume_from_checkpoint=None)
         return
@@ -265,7 +268,7 @@ def _collect(run: _Run) -> dict[str, Any]:
     versions.
     """
     recipe, trainer, record, arguments, blocks = (
-        run.resolved.recipe,
+        run.recipe,
         run.trainer,
         run.record,
         run.trainer.args,
@@ -290,9 +293,9 @@ def _collect(run: _Run) -> dict[str, Any]:
         "peak_memory": peak_memory(arguments.device),
         **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": run.fingerprint,
-        "trained_on": record_run(run.resolved.given, run.fingerprint),
+        "trained_on": record_run(run.recorded, run.fingerprint),
         "is_fine_tuned": recipe.has_weights,
-        "base_model": base_model_of(recipe.model) if recipe.has_weights else None,
+        "base_model": base_model_of(run.recorded.model) if recipe.has_weights else None,
         "parameters": run.size.total,
         "non_embedding_parameters": run.size.non_embedding,
         "trained_parameters": run.size.trained,
@@ -317,14 +320,14 @@ def _evaluate_and_save(run: _Run) -> dict[str, Any]:
         last = next((entry for entry in entries if "eval_loss" in entry), {})
     evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
     if "test" in run.blocks:
-        objective = run.resolved.recipe.objective
+        objective = run.recipe.objective
         trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token, objective)
         evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
         evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
-    if run.resolved.recipe.lora is not None:
+    if run.recipe.lora is not None:
         merge_lora(trainer)
-    if run.resolved.recipe.objective == "seq2seq":
-        evaluated |= chrf_of(trainer.model, trainer.processing_class, run.blocks["validation"], run.resolved.recipe)
+    if run.recipe.objective == "seq2seq":
+        evaluated |= chrf_of(trainer.model, trainer.processing_class, run.blocks["validation"], run.recipe)
     trainer.save_model()
     return evaluated
 
@@ -341,15 +344,15 @@ def _kernels(model: PreTrainedModel) -> str:
 def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
     """Writes plot, card, state and metrics. The metrics are last: a run that has them is finished."""
     folder, state = Path(run.trainer.args.output_dir), run.trainer.state
-    conversion = run.resolved.conversion if run.resolved.recipe.trainable == "new" else None
-    plot_losses(state.log_history, folder / PLOT_FILE, without_folders(run.resolved.recipe.model))
+    conversion = run.recipe.conversion if run.recipe.trainable == "new" else None
+    plot_losses(state.log_history, folder / PLOT_FILE, without_folders(run.recorded.model))
     if conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
     if "eval_loss" in metrics:
         # With a LoRA, the saved model is smaller than the one that was trained
-        size = run.size if run.resolved.recipe.lora is None else size_of(run.trainer.model)
+        size = run.size if run.recipe.lora is None else size_of(run.trainer.model)
         config = run.trainer.model.config
-        card = render(folder.resolve().name, config, size, run.resolved.given, metrics, conversion, has_plot=True)
+        card = render(folder.resolve().name, config, size, run.recorded.to_dict(), metrics, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
     # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]

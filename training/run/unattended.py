@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from ..disk import delete, open_file, write_text
 from ..files import CHECKPOINT, LOG, PROGRESS
 from ..text import one_line
-from .recipe import resolve_recipe
+from .recipe import Recipe
 from .run_folder import FolderIsLocked, RunFolder, RunProgress
 from .trainer import train_recipe
 
@@ -35,8 +35,7 @@ class RunSpec:
 
     Attributes:
         name: name of the run, for messages.
-        content: recipe, as `resolve_recipe` takes it.
-        folder: the run folder. Log and progress lie beside it.
+        recipe: its `output_dir` is the run folder. Log and progress lie beside it.
         data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there.
         model: the path of the recipe's model on this machine, if it is a file that lies elsewhere than its record
             says.
@@ -46,8 +45,7 @@ class RunSpec:
     """
 
     name: str
-    content: dict[str, Any]
-    folder: str
+    recipe: Recipe
     data: str
     model: str | None = None
     threads: int = 1
@@ -135,7 +133,7 @@ def run_in_subprocess(
         FolderIsLocked: if another process makes this run.
         RunFailed: if it failed. The log has the traceback.
     """
-    rank, folder = int(os.environ.get("RANK", 0)), Path(order.folder)
+    rank, folder = int(os.environ.get("RANK", 0)), Path(order.recipe.output_dir)
     try:
         with contextlib.ExitStack() as stack:
             if rank == 0:
@@ -172,7 +170,7 @@ def _redirect_output(log: Path) -> None:
 
 def _train(order: RunSpec, callbacks: Sequence[TrainerCallback]) -> dict[str, Any]:
     torch.set_num_threads(order.threads)
-    resolved = resolve_recipe(order.content, {"output_dir": order.folder, "disable_tqdm": True})
-    if order.model is not None:  # what the run writes down stays
-        resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, model=order.model))
-    return train_recipe(resolved, Path(order.data), callbacks)
+    order.recipe.load_parts()  # of this process
+    recipe = order.recipe.replace(training={"disable_tqdm": True})
+    local = recipe if order.model is None else recipe.replace(model=order.model)
+    return train_recipe(local, Path(order.data), callbacks, recorded=recipe)

@@ -9,10 +9,17 @@ from typing import Any
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.plan import Comparison, Variant
 from ..comparison.rates import Rates, read_rates
-from ..comparison.reading import ComparisonFile, check_names, check_set_by_run, check_stop, read_model, read_scale
+from ..comparison.reading import (
+    ComparisonFile,
+    check_names,
+    check_set_by_run,
+    check_stop,
+    read_model,
+    read_scale,
+    read_shared_recipe,
+)
 from ..files import check_keys, read_section
 from ..parameters import Size
-from ..run.recipe import resolve_recipe
 from .design import RATE, Design, make_design, merged_change
 
 
@@ -86,14 +93,14 @@ def read_screening(file: ComparisonFile) -> Screening:
     }
     design = make_design(list(factors))
     low, high = read_rates(f"{source}: learning_rates", given["learning_rates"]).listed
-    resolved = resolve_recipe(file.recipe, file.overrides, file.recipe_source).given
+    shared = read_shared_recipe(file.recipe, file.overrides, file.recipe_source)
     built: dict[str, Variant] = {}
     for factor in (OFF, *factors):
         change = {} if factor == OFF else merged_change(factors, [factor])
         budget = built[OFF].size if built else None
-        one = read_model(source, factor, change, resolved, Rates(listed=(low,)), given.get("match"), budget)
+        one = read_model(source, factor, change, shared, Rates(listed=(low,)), given.get("match"), budget)
         off = built.setdefault(OFF, one)
-        if factor != OFF and one.config == off.config and one.content["training"] == off.content["training"]:
+        if factor != OFF and one.config == off.config and one.recipe.training == off.recipe.training:
             raise ValueError(f"{source}: factor {factor!r} changes nothing; remove it")
         built[factor] = one
 
@@ -120,7 +127,7 @@ def read_screening(file: ComparisonFile) -> Screening:
         return plan(f"{file.name}, confirmation", **asked, models=models, baseline=OFF)
 
     first = confirm(list(factors)[:1])  # its fields are checked before anything is trained
-    whole, sizes = {**given, "recipe": resolved}, {name: variant.size for name, variant in built.items()}
+    whole, sizes = {**given, "recipe": shared.to_dict()}, {name: variant.size for name, variant in built.items()}
     return Screening(file.name, file.command, whole, factors, design, (low, high), runs, sizes, confirm, first)
 
 

@@ -20,7 +20,7 @@ from ..files import COMPARISON_FILE, RESULTS_FILE
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..scrub import without_folders
 from ..storage import publish
-from ..text import from_json
+from ..values import from_json
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
 from .sections import ScreeningOutcome, write_report

@@ -67,7 +67,7 @@ class TestPlan:
         ladder = load_plan(ladder_file(scales=dict(reversed(SCALES.items())), seeds=[0, 1]))
         assert list(ladder.scales) == list(ladder.given["scales"]) == list(SCALES)
         for name, comparison in ladder.scales.items():
-            content = comparison.variants["base"].content
+            content = comparison.variants["base"].recipe.to_dict()
             size = measure(load_config(content["model"], content["switches"]), 64)
             assert size.non_embedding <= comparison.tokens_per_run < size.non_embedding + 8 * 64
             assert content["switches"]["hidden_size"] == WIDTHS[name]
@@ -83,7 +83,7 @@ class TestPlan:
         assert (small.seeds, middle.seeds) == ([0, 1], [5])
         assert (small.variants["twin"].intermediate_size, middle.variants["twin"].intermediate_size) == (64, 99)
         assert middle.variants["base"].intermediate_size == 128
-        assert middle.variants["base"].content["training"]["warmup_steps"] == 7
+        assert middle.variants["base"].recipe.training["warmup_steps"] == 7
 
     def test_seeds_by_scale(self, ladder_file):
         """A folder holds such a file too, whose outline is read without its models."""

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 from datasets import Dataset
@@ -72,10 +72,10 @@ class TestComparison:
     def test_runs_that_fail(self, cluster, make_file, tmp_path, monkeypatch):
         """They are not retried, and all others are finished."""
 
-        def train_recipe(resolved, *arguments):
-            if "base" not in resolved.training_arguments.output_dir:
+        def train_recipe(recipe, *arguments, **options):
+            if "base" not in recipe.output_dir:
                 raise TypeError("no\nsuch argument")
-            return train(resolved, *arguments)
+            return train(recipe, *arguments, **options)
 
         train = unattended.train_recipe
         monkeypatch.setattr(unattended, "train_recipe", train_recipe)
@@ -130,7 +130,7 @@ class TestComparison:
             ({"gradient_accumulation_steps": 4}, 2, {"gradient_accumulation_steps": 2}),
             ({"per_device_train_batch_size": 3}, 1, {"per_device_train_batch_size": 3}),
         ):
-            assert share_batch({"training": training, "model": "m"}, workers) == {"training": expected, "model": "m"}
+            assert share_batch(Recipe("m", training=training), workers) == Recipe("m", training=expected)
 
 
 CHANGED = {"dataset": "OTHER", "text_template": "{text} {b}", "target_column": "text", "tokenizer": "bpe:280"}
@@ -138,8 +138,8 @@ CHANGED = {"dataset": "OTHER", "text_template": "{text} {b}", "target_column": "
 
 def another_value(field: dataclasses.Field):
     """A value of a recipe's field other than its default: of `CHANGED`, of a choice, or of the first type."""
-    first, *others = get_args(field.type) or [field.type]
-    by_type = {str: "b", int: 5, float: 0.4, bool: not field.default, list[str]: ["a.py"], dict[str, Any]: {"r": 8}}
+    first, *others = [field.type] if get_origin(field.type) is dict else get_args(field.type) or [field.type]
+    by_type = {str: "b", int: 5, float: 0.4, bool: not field.default, dict[str, str]: {}, dict[str, Any]: {"r": 8}}
     return CHANGED.get(field.name) or (others[-1] if isinstance(first, str) else by_type[first])
 
 
@@ -151,23 +151,28 @@ class TestSharedData:
             (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
 
         def share(**changes):
-            recipe = Recipe("tiny-linear", str(tmp_path / "ONE.jsonl"), block_size=8, validation_fraction=0.3)
             fields = {
+                "model": "tiny-linear",
+                "block_size": 8,
+                "validation_fraction": 0.3,
                 "tokenizer": "bpe:270",
                 "objective": objective,
                 "source_column": "text",
                 "target_column": "b",
                 **changes,
             }
-            vars(recipe).update(fields | ({"dataset": str(tmp_path / "OTHER.jsonl")} if "dataset" in changes else {}))
+            recipe = Recipe(**fields | {"dataset": str(tmp_path / f"{fields.get('dataset', 'ONE')}.jsonl")})
             folder = tmp_path / "results" / share_data(recipe, set(), str(tmp_path / "results"), "data")[0]
             return folder, [str(Dataset.from_file(str(split))[:]) for split in sorted(folder.glob("*/*.arrow"))]
 
         before, tokens = share()
         values = {field.name: another_value(field) for field in dataclasses.fields(Recipe)}
         for name in values if objective == "causal" else ("max_source_length", "max_target_length", "source_column"):
-            folder, changed = share(**{name: values[name]})
-            assert (folder != before) == (name not in ray_jobs._NOT_OF_TOKENS), name
+            changes = {name: values[name]}
+            if name in ("parametrization", "base_sizes"):  # each needs the other
+                changes = {"parametrization": "completep", "base_sizes": {"hidden_size": 8}}
+            folder, changed = share(**changes)
+            assert (folder != before) == (name in Recipe.affecting("data")), name
             assert folder != before or changed == tokens, name
 
     def test_pairs_of_another_length_after_a_failure(self, cluster, pairs_recipe, tmp_path, monkeypatch):

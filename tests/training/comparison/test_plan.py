@@ -28,7 +28,7 @@ class TestPlan:
         lines = capsys.readouterr().out.splitlines()
         comparison = load_plan(file).largest
         for line, (name, variant) in zip(lines[1:], comparison.variants.items()):
-            size = measure(load_config(variant.content["model"], variant.content["switches"]), 64)
+            size = measure(load_config(variant.recipe.model, variant.recipe.switches), 64)
             assert name in line and f"{size.total:,}" in line and f"{size.flops_per_token:,}" in line
             assert f" {size.flops_per_token * 12 * 8 * 64:.3g} " in line
         assert f"12 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
@@ -82,7 +82,7 @@ class TestPlan:
                 match="parameters",
             )
         )
-        base, other = (plan.largest.resolve(Run(name, 1e-2, 0), Path("runs")).recipe for name in ("base", "other"))
+        base, other = (plan.largest.recipe_of(Run(name, 1e-2, 0), Path("runs")) for name in ("base", "other"))
         assert (base.parametrization, base.base_sizes) == ("completep", sizes)
         assert (other.parametrization, other.base_sizes, other.model) == ("standard", None, base.model)
 
@@ -103,7 +103,7 @@ class TestPlan:
         for scale in (plan.confirmation if isinstance(plan, Screening) else plan).scales.values():
             assert scale.power_warning() is None
             for model, variant in scale.variants.items():
-                scale.resolve(Run(model, variant.rates.first[0], scale.seeds[0]), Path("runs"))
+                scale.recipe_of(Run(model, variant.rates.first[0], scale.seeds[0]), Path("runs"))
         assert list(plan.describe())
 
 

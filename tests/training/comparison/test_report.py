@@ -40,7 +40,8 @@ from modeling_nlq.training.comparison.report import (
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
 from modeling_nlq.training.files import read_yaml
-from modeling_nlq.training.text import from_json, printable
+from modeling_nlq.training.text import printable
+from modeling_nlq.training.values import from_json
 from nlq import main
 
 

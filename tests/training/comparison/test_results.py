@@ -53,8 +53,8 @@ class TestRuns:
         folder, results, file = finished
         comparison = load_plan(file)
         run = results["models"]["base"]["runs"][1]
-        resolved = comparison.largest.resolve(Run("base", run["learning_rate"], run["seed"]), folder / run["folder"])
-        _, blocks, _ = prepare_data(resolved.recipe, folder / "tokenizer")
+        recipe = comparison.largest.recipe_of(Run("base", run["learning_rate"], run["seed"]), folder / run["folder"])
+        _, blocks, _ = prepare_data(recipe, folder / "tokenizer")
         texts = {split: set(map(bytes, part.dataset["input_ids"][:])) for split, part in blocks.items()}
         assert set(texts) == {"train", "validation", "test"} and not texts["test"] & (
             texts["train"] | texts["validation"]

@@ -34,8 +34,7 @@ class TestBlocks:
         streamed = dataclasses.replace(recipe, streaming=True)
         rows = make_blocks(load_documents(streamed)["train"], tokenizer, streamed).dataset
         assert np.array_equal([row["input_ids"] for row in rows], blocks.dataset["input_ids"][:])
-        recipe.num_proc = 2
-        parallel = make_blocks(documents.select(range(30)), tokenizer, recipe).dataset
+        parallel = make_blocks(documents.select(range(30)), tokenizer, recipe.replace(num_proc=2)).dataset
         assert np.array_equal(parallel["input_ids"][:], blocks.dataset["input_ids"][: len(parallel)])
         assert tokenizer.decode(tokenizer("x = 'ü…'\n\tdef f(): pass")["input_ids"]) == "x = 'ü…'\n\tdef f(): pass"
 

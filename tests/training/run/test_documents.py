@@ -28,9 +28,9 @@ class TestSplits:
         train_paths, held_out = set(splits["train"]["path"]), set(splits["validation"]["path"])
         assert train_paths and held_out and not train_paths & held_out
         assert len(train_paths | held_out) == len(corpus.read_text().splitlines())
-        recipe.streaming = True
+        recipe = recipe.replace(streaming=True)
         assert [row["path"] for row in load_documents(recipe)["validation"]] == list(splits["validation"]["path"])
-        recipe.max_validation_documents = 2
+        recipe = recipe.replace(max_validation_documents=2)
         assert [row["path"] for row in load_documents(recipe)["validation"]] == list(splits["validation"]["path"])[:2]
 
     def test_test_split_is_held_out_once_more(self, corpus):
@@ -53,8 +53,7 @@ class TestSplits:
         splits = documents_module._hold_out(rows, recipe)
         assert splits["test"]["text"][:] == rows["test"]["text"][:]
         assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == sorted(rows["train"]["text"])
-        recipe.test_fraction = 0.0
-        assert "test" not in documents_module._hold_out(rows, recipe)
+        assert "test" not in documents_module._hold_out(rows, recipe.replace(test_fraction=0.0))
 
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
     def test_copies_stay_together_whatever_their_names(self, streaming, tmp_path):

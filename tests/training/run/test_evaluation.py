@@ -153,7 +153,7 @@ class TestOwnDataset:
             write_documents(Path(name, "text.jsonl"), [f"x = {index}" for index in range(300)])
         Path("link").symlink_to("fold", target_is_directory=True)
         given = {"model": "tiny-linear", "dataset": "fold", "validation_fraction": 0.003, "test_fraction": 0.004}
-        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, "a fingerprint")}))
+        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(Recipe(**given), "a fingerprint")}))
         if model == "converted":
             assert main(["convert", "run", "converted", "--upcycle"]) == 0
         dataset = dataset.format(here=own.parent.name)
@@ -169,7 +169,7 @@ class TestOwnDataset:
         Path("body.jsonl").write_text('{"body": "x = 1"}\n')
         given = {"model": "tiny-linear", "dataset": "body.jsonl", "text_column": "body", "block_size": 32}
         given |= {"packing": "documents", "text_template": "{body}"}
-        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(given, None)}))
+        (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(Recipe(**given), None)}))
         warnings = []
         monkeypatch.setattr(evaluation.logger, "warning", warnings.append)
         recipe = evaluation.evaluate(own, dataset="body.jsonl")

@@ -137,7 +137,7 @@ def test_chrf_is_taken_against_whole_targets(pairs_recipe, tmp_path, monkeypatch
     """A text that ends where targets are cut is not the whole target."""
     text = "one two three four five six seven"
     (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"given": f"{i}", "wanted": text}) for i in range(60)))
-    recipe = load_recipe(pairs_recipe, {"dataset": str(tmp_path / "long.jsonl"), "max_target_length": 4}).recipe
+    recipe = load_recipe(pairs_recipe, {"dataset": str(tmp_path / "long.jsonl"), "max_target_length": 4})
     tokenizer, blocks, fingerprint = prepare_data(recipe, tmp_path / "data")
     save_blocks(blocks, fingerprint, tmp_path / "data")
     pairs = prepare_data(recipe, tmp_path / "data")[1]["validation"]

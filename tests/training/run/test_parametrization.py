@@ -165,7 +165,7 @@ class TestRecipe:
         folder, resumed = tmp_path / "run", tmp_path / "resumed"
         metrics = train(recipe_file, output_dir=folder, **options)
         groups = torch.load(folder / "checkpoint-8" / "optimizer.pt", weights_only=True)["param_groups"]
-        rate = load_recipe(recipe_file).training_arguments.learning_rate
+        rate = load_recipe(recipe_file).arguments.learning_rate
         assert len({group["initial_lr"] for group in groups}) == 3 and groups[0]["initial_lr"] == rate
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         assert max(entry["learning_rate"] for entry in history if "learning_rate" in entry) <= rate
@@ -178,8 +178,8 @@ class TestRecipe:
             ({"parametrization": "mup"}, "parametrization='mup' must be 'standard' or 'completep'"),
             ({"parametrization": "completep"}, "needs the sizes of its base model"),
             ({"base_sizes": BASE}, "'standard' takes none"),
-            ({"base_sizes": "8"}, "base_sizes=8 must be sizes with their values"),
-            ({"base_sizes": "{hidden_size: 1"}, "base_sizes='{hidden_size: 1' must be sizes"),
+            ({"base_sizes": "8"}, "base_sizes=8 must be fields and values with their values"),
+            ({"base_sizes": "{hidden_size: 1"}, "base_sizes='{hidden_size: 1' must be fields and values"),
             (
                 {"parametrization": "completep", "base_sizes": {"hidden_size": 16, "use_bias": True}},
                 "base_sizes: unknown field 'use_bias'",
@@ -206,7 +206,7 @@ class TestRecipe:
 
     def test_deepspeed_is_refused(self, recipe_file, tmp_path, monkeypatch):
         options = {"output_dir": tmp_path / "run", "parametrization": "completep", "base_sizes": self.BASE}
-        resolved = load_recipe(recipe_file, options)
+        recipe = load_recipe(recipe_file, options)
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
         with pytest.raises(ValueError, match="needs Trainer's optimizer"):
-            check_recipe(resolved)
+            check_recipe(recipe)

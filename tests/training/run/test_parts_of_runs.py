@@ -7,7 +7,7 @@ from support.own_parts import DISTANCE
 from modeling_nlq import parts_user_nlq
 from modeling_nlq.training import train, trust
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
+from modeling_nlq.training.run.recipe import load_recipe, read_recipe
 from nlq import main
 
 
@@ -57,7 +57,7 @@ def test_a_run(recipe, new_process, tmp_path, capsys):
 @pytest.mark.parametrize("command", ["train", "compare"])
 def test_code_in_yaml_is_not_run(command, recipe, new_process, tmp_path, capsys):
     """A recipe with a part is published with its code, and must not run where it is downloaded."""
-    content = load_recipe(recipe).given
+    content = load_recipe(recipe).to_dict()
     assert isinstance(content["parts"], dict)
     content["parts"] = {"my_idea.py": f"open({str(tmp_path / 'planted')!r}, 'w').close()\n{DISTANCE}"}
     if command == "compare":
@@ -79,13 +79,13 @@ def test_code_in_yaml_is_not_run(command, recipe, new_process, tmp_path, capsys)
 
 
 def test_another_machine_needs_no_file(recipe, new_process, tmp_path):
-    """What an engine sends is what `resolve_recipe` takes."""
-    given = load_recipe(recipe, {"output_dir": str(tmp_path / "run")}).given
+    """What an engine sends is what `read_recipe` takes."""
+    given = load_recipe(recipe, {"output_dir": str(tmp_path / "run")}).to_dict()
     (tmp_path / "my_idea.py").unlink()
     new_process()
-    resolved = resolve_recipe(given, {"output_dir": str(tmp_path / "run")})
-    assert resolved.given == given
-    assert resolved.config.attention_parts == ["distance"]
+    again = read_recipe(given, {"output_dir": str(tmp_path / "run")})
+    assert again.to_dict() == given
+    assert again.config.attention_parts == ["distance"]
     with pytest.raises(ValueError, match=r"^parts: there is no file my_idea.py$"):
         load_recipe(recipe)
 

@@ -28,9 +28,9 @@ class TestOverrides:
         switches = {"qk_norm": "l2", "attention_gate": None}
         overrides = {"learning_rate": 1e-3, "streaming": True, "switches": switches, "report_to": "none"}
         from_words, from_python = (load_recipe("demo", each) for each in (read_overrides(WORDS), overrides))
-        assert from_words.given == from_python.given
-        assert from_words.recipe == from_python.recipe and from_words.switches == from_python.switches == switches
-        assert from_python.training_arguments.learning_rate == 1e-3
+        assert from_words == from_python
+        assert from_words.switches == from_python.switches == switches
+        assert from_python.arguments.learning_rate == 1e-3
 
     def test_words_are_the_inverse(self):
         overrides = read_overrides(
@@ -40,7 +40,7 @@ class TestOverrides:
 
     def test_numbers_of_numpy(self):
         overrides = {"learning_rate": np.float32(0.5), "max_steps": np.int64(3)}
-        assert load_recipe("demo", overrides).training_arguments.max_steps == 3
+        assert load_recipe("demo", overrides).arguments.max_steps == 3
 
     @pytest.mark.parametrize(
         ("typed", "read"),
@@ -73,9 +73,7 @@ class TestOverrides:
         for name in (*less, "token_accuracy", "chrf", "samples_per_second", "steps_per_second"):
             for metric in (name, f"eval_{name}"):
                 found = [
-                    load_recipe(
-                        "demo", {"metric_for_best_model": metric, **given}
-                    ).training_arguments.greater_is_better
+                    load_recipe("demo", {"metric_for_best_model": metric, **given}).arguments.greater_is_better
                     for given in ({}, {"greater_is_better": True}, {"greater_is_better": False})
                 ]
                 assert found == [name not in less, True, False], metric
@@ -125,7 +123,7 @@ def test_help_lists_what_is_shipped(command, kind, capsys):
 def test_given_holds_no_place_and_no_token():
     places = {"output_dir": "elsewhere", "resume_from_checkpoint": "x"}
     names = {"run_name": "a secret", "project": "of mine", "hub_token": "hf_secret", "hub_model_id": "owner/name"}
-    resolved = load_recipe("demo", {**places, **names})
-    assert resolved.given == load_recipe("demo").given
+    recipe = load_recipe("demo", {**places, **names})
+    assert recipe.to_dict() == load_recipe("demo").to_dict()
     for name, value in {**places, **names}.items():
-        assert getattr(resolved.training_arguments, name) == value
+        assert getattr(recipe.arguments, name) == value

@@ -228,7 +228,7 @@ def test_records_of_a_run(run, recipe_file, tmp_path):
     train(recipe_file, output_dir=tmp_path / "plain", packing="documents", save_strategy="no")
     assert logged_losses(folder) == logged_losses(tmp_path / "plain")
     curves = read_stability(json.loads((folder / "trainer_state.json").read_text())["log_history"])
-    _, blocks, _ = prepare_data(load_recipe(recipe_file).recipe, folder)
+    _, blocks, _ = prepare_data(load_recipe(recipe_file), folder)
     probe = BlockCollator(0, restart=True)(list(itertools.islice(blocks["validation"].dataset, 2)))
     expected = attention_statistics(NLQForCausalLM.from_pretrained(folder), probe["input_ids"], probe["position_ids"])
     assert list(curves) == [0, 1]

@@ -1,6 +1,7 @@
 """`trainable: new`: only what a conversion added is trained, and the rest stays as it was."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.run.recipe import load_recipe, resolve_recipe
+from modeling_nlq.training.run.lora import choose_trained
+from modeling_nlq.training.run.recipe import load_recipe, read_recipe
 from modeling_nlq.training.run.trainer import train_recipe
 from modeling_nlq.training.sharing.adapter import whole_modules
 from nlq import main
@@ -84,8 +86,8 @@ class Gradients(TrainerCallback):
 def tuned(tune, upcycled):
     """The finished run, its metrics, and its gradients."""
     gradients = Gradients()
-    resolved = load_recipe(tune, {"output_dir": upcycled.with_name("tuned")})
-    return upcycled.with_name("tuned"), train_recipe(resolved, callbacks=[gradients]), gradients
+    recipe = load_recipe(tune, {"output_dir": upcycled.with_name("tuned")})
+    return upcycled.with_name("tuned"), train_recipe(recipe, callbacks=[gradients]), gradients
 
 
 def is_new(name):
@@ -137,8 +139,8 @@ def test_checkpointing_changes_nothing(tune, tuned, tmp_path):
     """The first layer has gradients, though its input comes from frozen embeddings."""
     gradients = Gradients()
     changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    resolved = load_recipe(tune, {"output_dir": tmp_path / "run", "save_strategy": "no", **changes})
-    train_recipe(resolved, callbacks=[gradients])
+    recipe = load_recipe(tune, {"output_dir": tmp_path / "run", "save_strategy": "no", **changes})
+    train_recipe(recipe, callbacks=[gradients])
     assert gradients.found == tuned[2].found
     assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned[0]), abs=1e-5)
 
@@ -253,8 +255,8 @@ def test_cost(upcycled):
     """A frozen matrix has no gradient of its own, which is a third of its operations."""
     config = load_config(str(upcycled))
     new = json.loads((upcycled / "conversion.json").read_text())["added"]
-    resolved = resolve_recipe({"model": str(upcycled), "trainable": "new"})
-    whole, part = measure(config), measure(config, prepare=resolved.choose_trained)
+    recipe = read_recipe({"model": str(upcycled), "trainable": "new"})
+    whole, part = measure(config), measure(config, prepare=partial(choose_trained, recipe))
     state = load_file(upcycled / "model.safetensors")
     frozen = sum(
         value.numel() for name, value in state.items() if value.ndim == 2 and not is_new(name) and "_pos" not in name
@@ -280,8 +282,8 @@ def comparison_file(tune, tmp_path):
 
 def test_plan_of_a_comparison(comparison_file, upcycled):
     header, whole, new, *_ = load_plan(comparison_file).describe()
-    resolved = resolve_recipe({"model": str(upcycled), "trainable": "new"})
-    size = measure(resolved.config, 64, prepare=resolved.choose_trained)
+    recipe = read_recipe({"model": str(upcycled), "trainable": "new"})
+    size = measure(recipe.config, 64, prepare=partial(choose_trained, recipe))
     assert header.split()[:3] == ["model", "parameters", "trained"]
     assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [
         f"{size.total:,}",

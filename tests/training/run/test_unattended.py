@@ -37,16 +37,15 @@ def in_a_process(order: RunSpec):
 
 @pytest.fixture
 def order(recipe_file, tmp_path) -> RunSpec:
-    return RunSpec(
-        "one", load_recipe(recipe_file).given, str(tmp_path / "runs" / "one"), str(tmp_path / "data"), pace=0.05
-    )
+    recipe = load_recipe(recipe_file, {"output_dir": tmp_path / "runs" / "one"})
+    return RunSpec("one", recipe, str(tmp_path / "data"), pace=0.05)
 
 
 def test_finished_run(order, run):
     """The model is read from another path than the one in its record."""
-    moved = dataclasses.replace(order, content={**order.content, "model": "/not/on/this/machine/model.json"})
-    reports = in_a_process(dataclasses.replace(moved, model=order.content["model"]))
-    folder = Path(order.folder)
+    moved = dataclasses.replace(order, recipe=order.recipe.replace(model="/not/on/this/machine/model.json"))
+    reports = in_a_process(dataclasses.replace(moved, model=order.recipe.model))
+    folder = Path(order.recipe.output_dir)
     assert logged_losses(folder) == logged_losses(run[0])
     assert "/not/on/this/machine" in (folder / "recipe.yaml").read_text()
     assert "train_runtime" in folder.with_name("one.log").read_text()
@@ -56,17 +55,17 @@ def test_finished_run(order, run):
 
 @pytest.mark.slow
 def test_run_that_another_process_makes(order):
-    with RunFolder(Path(order.folder)).held():
+    with RunFolder(Path(order.recipe.output_dir)).held():
         assert isinstance(in_a_process(order), FolderIsLocked)
-    assert not Path(order.folder).exists()
+    assert not Path(order.recipe.output_dir).exists()
 
 
 def test_run_that_fails(order):
     Path(order.data).mkdir()
     Path(order.data, "tokenizer.json").write_text("no tokenizer")
     error = in_a_process(order)
-    progress = read_json(Path(f"{order.folder}.progress.json"))
+    progress = read_json(Path(f"{order.recipe.output_dir}.progress.json"))
     assert (
         progress["state"] == "failed" and isinstance(error, RunFailed) and str(error) == f"failed: {progress['error']}"
     )
-    assert "Traceback" in Path(f"{order.folder}.log").read_text()
+    assert "Traceback" in Path(f"{order.recipe.output_dir}.log").read_text()

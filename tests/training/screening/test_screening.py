@@ -27,7 +27,7 @@ from modeling_nlq.training.screening.design import RATE, make_design
 from modeling_nlq.training.screening.effects import analyse_effects
 from modeling_nlq.training.screening.run import run_and_report, run_screening
 from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
-from modeling_nlq.training.text import from_json
+from modeling_nlq.training.values import from_json
 from nlq import main
 
 
@@ -134,13 +134,13 @@ def test_the_plan(make_screening):
     assert len(variants) == 8 and screening.runs.baseline == "off, rate 0.005"
     for (name, variant), row in zip(variants.items(), screening.design.rows):
         fields = ("position_embedding", "attention_gate", "initializer_range")
-        assert [field in variant.content["switches"] for field in fields] == (row > 0)[:3].tolist()
+        assert [field in variant.recipe.switches for field in fields] == (row > 0)[:3].tolist()
         assert variant.rates.first == [1e-2 if row[3] > 0 else 5e-3]
         assert name.startswith("+".join(factor for factor, on in zip(screening.factors, row > 0) if on) or "off")
     confirmation = screening.confirm(["rope", "gate"]).largest
     changes = {"position_embedding": "rope", "attention_gate": "headwise"}
-    off = confirmation.variants["off"].content["switches"]
-    assert confirmation.variants["best"].content["switches"] == {**off, **changes}
+    off = confirmation.variants["off"].recipe.switches
+    assert confirmation.variants["best"].recipe.switches == {**off, **changes}
     assert (
         confirmation.stop == "early" and len(confirmation.seeds) == 4 and confirmation.variants["best"].rates.is_search
     )
@@ -182,7 +182,7 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
         and outcome.confirmation.largest.statistics.effects["best"].verdict == "better"
     )
     best = load_plan(folder / CONFIRMATION / "comparison.yaml", {}).largest.variants["best"]
-    assert best.content["switches"]["attention_gate"] == "headwise"
+    assert best.recipe.switches["attention_gate"] == "headwise"
     assert json.loads((folder / "results.json").read_text()) == results
     golden = Path(__file__).with_name("golden")
     check_golden(
