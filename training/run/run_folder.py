@@ -58,7 +58,7 @@ _KINDS = {
     RECIPE_FILE: (
         "is no run of `nlq train`",
         "a run of another recipe",
-        (METRICS_FILE, f"{CHECKPOINT}*/{STATE_FILE}"),
+        (METRICS_FILE, f"{CHECKPOINT}*/{STATE_FILE}", LOCK_FILE),
     ),
     COMPARISON_FILE: ("holds no comparison", "another comparison", (MODELS_FILE, RESULTS_FILE, f"*/{MODELS_FILE}")),
 }
