@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from .files import PAGE_FILE
+from .run.jobs import make_runs
 from .run.recipe import Recipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
@@ -119,10 +120,16 @@ def train_on_ray(
     with ray_jobs.connected_to_ray(), tqdm(total=steps or None, unit="step", **bar_options()) as progress:
         resources.check_room()
         data, _ = ray_jobs.share_data(recipe, {recipe.model}, parent, f"{name}.data")
-        spec = RunSpec(name, recipe.replace(training={"output_dir": name}), data, keeps_checkpoints=True)
-        ((_, metrics),) = ray_jobs.make_runs(parent, resources, lambda: [spec], progress, steps)
+        data, there = str(folder.parent / data), recipe.replace(training={"output_dir": str(folder)})
+        spec = RunSpec(name, there, data, keeps_checkpoints=True)
+        workers, finished = ray_jobs.RayWorkers(parent, resources, folder.parent), []
+        try:
+            for _, metrics in make_runs(workers, lambda: ([spec], len(finished)), progress, steps):
+                finished.append(metrics)
+        finally:
+            workers.close()
     fetch(folder, has_large=False)
-    return metrics
+    return finished[0]
 
 
 def compare(
@@ -131,6 +138,7 @@ def compare(
     *,
     engine: str = "local",
     cpus_per_run: int | None = None,
+    jobs: int | None = None,
     gpus_per_run: float | None = None,
     workers_per_run: int | None = None,
     max_retries: int | None = None,
@@ -145,9 +153,10 @@ def compare(
         comparison: name of a shipped comparison, or a YAML file.
         output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray` also an address, such as
             `s3://bucket/results`.
-        engine: `local`, one run after another on this machine, or `ray`, on the cluster that Ray finds.
+        engine: `local`, on this machine, or `ray`, on the cluster that Ray finds.
         cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
-        gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `RayEngine`.
+        jobs: runs at a time with `local`, see `LocalEngine`. Results do not depend on it.
+        gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `Resources`.
         trust_parts: run the parts whose code the file itself holds.
         overrides: fields of the recipe that all models share, as for `train`.
 
@@ -159,7 +168,7 @@ def compare(
             be written or holds another comparison or something else.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
-    options = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run}
+    options = {"cpus_per_run": cpus_per_run, "jobs": jobs, "gpus_per_run": gpus_per_run}
     options |= {"workers_per_run": workers_per_run, "max_retries": max_retries}
     from .comparison.plan import default_folder
     from .comparison.run import make_engine

@@ -1,5 +1,6 @@
 """What the engine `ray` calls of Ray, without its processes: a task runs as soon as it is made."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 from modeling_nlq.training.run import ray_jobs, unattended
@@ -9,7 +10,11 @@ class FakeError(BaseException):
     """An error of Ray, such as a node that died: nothing in the run's own code catches it."""
 
 
-class FakeTaskError(FakeError):
+class LostError(FakeError, Exception):
+    """The same error, as the driver sees it."""
+
+
+class FakeTaskError(FakeError, Exception):
     """The error of a task."""
 
     def __init__(self, cause: Exception):
@@ -72,6 +77,14 @@ class _Reference:
     def __init__(self, result):
         self.result = result
 
+    def future(self) -> Future:
+        future = Future()
+        if isinstance(self.result, BaseException):
+            future.set_exception(self.result)
+        else:
+            future.set_result(self.result)
+        return future
+
 
 class _Remote:
     """A function or a class that was made remote."""
@@ -92,7 +105,7 @@ class _Remote:
             try:
                 return _Reference(self._target(*arguments))
             except FakeError as lost:
-                result = lost
+                result = LostError(str(lost))
             except Exception as fault:  # a task's own is not retried
                 return _Reference(FakeTaskError(fault))
         return _Reference(result)

@@ -1,13 +1,20 @@
 """An engine that makes runs in the process of the tests, where everything is imported already."""
 
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.plan import Scale
-from modeling_nlq.training.comparison.results import RunStore, next_runs, run_folder
 from modeling_nlq.training.run import trainer
+from modeling_nlq.training.run.unattended import RunSpec
+
+
+def finished_future(result) -> Future:
+    """Returns a future that has its result."""
+    future = Future()
+    future.set_result(result)
+    return future
 
 
 class InlineEngine(LocalEngine):
@@ -18,8 +25,6 @@ class InlineEngine(LocalEngine):
 
     draws_losses = False
 
-    def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
-        while ready := next_runs(scale, finished)[0]:
-            for run in ready:
-                with nullcontext() if self.draws_losses else patch.object(trainer, "plot_losses"):
-                    trainer.train_recipe(scale.recipe_of(run, run_folder(folder, run)), data)
+    def submit(self, spec: RunSpec) -> Future:
+        with nullcontext() if self.draws_losses else patch.object(trainer, "plot_losses"):
+            return finished_future(trainer.train_recipe(spec.recipe, Path(spec.data)))

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from support.inline_engine import finished_future
+
 from modeling_nlq.training.comparison.plan import Run, Scale
-from modeling_nlq.training.comparison.results import RunStore, next_runs, run_folder
+from modeling_nlq.training.run.unattended import RunSpec
 
 
 class Interrupted(Exception):
@@ -30,21 +32,28 @@ class PlantedEngine:
         return nullcontext()
 
     def prepare_data(self, comparison, folder):
+        self.scale = comparison
         return folder / "tokenizer", "planted"
 
-    def make_runs(self, comparison: Scale, folder: Path, data: Path, finished: RunStore) -> None:
-        while True:
-            ready, _ = next_runs(comparison, finished)
-            if not ready:
-                return
-            for run in ready:
-                if len(self.made) == self.most_runs:
-                    raise Interrupted
-                self._make(comparison, run, run_folder(folder, run))
-                self.made.append(f"{comparison.name}: {run.name}")
+    def room(self, running):
+        return 1
 
-    def _make(self, comparison: Scale, run: Run, folder: Path) -> None:
-        loss, variant = self.loss(comparison, run), comparison.variants[run.model]
+    def progress(self):
+        return {}
+
+    def cancel(self, specs):
+        pass
+
+    def submit(self, spec: RunSpec):
+        if len(self.made) == self.most_runs:
+            raise Interrupted
+        training = spec.recipe.training
+        run = Run(spec.name.partition("/")[0], training["learning_rate"], training["seed"])
+        self.made.append(f"{self.scale.name}: {run.name}")
+        return finished_future(self._make(run, Path(spec.recipe.output_dir)))
+
+    def _make(self, run: Run, folder: Path) -> dict:
+        loss, variant = self.loss(self.scale, run), self.scale.variants[run.model]
         folder.mkdir(parents=True)
         metrics = {
             "diverged": loss is None,
@@ -68,3 +77,4 @@ class PlantedEngine:
         }
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": []}))
         (folder / "metrics.json").write_text(json.dumps(metrics))
+        return metrics

@@ -13,6 +13,7 @@ from support.paths import REPOSITORY
 
 from modeling_nlq.training import disk
 from modeling_nlq.training.files import COMPARISON_FILE, METRICS_FILE, RECIPE_FILE
+from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.run_folder import RunFolder
 
 
@@ -149,7 +150,7 @@ class TestRecord:
         place = RunFolder(tmp_path / "run")
         for value in (1, 2):  # the first attempt failed before it had any weights
             with place.held():
-                place.claim_run({"a": value}, 1, True)
+                place.claim_run(Recipe("tiny-linear", block_size=value + 1), 1, True)
                 disk.write_text(place.path / "tokenizer.json", str(value))
         for _ in range(2):
             disk.make_empty_folder(place.path / "checkpoint-5")

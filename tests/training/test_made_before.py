@@ -22,6 +22,7 @@ import modeling_nlq
 from modeling_nlq.training import evaluate, publish, train
 from modeling_nlq.training.api import describe_results, load_plan
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.run.recipe import Recipe
 from nlq import main
 
 
@@ -52,7 +53,8 @@ def values(content: Any, *path: str) -> Iterator[tuple[str, Any]]:
         yield "/".join(path), content
         return
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
-        if not VARYING.fullmatch(str(key)):
+        is_default = path[-1:] == ("recipe",) and value == getattr(Recipe, key, ...)  # which is not written any more
+        if not VARYING.fullmatch(str(key)) and not is_default:
             yield from values(value, *path, RENAMED.get(key, str(key)))
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
@@ -15,21 +16,22 @@ from ..storage import fetch
 from ..text import bar_options
 from .inference import analyse
 from .outcome import TaskOutcome
-from .plan import Scale
+from .plan import Progress
 from .results import RunStore, run_folder
 
 
-def score_runs(scale: Scale, finished: RunStore) -> None:
+def score_runs(progress: Progress, finished: RunStore) -> None:
     """Evaluates the reported runs that have no `tasks.json` yet, one after another, in this process.
 
     A run that diverged has no weights to evaluate.
     """
+    scale = progress.scale
     if not scale.tasks:
         return
     if torch.cuda.is_available():  # each process that a launcher started has a device of its own
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    runs = [run for model in scale.variants for run in finished.reported(scale, model)]
-    runs = [run for run in runs if not finished.metrics(run)["diverged"]]
+    runs = [run for model in scale.variants for run in progress.reported(model)]
+    runs = [run for run in runs if not finished[run.name]["diverged"]]
     for run in tqdm(runs, unit="run", desc=f"{scale.name}, tasks", **bar_options()):
         path = run_folder(finished.folder, run)
         with RunFolder(path, plan=None).held(patience=-1):
@@ -39,16 +41,16 @@ def score_runs(scale: Scale, finished: RunStore) -> None:
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read_scores(scale: Scale, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
+def read_scores(progress: Progress, folder: Path) -> dict[str, dict[str, TaskOutcome]]:
     """Reads and judges the scores of the reported runs, by task and metric.
 
     Scores are judged as losses are (see `judged_losses`). Holm's correction is over the models, for each metric by
     itself.
     """
-    found: dict[str, dict[str, TaskOutcome]] = {}
+    scale, found = progress.scale, {}
     for model in scale.variants:
-        for run in finished.reported(scale, model) if scale.tasks else ():
-            path = run_folder(finished.folder, run) / TASKS_FILE
+        for run in progress.reported(model) if scale.tasks else ():
+            path = run_folder(folder, run) / TASKS_FILE
             content = read_json(path) if path.is_file() else {"scores": {}}
             for task, values in content["scores"].items():
                 better = content["higher_is_better"].get(task, {})
@@ -58,10 +60,9 @@ def read_scores(scale: Scale, finished: RunStore) -> dict[str, dict[str, TaskOut
                         scores = {name: dict.fromkeys(scale.seeds) for name in scale.variants}
                         new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
                         found.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
-    at_boundary = [model for model in scale.variants if finished.is_at_boundary(scale, model)]
 
     def judged(entry: TaskOutcome) -> TaskOutcome:
-        options = {"at_boundary": at_boundary, "resolution": resolution(entry)}
+        options = {"at_boundary": progress.at_boundary, "resolution": resolution(entry)}
         return replace(entry, statistics=analyse(judged_losses(entry), scale.baseline, **options))
 
     return {task: {metric: judged(entry) for metric, entry in of.items()} for task, of in found.items()}

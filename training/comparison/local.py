@@ -1,4 +1,4 @@
-"""The engine of one machine: the runs of a comparison, one after another.
+"""The engine of one machine: the runs of a comparison, each in a process, and some side by side.
 
 Several processes may work on one folder, such as those that `accelerate launch` starts, one for each GPU. A run
 belongs to the process that holds its lock.
@@ -9,26 +9,30 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from ..disk import make_folder
-from ..files import LOG
 from ..run.data import prepare_data
+from ..run.jobs import describe_failure
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
-from ..run.unattended import RunFailed, RunSpec, beside, run_in_subprocess
+from ..run.unattended import RunFailed, RunSpec, run_in_subprocess
 from ..storage import is_address, origin
-from ..text import bar_options
+from ..text import check_number
 from .plan import Run, Scale
-from .results import RunStore, next_runs, run_folder
 
+
+logger = logging.get_logger(__name__)
 
 _TOKENIZER = "tokenizer"
 # Variables of the launcher that started this process, which the process of a run must not read
@@ -43,25 +47,45 @@ _LAUNCHER_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalEngine:
-    """Makes runs in processes of this machine.
+    """Makes runs in processes of this machine, each in a new one, so that a run that dies stops no other.
 
     Attributes:
         cpus_per_run: number of threads of a run; by default as many as PyTorch takes in this process.
+        jobs: number of runs at a time. By default as many as the cores have room for, and 1 on a GPU or without
+            `cpus_per_run`. Results do not depend on it.
     """
 
     cpus_per_run: int | None = None
+    jobs: int | None = None
 
     def __post_init__(self):
-        if self.cpus_per_run is not None and self.cpus_per_run < 1:
-            raise ValueError(f"cpus_per_run={self.cpus_per_run} must be at least 1")
+        check_number("cpus_per_run", self.cpus_per_run, 1)
+        check_number("jobs", self.jobs, 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._threads = self.cpus_per_run or torch.get_num_threads()
+        if self.jobs is None:
+            has_one = self.cpus_per_run is None or torch.accelerator.is_available()
+            self.jobs = 1 if has_one else max(1, cores // self._threads)
+        elif self.jobs > 1 and self.jobs * self._threads > cores:
+            logger.warning(
+                f"jobs={self.jobs} with {self._threads} threads each take more than the {cores} cores of this machine"
+            )
+        self._processes: dict[str, multiprocessing.Process] = {}
+        self._progress: dict[str, RunProgress] = {}
 
-    def connected(self, scales: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
+    @contextmanager
+    def connected(self, scales: Sequence[Scale], folder: Path) -> Iterator[None]:
         """Raises `ValueError` for an address: the locks of runs need a file system."""
         if is_address(origin(folder)):
             raise ValueError(f"{origin(folder)} is no folder: results at an address need --engine ray")
-        return nullcontext()
+        self._is_cancelled = False
+        # The server imports once, and every run is still a fresh process
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        with ThreadPoolExecutor(self.jobs) as self._pool:
+            yield
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """Others may work in the folder, too: each run has a lock."""
@@ -75,60 +99,53 @@ class LocalEngine:
             _, _, fingerprint = prepare_data(first, folder / _TOKENIZER)
         return folder / _TOKENIZER, fingerprint
 
-    def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
-        """Makes the runs that are not finished, seed by seed."""
-        context = multiprocessing.get_context("forkserver")  # it imports once, and every run is still a fresh process
-        context.set_forkserver_preload([__name__])
-        steps = scale.steps_per_run
-        with environment_of_one_run(), tqdm(desc=scale.name, unit="step", **bar_options()) as progress:
-            while True:
-                ready, done = next_runs(scale, finished)
-                before, progress.n, progress.total = progress.n, done * steps, (done + len(ready)) * steps
-                progress.set_postfix_str("", refresh=progress.n != before)  # a log file has no line for each second
-                if not ready:
-                    return
-                following = [*(f"; next {run.name}" for run in ready[1:]), ""]
-                makes = (
-                    self._make_run(context, scale, run, folder, data, progress, then)
-                    for run, then in zip(ready, following)
-                )
-                if not any(makes):
-                    time.sleep(1.0)  # other processes make all runs that are left
+    def room(self, running: int) -> int:
+        """Returns the number of runs that may be submitted now."""
+        return self.jobs - running
 
-    def _make_run(self, context, scale: Scale, run: Run, folder: Path, data: Path, progress: tqdm, then: str) -> bool:
-        """Makes a run in a new process and shows its loss in `progress`; returns false if another process makes it."""
-        path = run_folder(folder, run)
-        if RunFolder(path).is_held():
-            return False
-        spec = RunSpec(
-            name=run.name,
-            recipe=scale.recipe_of(run, path),
-            data=str(data),
-            threads=self.cpus_per_run or torch.get_num_threads(),
-        )
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_train_and_report, args=(spec, sender))
+    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
+        """Makes a run in a new process, which a thread waits for."""
+        with environment_of_one_run():  # which the processes of runs get from the server
+            ensure_running()
+        return self._pool.submit(self._make_run, replace(spec, threads=self._threads))
+
+    def progress(self) -> dict[str, RunProgress]:
+        """Returns the progress of the runs at work, by name."""
+        return dict(self._progress)
+
+    def describe_error(self, error: BaseException) -> str:
+        """Says in a line why a run is not finished."""
+        return describe_failure(error)
+
+    def cancel(self, specs: list[RunSpec]) -> None:
+        """Ends the processes of runs, which go on from their last checkpoints another time."""
+        self._is_cancelled = bool(specs)
+        for spec in specs:
+            if (process := self._processes.get(spec.name)) is not None:
+                process.terminate()
+
+    def _make_run(self, spec: RunSpec) -> dict[str, Any]:
+        folder = RunFolder(Path(spec.recipe.output_dir))
+        if folder.is_held():
+            raise FolderIsLocked(spec.name)
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._processes[spec.name] = self._context.Process(target=_train_and_report, args=(spec, sender))
         process.start()
         sender.close()
-        started_from = progress.n
-        progress.set_postfix_str(f"{run.name}{then}")
+        if self._is_cancelled:
+            process.terminate()
         try:
             while isinstance(message := receiver.recv(), RunProgress):
-                loss = "" if message.loss is None else f"loss {message.loss:.3f}, "  # first, for a line may be cut
-                progress.set_postfix_str(f"{loss}{run.name}{then}", refresh=False)
-                progress.update(started_from + message.step - progress.n)
+                self._progress[spec.name] = message
         except EOFError:
-            raise ChildProcessError(
-                f"run {run.name} died, perhaps of too little memory; see {beside(path, LOG)}"
-            ) from None
-        except BaseException:
-            process.terminate()  # interrupted: the run goes on from its last checkpoint
-            raise
+            raise RunFailed("died, perhaps of too little memory") from None
         finally:
             process.join()
-        if isinstance(message, RunFailed):
-            raise ChildProcessError(f"run {run.name} {message}; see {beside(path, LOG)}") from message
-        return message is None
+            del self._processes[spec.name]
+            self._progress.pop(spec.name, None)
+        if message is not None:
+            raise message
+        return folder.metrics()
 
 
 @contextmanager

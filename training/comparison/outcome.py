@@ -13,7 +13,7 @@ from ..run.stability import loss_spikes, read_stability
 from ..scrub import without_folders
 from ..values import from_json
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
-from .plan import Comparison, Run, Scale
+from .plan import Comparison, Progress, Run
 from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
 
@@ -268,17 +268,17 @@ def read_outcome(content: dict[str, Any], source: str | Path = RESULTS_FILE) -> 
     return from_json(Outcome, content, f"{source}: ")
 
 
-def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
+def gather(progress: Progress, finished: RunStore, **more: Any) -> ScaleOutcome:
     """Gathers the results of one scale from its finished runs.
 
     Args:
-        finished: its runs, of which none is missing.
+        progress: no run of it is ready.
         more: other fields of the results.
     """
-    models, runs = {}, []
+    scale, models, runs = progress.scale, {}, []
     for name, variant in scale.variants.items():
-        tunings = finished.tunings(scale, name)
-        tried, reported = finished.tried(scale, name), finished.reported(scale, name)
+        tunings = progress.tunings[name]
+        tried, reported = progress.tried(name), progress.reported(name)
         runs += [*tried, *reported]
         models[name] = ModelOutcome(
             given=without_folders(variant.given),
@@ -289,12 +289,8 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
             intermediate_size=variant.intermediate_size,
             learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
             search=variant.rates.search,
-            boundaries={
-                tuning.seed: tuning.boundary
-                for tuning in tunings
-                if tuning.boundary is not None and tuning.rate is not None
-            },
-            kernels=sorted({finished.metrics(run).get("kernels", "not recorded") for run in (*tried, *reported)}),
+            boundaries={tuning.seed: tuning.boundary for tuning in tunings if tuning.is_at_boundary},
+            kernels=sorted({finished[run.name].get("kernels", "not recorded") for run in (*tried, *reported)}),
             tried=[_read_run(finished, run) for run in tried],
             runs=[_read_run(finished, run) for run in reported],
         )
@@ -303,9 +299,9 @@ def gather(scale: Scale, finished: RunStore, **more: Any) -> ScaleOutcome:
     streams: dict[int, set[str]] = {}
     for run in whole:
         streams.setdefault(run.seed, set()).add(run.token_stream)
-    same_tokens = len({finished.metrics(run)["dataset_fingerprint"] for run in runs}) == 1
+    same_tokens = len({finished[run.name]["dataset_fingerprint"] for run in runs}) == 1
     same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
-    sample = finished.metrics(runs[0])
+    sample = finished[runs[0].name]
     analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
     return ScaleOutcome(
         name=scale.name,
@@ -365,7 +361,7 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
 
 
 def _read_run(finished: RunStore, run: Run) -> RunOutcome:
-    metrics = finished.metrics(run)
+    metrics = finished[run.name]
     log = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
     curves = {
         name: [(entry["step"], entry[key]) for entry in log if key in entry]

@@ -1,6 +1,7 @@
 """The plan of a comparison: models, learning rates and seeds on one recipe, at one scale or at several."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from ..parameters import Size
 from ..run.recipe import Recipe
 from ..text import align
-from .inference import FIRST_INTERIM, alpha_of_last, power_warning
+from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
 from .rates import Rates
 
 
@@ -83,7 +84,7 @@ class Scale:
         given: the fields of the file, with those of the scale, as one mapping.
         tasks: downstream tasks on which every reported run is evaluated (see `evaluate_tasks`).
         command: the command that runs the comparison.
-        stop: `"early"` if models leave as soon as there is a verdict about them (see `RunStore.seeds_of`); then the
+        stop: `"early"` if models leave as soon as there is a verdict about them (see `progress_of`); then the
             seeds are the most that a model has.
     """
 
@@ -126,10 +127,6 @@ class Scale:
         return sum(
             self.runs_of(name) * item.tokens * item.size.flops_per_token for name, item in self.variants.items()
         )
-
-    def in_order(self, runs: list[Run]) -> list[Run]:
-        """Sorts runs seed by seed, so that early results cover all models."""
-        return sorted(runs, key=lambda run: self.seeds.index(run.seed))
 
     def recipe_of(self, run: Run, folder: Path) -> Recipe:
         """Returns the recipe of a run in its folder."""
@@ -189,6 +186,134 @@ class Scale:
             )
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """The choice of a model's learning rate by a seed.
+
+    Attributes:
+        losses: validation loss of each rate tried, in nats per token; infinity if the run diverged.
+        ready: runs that the choice waits for.
+        rate: the rate chosen; `None` before, or if every rate diverged.
+        boundary: whether it is the `smallest` or the `largest` rate tried.
+    """
+
+    model: str
+    seed: int
+    losses: dict[float, float]
+    ready: list[Run]
+    rate: float | None = None
+    boundary: str | None = None
+
+    @property
+    def reported(self) -> Run:
+        """The run that the seed reports. A seed that diverges at each of its rates reports the smallest rate."""
+        return Run(self.model, min(self.losses) if self.rate is None else self.rate, self.seed)
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether a rate was chosen that is the smallest or the largest of several."""
+        return self.boundary is not None and self.rate is not None
+
+
+# The metrics of finished runs, by their names
+Results = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a scale is: what its finished runs say about the choices of rates, and about the seeds of each model.
+
+    Attributes:
+        scale: the scale, whose searches begin where the scale before it ended.
+        tunings: the choices of each model, by seed. With `stop: early` a model has the seeds up to the analysis at
+            which it leaves.
+        finished: the number of finished runs of each model.
+    """
+
+    scale: Scale
+    tunings: dict[str, list[Tuning]]
+    finished: dict[str, int]
+
+    @property
+    def ready(self) -> list[Run]:
+        """The runs that can begin now, seed by seed, so that early results cover all models."""
+        runs = [run for tunings in self.tunings.values() for tuning in tunings for run in tuning.ready]
+        return sorted(runs, key=lambda run: self.scale.seeds.index(run.seed))
+
+    @property
+    def at_boundary(self) -> list[str]:
+        """The models of which a seed chose the smallest or the largest of several rates."""
+        return [model for model, of in self.tunings.items() if any(tuning.is_at_boundary for tuning in of)]
+
+    def reported(self, model: str) -> list[Run]:
+        """Returns the finished runs of a model that are reported; one for each seed in the end."""
+        return [tuning.reported for tuning in self.tunings[model] if not tuning.ready]
+
+    def tried(self, model: str) -> list[Run]:
+        """Returns the finished runs that choose a model's learning rate and are not reported."""
+        reported = self.reported(model)
+        runs = (Run(model, rate, item.seed) for item in self.tunings[model] for rate in sorted(item.losses))
+        return [run for run in runs if run not in reported]
+
+
+def progress_of(scale: Scale, results: Results) -> Progress:
+    """Finds which runs of a scale come next, from the finished runs alone.
+
+    With `stop: early`, the first interim analysis is made when the runs of the first `FIRST_INTERIM` seeds are
+    finished. A model about which there is no verdict gets the next seed, as does the baseline as long as there is such
+    a model.
+    """
+    counts = dict.fromkeys(scale.variants, len(scale.seeds) if scale.stop is None else FIRST_INTERIM)
+    tunings: dict[str, list[Tuning]] = {model: [] for model in scale.variants}
+    while True:
+        for model, seen in tunings.items():
+            seen += [_tune(scale, model, seed, results) for seed in scale.seeds[len(seen) : counts[model]]]
+        analysed = [model for model, count in counts.items() if count == max(counts.values())]
+        if (
+            max(counts.values()) >= len(scale.seeds)
+            or scale.baseline not in analysed
+            or any(tuning.ready for seen in tunings.values() for tuning in seen)
+        ):
+            break
+        losses = {
+            model: {tuning.seed: _test_loss(results[tuning.reported.name]) for tuning in seen}
+            for model, seen in tunings.items()
+        }
+        at_boundary = [model for model in analysed if any(tuning.is_at_boundary for tuning in tunings[model])]
+        found = analyse(losses, scale.baseline, at_boundary=at_boundary, most=len(scale.seeds))
+        open_models = [model for model in analysed if model in found.open_models()]
+        if not open_models:
+            break
+        counts |= dict.fromkeys([scale.baseline, *open_models], max(counts.values()) + 1)
+    finished = {model: sum(_count(scale, tuning, results) for tuning in seen) for model, seen in tunings.items()}
+    return Progress(scale, tunings, finished)
+
+
+def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
+    """Follows the search of a seed as far as its runs are finished."""
+    rates, losses = scale.variants[model].rates_of(seed), {}
+    while next_rates := rates.next(losses):
+        runs = [Run(model, rate, seed) for rate in next_rates]
+        if ready := [run for run in runs if run.name not in results]:
+            return Tuning(model, seed, losses, ready)
+        for run in runs:
+            metrics = results[run.name]
+            # Where there is nothing to choose, there may be no validation split
+            losses[run.learning_rate] = math.inf if metrics["diverged"] else metrics.get("eval_loss", 0.0)
+    return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
+
+
+def _test_loss(metrics: Mapping[str, Any]) -> float | None:
+    return None if metrics["diverged"] else metrics["test_loss"]
+
+
+def _count(scale: Scale, tuning: Tuning, results: Results) -> int:
+    """Counts the finished runs of a seed, with those of a step of its search that is not complete."""
+    rates = scale.variants[tuning.model].rates_of(tuning.seed)
+    tried = {*tuning.losses, *rates.next(tuning.losses)}
+    return sum(Run(tuning.model, rate, tuning.seed).name in results for rate in tried)
+
+
 @dataclass
 class Comparison:
     """The same models at one scale or more, with all overrides applied.
@@ -210,6 +335,26 @@ class Comparison:
     def largest(self) -> Scale:
         """The scale with the most compute."""
         return list(self.scales.values())[-1]
+
+    def progress(self, results: Mapping[str, Results]) -> dict[str, Progress]:
+        """Returns how far each scale is that has begun, by name; the next one begins when all before it are finished.
+
+        Each seed begins the search for its rate where it ended at the last scale that has the seed. With one start for
+        all seeds, which an accident of the scale before could choose, their choices would not be independent.
+
+        Args:
+            results: the metrics of finished runs, by scale.
+        """
+        starts: dict[str, dict[int, float]] = {}
+        found: dict[str, Progress] = {}
+        for name, scale in self.scales.items():
+            found[name] = progress_of(scale.starting_at(starts), results[name])
+            if found[name].ready:
+                break
+            for model, tunings in found[name].tunings.items():
+                chosen = {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
+                starts[model] = {**starts.get(model, {}), **chosen}
+        return found
 
     def describe(self) -> Iterator[str]:
         """The plan, line by line."""

@@ -9,28 +9,32 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from datasets import disable_progress_bars
+from tqdm.auto import tqdm
 
 from ..disk import delete, read_text, write_text
 from ..explorer.of_runs import explore_runs
 from ..files import COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..models import config_differences, weights_fingerprint
+from ..run.jobs import Workers, make_runs
 from ..run.recipe import without_defaults
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
-from ..storage import publish
+from ..run.unattended import RunSpec
+from ..storage import fetch, publish
+from ..text import bar_options
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
 from .outcome import Outcome, gather, gather_scales, read_outcome, to_json
-from .plan import Comparison, Run, Scale
+from .plan import Comparison, Progress, Run, Scale, progress_of
 from .reading import load_outline
 from .report import write_report
-from .results import RunStore, in_turn, scale_folder
+from .results import RunStore, run_folder, scale_folder
 
 
 ADDED_SEEDS_FILE = "added_seeds.json"
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
 
 
-class Engine(Protocol):
+class Engine(Workers, Protocol):
     """Where and how the runs of a comparison are made."""
 
     def connected(self, scales: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
@@ -49,9 +53,6 @@ class Engine(Protocol):
         All scales share `folder`, and so their tokenizer.
         """
 
-    def make_runs(self, scale: Scale, folder: Path, data: Path, finished: RunStore) -> None:
-        """Makes all runs that are not finished; raises `ChildProcessError` if one failed."""
-
 
 def make_engine(name: str = "local", **options: Any) -> Engine:
     """Makes an engine.
@@ -65,12 +66,14 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
     """
     given = {option: value for option, value in options.items() if value is not None}
     if name == "ray":
+        if "jobs" in given:
+            raise ValueError("jobs: the engine 'ray' makes as many runs at a time as the cluster has room for")
         from .on_ray import RayEngine
 
         return RayEngine(**given)
     if name != "local":
         raise ValueError(f"engine={name!r} must be 'local' or 'ray'")
-    if others := sorted(given.keys() - {"cpus_per_run"}):
+    if others := sorted(given.keys() - {"cpus_per_run", "jobs"}):
         raise ValueError(f"{', '.join(others)}: only the engine 'ray' has that; set --engine ray")
     return LocalEngine(**given)
 
@@ -95,7 +98,7 @@ def is_main_process() -> bool:
 def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
     """Makes all runs that are not finished, and returns the content of `results.json`, without a report.
 
-    The scales are made one after another, the smallest first (see `in_turn`).
+    The scales are made one after another, the smallest first.
 
     Args:
         comparison: the runs to make.
@@ -114,18 +117,37 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, comparison.scales)
-            for name, scale, finished in in_turn(comparison, folder):
-                data, fingerprint = engine.prepare_data(scale, folder)
+            stores = {name: RunStore(scale_folder(folder, name)) for name in comparison.scales}
+            for name, store in stores.items():
+                progress = comparison.progress(stores)[name]
+                data, fingerprint = engine.prepare_data(progress.scale, folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
-                engine.make_runs(scale, finished.folder, data, finished)
-                for checkpoint in finished.folder.glob("runs/*/*/checkpoint-*"):
+                progress = _make_runs(progress.scale, store, engine, data)
+                for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
-                score_runs(scale, finished)
-                tasks, added = read_scores(scale, finished), _added_seeds(folder).get(name, [])
-                gathered[name] = gather(scale, finished, tasks=tasks, added_seeds=added)
+                score_runs(progress, store)
+                tasks, added = read_scores(progress, store.folder), _added_seeds(folder).get(name, [])
+                gathered[name] = gather(progress, store, tasks=tasks, added_seeds=added)
             text = json.dumps(to_json(gather_scales(comparison, gathered)), allow_nan=False)
             write_text(folder / RESULTS_FILE, text + "\n")
     return json.loads(text)
+
+
+def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Progress:
+    """Makes the runs of a scale that are not finished, and returns its progress."""
+
+    def ready() -> tuple[list[RunSpec], int]:
+        progress = progress_of(scale, store)
+        runs, finished = progress.ready, sum(progress.finished.values())
+        bar.total = (finished + len(runs)) * scale.steps_per_run
+        specs = [RunSpec(run.name, scale.recipe_of(run, run_folder(store.folder, run)), str(data)) for run in runs]
+        return specs, finished
+
+    with tqdm(desc=scale.name, unit="step", **bar_options()) as bar:
+        for spec, metrics in make_runs(engine, ready, bar, scale.steps_per_run):
+            store.add(spec.name, metrics)
+            fetch(Path(spec.recipe.output_dir), has_large=False)
+    return progress_of(scale, store)
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:

@@ -8,9 +8,9 @@ from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yam
 from ..run.run_folder import RunProgress
 from ..text import align
 from ..values import from_json
-from .plan import Scale
+from .plan import Progress
 from .reading import load_outline
-from .results import RunStore, in_turn
+from .results import RunStore, scale_folder
 
 
 # A run reports every few seconds while it is alive
@@ -35,20 +35,23 @@ def describe_status(folder: Path) -> list[str]:
         parts = [part for part in (SCREENING, CONFIRMATION) if (folder / part / COMPARISON_FILE).is_file()]
         found = [line for part in parts for line in (part, *(f"  {line}" for line in describe_status(folder / part)))]
         return found or [f"{SCREENING}: not begun"]
-    lines, is_begun = [], True
-    for name, scale, finished in in_turn(load_outline(given), folder):
-        found = _describe(scale, finished) if is_begun else ["waits for the scale before it"]
+    lines = []
+    outline = load_outline(given)
+    progress = outline.progress({name: RunStore(scale_folder(folder, name)) for name in outline.scales})
+    for name in outline.scales:
+        found = ["waits for the scale before it"]
+        if name in progress:
+            found = _describe(progress[name], scale_folder(folder, name))
         lines += [f"scale {name}", *(f"  {line}" for line in found)] if name else found
-        is_begun = is_begun and not any(finished.unfinished(scale, model) for model in scale.variants)
     return lines
 
 
-def _describe(scale: Scale, finished: RunStore) -> list[str]:
+def _describe(progress: Progress, folder: Path) -> list[str]:
     """Says how far one scale is."""
     rows, count, total = [["model", "runs finished", "seeds", "rates chosen"]], 0, 0
-    for model in scale.variants:
-        ended, tunings = finished.count(scale, model), finished.tunings(scale, model)
-        planned = ended + len(finished.unfinished(scale, model))
+    for model, tunings in progress.tunings.items():
+        ended = progress.finished[model]
+        planned = ended + sum(len(tuning.ready) for tuning in tunings)
         chosen = " ".join(f"{rate:g}" for rate in sorted({tuning.rate for tuning in tunings} - {None})) or "none"
         rows.append(
             [
@@ -60,10 +63,10 @@ def _describe(scale: Scale, finished: RunStore) -> list[str]:
         )
         count, total = count + ended, total + planned
     begun = []
-    for path in sorted(finished.folder.glob(f"runs/*/*{PROGRESS}")):
+    for path in sorted(folder.glob(f"runs/*/*{PROGRESS}")):
         name = f"{path.parent.name}/{path.name.removesuffix(PROGRESS)}"
         with suppress(FileNotFoundError):  # the run was finished just now
-            if not (finished.folder / "runs" / name / METRICS_FILE).is_file():
+            if not (folder / "runs" / name / METRICS_FILE).is_file():
                 begun.append(_describe_run(name, from_json(RunProgress, read_json(path), f"{path}: ")))
     return [
         *align(rows),

@@ -200,6 +200,9 @@ def compare(
     cpus_per_run: int | None = _option(
         "Threads of a run, or CPUs that it reserves; by default as many as PyTorch takes here."
     ),
+    jobs: int | None = _option(
+        "Runs at a time on this machine; by default as many as --cpus-per-run leaves cores for, and 1 without it."
+    ),
     gpus_per_run: float | None = _on_ray("By default 0."),
     workers_per_run: int | None = _on_ray("Processes that train a run, and share its CPUs and GPUs; by default 1."),
     max_retries: int | None = _MAX_RETRIES,
@@ -240,7 +243,7 @@ def compare(
     plan = load_plan(comparison, read_overrides(context.args), trust_parts)
     place = normalized(output_dir or default_folder(plan.name))
     resources = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run, "workers_per_run": workers_per_run}
-    made = make_engine(engine, **resources, max_retries=max_retries)
+    made = make_engine(engine, **resources, jobs=jobs, max_retries=max_retries)
     if is_main_process() and dry_run:
         _describe_plan(plan, cpus_per_run, noise_floor)
     elif is_main_process():

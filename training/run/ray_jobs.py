@@ -7,10 +7,10 @@ each checkpoint and at last the results to the folder of results, and goes on fr
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from datasets.fingerprint import Hasher
-from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 import modeling_nlq
@@ -311,89 +310,81 @@ class _Board:
         return self._progress
 
 
-def make_runs(
-    location: str, resources: Resources, ready: Callable[[], list[RunSpec]], progress: tqdm, steps: int
-) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
-    """Makes runs, as many at once as the cluster has room for, and yields each with its metrics as it is finished.
+class RayWorkers:
+    """Makes runs on the cluster, each as a task, or by a `TorchTrainer` if it takes several workers.
 
     Args:
         location: the folder of results, or its address.
         resources: what each run takes.
-        ready: tells which runs can begin; those that began are passed over. Folders and data are names in that of the
-            results.
-        progress: a bar over the steps of all runs.
-        steps: the number of steps of each run.
+        folder: that folder on this machine, in which the folders of runs and their data lie.
 
     Raises:
-        ChildProcessError: naming the runs that failed, or were lost too often; all others are finished.
         FolderIsLocked: if another driver of the cluster makes runs in this folder.
-        ValueError: if the workers cannot share the batches.
     """
-    workers = resources.workers_per_run
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    if workers > 1:  # they take the resources. `max_calls`: each run has a fresh process
-        task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
-    else:
-        options = {
-            "num_cpus": resources.cpus_per_run,
-            "num_gpus": resources.gpus_per_run,
-            "max_retries": resources.max_retries,
-        }
-        task = ray.remote(max_calls=1, **options)(_make_run)
-    try:
-        options = {"name": location, "namespace": "nlq", "num_cpus": 0, "scheduling_strategy": here}
-        board = ray.remote(_Board).options(**options).remote()
-    except ValueError:
-        raise FolderIsLocked(f"{location} is in use by another driver of this cluster; wait for its end") from None
-    common = {"place": location, "board": board, "gpus": resources.gpus_per_run, "cwd": os.getcwd()}
-    common["version"] = modeling_nlq.__version__
-    waiting, running, names, reports, failures, done = [], {}, set(), {}, [], progress.n
 
-    def begin() -> None:
-        for spec in ready():
-            if spec.name not in names:
-                names.add(spec.name)
-                recipe, threads = share_batch(spec.recipe, workers), resources.cpus_per_run // workers
-                waiting.append(replace(spec, recipe=recipe, threads=threads, pace=5.0))
-        # Ray queues tasks by itself. A `TorchTrainer` takes a process before it has room, so only one of them waits
-        room = resources.workers_that_fit() // workers + 1 - len(running) if workers > 1 else len(waiting)
-        while waiting and room > 0:
-            spec, room = waiting.pop(0), room - 1
-            job = {**common, "spec": spec, "id": uuid.uuid4().hex}
-            running[task.remote(job, *([resources] if workers > 1 else []))] = spec
+    def __init__(self, location: str, resources: Resources, folder: Path):
+        self._resources, self._folder = resources, folder
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        if resources.workers_per_run > 1:  # they take the resources. `max_calls`: each run has a fresh process
+            self._task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
+        else:
+            self._task = ray.remote(
+                max_calls=1,
+                num_cpus=resources.cpus_per_run,
+                num_gpus=resources.gpus_per_run,
+                max_retries=resources.max_retries,
+            )(_make_run)
+        try:
+            options = {"name": location, "namespace": "nlq", "num_cpus": 0, "scheduling_strategy": here}
+            self._board = ray.remote(_Board).options(**options).remote()
+        except ValueError:
+            raise FolderIsLocked(f"{location} is in use by another driver of this cluster; wait for its end") from None
+        self._job = {"place": location, "board": self._board, "gpus": resources.gpus_per_run, "cwd": os.getcwd()}
+        self._job["version"] = modeling_nlq.__version__
+        self._references: dict[str, Any] = {}
 
-    try:
-        begin()
-        while running:
-            ended, _ = ray.wait(list(running), timeout=1.0)
-            for reference in ended:
-                spec = running.pop(reference)
-                try:
-                    metrics = ray.get(reference)
-                except RayError as error:
-                    failures.append(f"run {spec.name} {_reason(error)}; see {location}/{spec.recipe.output_dir}{LOG}")
-                    progress.write(failures[-1], file=sys.stderr)
-                else:
-                    done += steps
-                    yield spec, metrics
-                begin()
-            with suppress(RayError):  # there is no bar without it, and all the same there are runs
-                reports = ray.get(board.read.remote())
-            reports = {spec.name: reports[spec.name] for spec in running.values() if spec.name in reports}
-            progress.set_postfix_str(f"{len(_nodes())} nodes, {len(reports)} runs at work", refresh=False)
-            progress.update(done + sum(report.step for report in reports.values()) - progress.n)
-    finally:
-        for reference, spec in running.items():
+    def room(self, running: int) -> int:
+        """Returns the number of runs that may be submitted now. Ray queues tasks by itself.
+
+        A `TorchTrainer` takes a process before it has room, so only one of them waits.
+        """
+        workers = self._resources.workers_per_run
+        return self._resources.workers_that_fit() // workers + 1 - running if workers > 1 else 1
+
+    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
+        """Queues a run."""
+        workers = self._resources.workers_per_run
+        recipe, threads = share_batch(spec.recipe, workers), self._resources.cpus_per_run // workers
+        output_dir, data = (Path(path).relative_to(self._folder).as_posix() for path in (recipe.output_dir, spec.data))
+        recipe = recipe.replace(training={"output_dir": output_dir})
+        spec = replace(spec, recipe=recipe, data=data, threads=threads, pace=5.0)
+        job = {**self._job, "spec": spec, "id": uuid.uuid4().hex}
+        reference = self._task.remote(job, *([self._resources] if workers > 1 else []))
+        self._references[spec.name] = reference
+        return reference.future()
+
+    def progress(self) -> dict[str, RunProgress]:
+        """Returns the progress of the runs at work, by name."""
+        with suppress(RayError):  # the runs go on without the board
+            return ray.get(self._board.read.remote())
+        return {}
+
+    def describe_error(self, error: BaseException) -> str:
+        """Says in a line why a run is not finished."""
+        return _reason(error)
+
+    def cancel(self, specs: list[RunSpec]) -> None:
+        """Ends runs, which go on from their last checkpoints another time."""
+        for spec in specs:
             with suppress(Exception):
-                ray.cancel(reference, force=True)
-                WorkingCopy(location, Path()).delete(
-                    [f"{spec.recipe.output_dir}{PROGRESS}"]
-                )  # it does not run any more
+                ray.cancel(self._references[spec.name], force=True)
+                name = Path(spec.recipe.output_dir).relative_to(self._folder).as_posix()
+                WorkingCopy(self._job["place"], Path()).delete([f"{name}{PROGRESS}"])
+
+    def close(self) -> None:
+        """Ends the actor that knows the progress of runs."""
         with suppress(RayError):
-            ray.kill(board)
-    if failures:
-        count = f"{len(failures)} runs failed: " if len(failures) > 1 else ""
-        raise ChildProcessError(f"{count}{'; '.join(failures)}")
+            ray.kill(self._board)
 
 
 def _reason(error: Exception) -> str:

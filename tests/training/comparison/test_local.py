@@ -21,7 +21,7 @@ from support.runs import without_times
 from modeling_nlq.configuration import find
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.run import check_same_models, run_comparison
+from modeling_nlq.training.comparison.run import check_same_models, make_engine, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
 from modeling_nlq.training.run.run_folder import RunFolder
 from nlq import main
@@ -30,8 +30,36 @@ from nlq import main
 LAST = "runs/squared/rate-0.01-seed-1"
 
 
-def test_threads_of_a_run():
-    assert LocalEngine(cpus_per_run=2).cpus_per_run == 2
+@pytest.mark.parametrize(
+    "options, jobs",
+    [({}, 1), ({"cpus_per_run": 1}, 4), ({"cpus_per_run": 3}, 1), ({"cpus_per_run": 8}, 1), ({"jobs": 3}, 3)],
+)
+def test_runs_at_a_time(monkeypatch, options, jobs):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert LocalEngine(**options).jobs == jobs
+
+
+@pytest.mark.parametrize(
+    "engine, message", [("local", "jobs=0 must be at least 1"), ("ray", "as many runs at a time")]
+)
+def test_number_of_jobs_that_is_refused(engine, message):
+    with pytest.raises(ValueError, match=message):
+        make_engine(engine, jobs=0)
+
+
+def test_runs_side_by_side(two_models, tmp_path, monkeypatch):
+    """Two runs at a time give the same results to the bit, and a run that dies stops no other."""
+    file, expected, folder = two_models
+    results = tmp_path / "results"
+    shutil.copytree(folder, results)
+    for run in sorted(results.glob("runs/*/*/"))[1:]:
+        shutil.rmtree(run)
+    (results / LAST).write_text("no folder")
+    with pytest.raises(ChildProcessError, match=r"^run squared/rate-0\.01-seed-1 failed: "):
+        run_comparison(load_plan(file), results, LocalEngine(1, jobs=2))
+    assert len(metrics_of(results)) == len(metrics_of(folder)) - 1
+    (results / LAST).unlink()
+    assert without_times(run_comparison(load_plan(file), results, LocalEngine(1, jobs=2))) == without_times(expected)
 
 
 def files_of(folder: Path, pattern: str = "runs/**/*") -> dict[Path, int]:

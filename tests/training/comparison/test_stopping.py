@@ -13,8 +13,9 @@ from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
+from modeling_nlq.training.comparison.plan import progress_of
 from modeling_nlq.training.comparison.reading import load_outline
-from modeling_nlq.training.comparison.results import RunStore, next_runs
+from modeling_nlq.training.comparison.results import RunStore
 from modeling_nlq.training.comparison.run import run_comparison
 
 
@@ -82,18 +83,18 @@ def plan(models, most):
     return load_outline({**content, "learning_rates": [1e-2], "stop": "early"}).largest
 
 
-def run_all(comparison, loss_of, folder):
+def run_all(comparison, loss_of):
     """Makes the runs of a comparison as an engine does, with losses in place of training; returns them and what was
     made.
     """
-    finished, made = RunStore(folder), []
-    while ready := next_runs(comparison, finished)[0]:
+    finished, made = {}, []
+    while ready := (progress := progress_of(comparison, finished)).ready:
         for run in ready:
             loss = loss_of(run.model, run.seed)
             made.append(run)
-            finished.add(run, {"diverged": loss is None, "test_loss": loss})
+            finished[run.name] = {"diverged": loss is None, "test_loss": loss}
     losses = {
-        model: {run.seed: finished.metrics(run)["test_loss"] for run in finished.reported(comparison, model)}
+        model: {run.seed: finished[run.name]["test_loss"] for run in progress.reported(model)}
         for model in comparison.variants
     }
     return losses, made
@@ -101,7 +102,7 @@ def run_all(comparison, loss_of, folder):
 
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.9]))
-def test_the_report_has_the_verdicts_with_which_models_left(tmp_path_factory, seed, shared):
+def test_the_report_has_the_verdicts_with_which_models_left(seed, shared):
     """Whatever the baseline does later; a model without a verdict has all seeds."""
     rng, most, models = np.random.default_rng(seed), 8, ["base", "a", "b", "c"]
     common, own = rng.normal(size=most), rng.normal(size=(most, 4))
@@ -109,9 +110,7 @@ def test_the_report_has_the_verdicts_with_which_models_left(tmp_path_factory, se
     differences = np.array([0, 0, rng.choice([0, 3]), 0])
     comparison = plan(models, most)
     table = 4 + 0.1 * (noise + differences)
-    losses, made = run_all(
-        comparison, lambda model, run: table[run, models.index(model)], tmp_path_factory.mktemp("runs")
-    )
+    losses, made = run_all(comparison, lambda model, run: table[run, models.index(model)])
     assert len(made) == len(set(made)) == sum(map(len, losses.values()))
     assert len(losses["base"]) == max(map(len, losses.values()))
     found, _ = analyse_early(losses, "base", comparison.seeds, {})
@@ -161,7 +160,8 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     assert run_comparison(plan, tmp_path / "parts", parts) == whole and sorted(parts.made) == sorted(engine.made)
     for lost in ("twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"):
         shutil.rmtree(tmp_path / "parts" / "runs" / lost)
-    ready, done = next_runs(plan.largest, RunStore(tmp_path / "parts"))
+    progress = progress_of(plan.largest, RunStore(tmp_path / "parts"))
+    ready, done = progress.ready, sum(progress.finished.values())
     assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done >= 7
     more = load_plan(make_file(models=models, seeds=[*seeds, 5], stop="early"))
     with pytest.raises(ValueError, match="stop: early needs the plan of its interim analyses"):

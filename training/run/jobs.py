@@ -1,0 +1,101 @@
+"""Makes runs side by side: asks which of them can begin, hands them to an engine, and waits for their results."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm.auto import tqdm
+
+from ..files import LOG
+from ..storage import origin
+from ..text import one_line
+from .run_folder import FolderIsLocked, RunProgress
+from .unattended import RunFailed, RunSpec
+
+
+class Workers(Protocol):
+    """Where runs are made: processes of this machine, or a cluster."""
+
+    def room(self, running: int) -> int:
+        """Returns how many more runs may be submitted while so many are running or queued."""
+
+    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
+        """Begins or queues a run. The future gives its metrics, or raises `FolderIsLocked` or the error of the run."""
+
+    def progress(self) -> dict[str, RunProgress]:
+        """Returns the progress of the runs at work, by name."""
+
+    def describe_error(self, error: BaseException) -> str:
+        """Says in a line why a run is not finished."""
+
+    def cancel(self, specs: list[RunSpec]) -> None:
+        """Ends runs that were submitted and are not finished; called when nothing waits for them any more."""
+
+
+def make_runs(
+    workers: Workers, ready: Callable[[], tuple[list[RunSpec], int]], progress: tqdm, steps: int
+) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
+    """Makes runs, as many at once as the workers have room for, and yields each with its metrics as it is finished.
+
+    Args:
+        ready: returns the runs that can begin, and the number of finished runs. It is called again whenever a run has
+            ended; a run that it returned before is not begun twice.
+        progress: a bar over the steps of all runs.
+        steps: the number of steps of each run.
+
+    Raises:
+        ChildProcessError: naming the runs that failed; all others are finished.
+    """
+    waiting, running, names, failures = [], {}, set(), []
+    try:
+        while True:
+            specs, done = ready()
+            waiting += [spec for spec in specs if spec.name not in names]
+            names.update(spec.name for spec in specs)
+            while waiting and workers.room(len(running)) > 0:
+                spec = waiting.pop(0)
+                running[workers.submit(spec)] = spec
+            if not running:
+                break
+            ended, is_locked = set(), False
+            while not ended:
+                _show(progress, workers.progress(), [spec.name for spec in running.values()], done * steps)
+                ended, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
+            for future in ended:
+                spec = running.pop(future)
+                try:
+                    metrics = future.result()
+                except FolderIsLocked:  # another process makes it
+                    names.discard(spec.name)
+                    is_locked = True
+                except Exception as error:
+                    log = f"{origin(Path(spec.recipe.output_dir))}{LOG}"
+                    failures.append(f"run {spec.name} {workers.describe_error(error)}; see {log}")
+                    progress.write(failures[-1], file=sys.stderr)
+                else:
+                    yield spec, metrics
+            if is_locked:
+                time.sleep(1.0)
+    finally:
+        workers.cancel(list(running.values()))
+    if failures:
+        count = f"{len(failures)} runs failed: " if len(failures) > 1 else ""
+        raise ChildProcessError(f"{count}{'; '.join(failures)}")
+
+
+def _show(progress: tqdm, reports: dict[str, RunProgress], running: list[str], done: int) -> None:
+    """Draws the steps of finished runs and of those at work, and the loss of one of them."""
+    reports = {name: reports[name] for name in running if name in reports}
+    text = f"{len(running)} runs at work" if len(running) > 1 else running[0]
+    if len(reports) == 1 and (loss := next(iter(reports.values())).loss) is not None:
+        text = f"loss {loss:.3f}, {text}"
+    progress.set_postfix_str(text, refresh=False)
+    progress.update(done + sum(report.step for report in reports.values()) - progress.n)
+
+
+def describe_failure(error: BaseException) -> str:
+    """Says in a line why a run is not finished."""
+    return str(error) if isinstance(error, RunFailed) else f"failed: {one_line(error)}"
