@@ -30,10 +30,10 @@ from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
 from ..run.trained_on import read_trained_on
 from ..text import one_line
+from .draft import Draft, LossyConversion, nlq_config
 from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
-from .renaming import Draft, LossyConversion, nlq_config
 from .sources import find_checkpoint, load_gguf, load_model, read_source
 from .streaming import empty_model, find_weights, write_weights
 from .upcycling import changed, largest_difference
@@ -148,7 +148,7 @@ def _convert(
         elif (path := find_gguf(source)) is not None:
             gguf = read_gguf(path)
             model, lost = load_gguf(gguf, allow_lossy)
-            draft = Draft.of(model, lost=lost)
+            draft = Draft.of(model, lost)
         else:
             draft = _open(source)
         old, weights = draft.model, draft.weights
@@ -199,11 +199,11 @@ def _convert(
         new.config.save_pretrained(folder)
         if new.can_generate():
             new.generation_config.save_pretrained(folder)
-        write_weights(folder, new, draft.weights, draft.origins)
+        write_weights(folder, new, draft.weights)
         if own_tokenizer is not None:
             own_tokenizer.save_pretrained(folder)
-        if weights.bytes >= COMPARED_BELOW:
-            done.not_compared = f"the weights take {weights.bytes / 2**30:.1f} GiB"
+        if weights.nbytes >= COMPARED_BELOW:
+            done.not_compared = f"the weights take {weights.nbytes / 2**30:.1f} GiB"
         # Of a checkpoint, there is no other model
         elif checkpoint is None and (switches or type(new) is not type(old)):
             old = old if weights.are_in_memory else load_model(source, old.config, type(old))
@@ -226,7 +226,7 @@ def _open(source: str) -> Draft:
         return Draft.of(load_model(source, config, model_class))
     if model.can_generate() and (settings := read_record(source, GENERATION_CONFIG_NAME)) is not None:
         model.generation_config = GenerationConfig.from_dict(settings)
-    return Draft.of(model, weights)
+    return Draft(model, weights)
 
 
 def _new_parameters(

@@ -15,9 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
 from ..parameters import check_shapes
+from .draft import Draft, from_nlq_tensors, to_nlq_tensors
 from .families import FAMILIES, Layout
-from .renaming import Draft, from_nlq_origins, to_nlq_origins
-from .streaming import Weights, empty_model
+from .streaming import Weights, empty_model, saved_state
 
 
 # `query_mode` there, `query_projection` here
@@ -86,10 +86,11 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
         if not torch.equal(state[head], state.setdefault(embedding, state[head])):
             raise ValueError(f"tie_weights=True, and yet {head} differs from {embedding}")
         del state[head]
-    needed, empty = from_nlq_origins(family, theirs, ours), ours.state_dict()
-    shapes = {name: origin.make([empty[source] for source in origin.sources]).shape for name, origin in needed.items()}
+    expected = from_nlq_tensors(family, theirs, ours, Weights.of(saved_state(ours)).tensors)
+    shapes = {name: tensor.load().shape for name, tensor in expected.items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()})
-    return Draft(ours, Weights(state), to_nlq_origins(family, theirs, ours)).build()
+    weights = Weights.of(state)
+    return Draft(ours, replace(weights, tensors=to_nlq_tensors(family, theirs, ours, weights.tensors))).build()
 
 
 def _to_config(arguments: dict[str, Any]) -> NLQConfig:

@@ -15,7 +15,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
 
 from ..files import check_keys
-from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal, refusals
+from .switch_rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal, refusals
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -35,7 +35,7 @@ from transformers import (
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion import streaming
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.renaming import to_nlq
+from modeling_nlq.training.conversion.draft import to_nlq
 
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]

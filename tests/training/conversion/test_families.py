@@ -30,8 +30,8 @@ from transformers import (
 )
 
 from modeling_nlq import NLQForCausalLM, NLQForMaskedLM
+from modeling_nlq.training.conversion.draft import from_nlq, to_nlq
 from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 

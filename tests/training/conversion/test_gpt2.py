@@ -23,7 +23,7 @@ from support.properties import examples
 from transformers import GPT2LMHeadModel
 
 from modeling_nlq import NLQConfig, NLQForTokenClassification
-from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
+from modeling_nlq.training.conversion.draft import from_nlq, to_nlq
 
 
 pytestmark = pytest.mark.thin(2)

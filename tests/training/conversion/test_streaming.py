@@ -20,7 +20,7 @@ from transformers import (
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion import converting
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.renaming import to_nlq
+from modeling_nlq.training.conversion.draft import to_nlq
 
 
 pytestmark = pytest.mark.thin(6)

@@ -23,7 +23,7 @@ from support.properties import examples
 from transformers import GenerationConfig, GPT2ForSequenceClassification
 
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
-from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
+from modeling_nlq.training.conversion.draft import from_nlq, to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
