@@ -1,11 +1,10 @@
 """Converts between NLQ models and models of `FAMILIES`: parameters are renamed, split, joined or added.
 
-A `Draft` is a model whose weights are not made yet. It changes in steps, and is then built in memory or written shard
-by shard.
+A `Draft` changes in steps, and is then built in memory or written shard by shard.
 """
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,12 +27,12 @@ from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
 from ..parameters import check_parameters
 from ..text import one_line
-from .families import FAMILIES, Family
+from .families import FAMILIES, Family, Layout
 from .streaming import LazyTensor, Weights, empty_model, saved_state
 from .upcycling import changed, only_adds, problems, restructure, upcycle
 
 
-# A table for each head, with the class of NLQ and that of each family; the first is the default
+# The classes of each head by configuration; the first head is the default
 _HEADS = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -70,15 +69,15 @@ def class_with_same_head(
 
 
 def nlq_config(config: PreTrainedConfig) -> NLQConfig:
-    """Returns the configuration of the NLQ model that computes the same; that of an NLQ model stays as it is."""
+    """Returns the configuration of the NLQ model that computes the same."""
     return FAMILIES[config.model_type].read(config) if config.model_type in FAMILIES else config
 
 
 def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig, NLQConfig]:
-    """Returns the configuration of a family that is nearest to that of an NLQ model, and what that is in NLQ.
+    """Returns the nearest configuration of a family, and the NLQ configuration that computes the same as it.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the family has no model of this shape.
     """
     try:
         theirs = FAMILIES[family].write(config)
@@ -92,12 +91,12 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
 
 @dataclass(frozen=True)
 class Draft:
-    """A model whose weights are not made yet.
+    """A model before its weights are made.
 
     Attributes:
-        model: the model, whose parameters are not read.
-        weights: those that it will have.
-        lost: what the source has and the model has not, in words.
+        model: the class and configuration; its parameters are not read.
+        weights: the weights that it will have.
+        lost: differences from the source, in words.
     """
 
     model: PreTrainedModel
@@ -110,15 +109,11 @@ class Draft:
         return cls(model, Weights.of(saved_state(model)), [*lost])
 
     def build(self, copied: bool = True) -> PreTrainedModel:
-        """Makes the model in memory, in evaluation mode. Without a copy, its parameters may be those of the source.
-
-        Raises:
-            ValueError: naming parameters that are missing, unknown, or of another shape.
-        """
+        """Makes the model in memory, in evaluation mode. Without a copy, it may share parameters with the source."""
         state = {name: tensor.load().detach() for name, tensor in self.weights.tensors.items()}
         if copied:
             state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
-        with no_init_weights():  # and yet with the buffers that follow from the configuration
+        with no_init_weights():  # buffers get their values
             model = type(self.model)(copy.deepcopy(self.model.config))
         check_parameters(model, {name: value.shape for name, value in state.items()})
         model.load_state_dict(state, strict=False, assign=True)
@@ -128,7 +123,7 @@ class Draft:
         return model.eval()
 
     def to_nlq(self, allow_lossy: bool = False) -> "Draft":
-        """Makes an NLQ model of a model of a family; raises as the function `to_nlq` does."""
+        """Converts a model of a family to NLQ; raises as the function `to_nlq` does."""
         old, family = self.model, FAMILIES[self.model.config.model_type]
         lost = family.not_read(old.config)
         if lost and not allow_lossy:
@@ -150,7 +145,7 @@ class Draft:
         return self._with(new, {**initial, **self.weights.tensors}, self.lost)
 
     def from_nlq(self, family: str, allow_lossy: bool = False) -> "Draft":
-        """Makes a model of a family of an NLQ model; raises as the function `from_nlq` does."""
+        """Converts an NLQ model to a family; raises as the function `from_nlq` does."""
         draft, their_class = self, class_with_same_head(type(self.model), FAMILIES[family].config_class)
         if their_class is None:
             raise ValueError(f"{family} has no model with the head of {type(self.model).__name__}")
@@ -171,9 +166,9 @@ class Draft:
 
 
 def _initial_value(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the value that an empty model gives a parameter at first."""
+    """Returns the initial value of a parameter of an empty model."""
     module_name, _, kind = name.rpartition(".")
-    # With the part around it, which may set values of the modules inside
+    # The attention part around a module may initialise it
     path, inside, rest = module_name.partition(".parts.")
     owner_name = path + inside + rest.partition(".")[0]
     owner = copy.deepcopy(model.get_submodule(owner_name)).to_empty(device="cpu")
@@ -201,10 +196,9 @@ def to_nlq_tensors(
     """Makes the parameters of an NLQ model from those of a model of a family. The models may be on the meta device."""
     made = {}
     for their_name, our_names in names_of(family, theirs, ours).items():
-        tensor, read = tensors[their_name], family.layout(their_name).read
+        tensor, layout = tensors[their_name], family.layout(their_name)
         for index, name in enumerate(our_names):
-            load = lambda tensor=tensor, read=read, index=index: read(tensor.load(), theirs.config)[index]  # noqa: E731
-            made[name] = LazyTensor(tensor.dtype, load)
+            made[name] = LazyTensor(tensor.dtype, partial(_read_part, layout, theirs.config, tensor, index))
     return made
 
 
@@ -214,13 +208,20 @@ def from_nlq_tensors(
     """The inverse of `to_nlq_tensors`."""
     made = {}
     for their_name, our_names in names_of(family, theirs, ours).items():
-        parts, write = [tensors[name] for name in our_names], family.layout(their_name).write
-        load = lambda parts=parts, write=write: write([part.load() for part in parts], theirs.config)  # noqa: E731
-        made[their_name] = LazyTensor(parts[0].dtype, load)
+        parts, layout = [tensors[name] for name in our_names], family.layout(their_name)
+        made[their_name] = LazyTensor(parts[0].dtype, partial(_write_parts, layout, theirs.config, parts))
     weight, bias = (f"{family.classifier}.{kind}" for kind in ("weight", "bias"))
     if bias in saved_state(theirs) and bias not in made:  # `token_classification_bias=False`
         made[bias] = LazyTensor(made[weight].dtype, lambda: torch.zeros_like(made[weight].load()[:, 0]))
     return made
+
+
+def _read_part(layout: Layout, config: PreTrainedConfig, tensor: LazyTensor, index: int) -> torch.Tensor:
+    return layout.read(tensor.load(), config)[index]
+
+
+def _write_parts(layout: Layout, config: PreTrainedConfig, parts: Sequence[LazyTensor]) -> torch.Tensor:
+    return layout.write([part.load() for part in parts], config)
 
 
 def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, list[str]]:
@@ -243,12 +244,12 @@ def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedMo
     """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, with the same head.
 
     Args:
-        model: any model of the family; it stays unchanged.
-        allow_lossy: leave out the parts that an NLQ model does not have.
+        model: the model of the family; it stays unchanged.
+        allow_lossy: ignore fields that NLQ does not have.
 
     Raises:
-        ValueError: for another family, or a value of the configuration that an NLQ model cannot have.
-        LossyConversion: if it has fields without a counterpart.
+        ValueError: for another family, or a value of the configuration that NLQ does not support.
+        LossyConversion: if it has fields that NLQ does not have.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
@@ -258,8 +259,8 @@ def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedMo
 def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
     """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, with the same head.
 
-    What the family writes in another way is rewritten: for GPT-2, for example, grouped queries are expanded, and
-    `"residual"` projections become matrices.
+    Weights are rewritten where the family needs it: for GPT-2, grouped queries are expanded, and `"residual"`
+    projections become matrices.
 
     Args:
         model: an NLQ model; it stays unchanged.

@@ -1,7 +1,6 @@
 """Reads and writes the weights of a model one shard at a time, so that a conversion needs memory for one shard.
 
-Transformers' `WeightConverter` would load the whole model, and `from_pretrained` takes one only if it is registered for
-the whole process.
+Transformers' `WeightConverter` would need memory for the whole model, and has to be registered for the whole process.
 """
 
 import copy
@@ -31,7 +30,7 @@ from ..parameters import check_names, check_shapes
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old versions of Transformers saved, and every class ignores
 _OLD_BUFFERS = r"rotary_emb\.inv_freq"
-# Of the weights of a model in memory, in bytes: the largest file that Transformers saves
+# The largest file that Transformers saves, in bytes; a model in memory is written in files up to this size
 _LARGEST_SHARD = 50 * 10**9
 
 
@@ -45,7 +44,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, made from those of a source.
+    """The weights of a model, made from a source.
 
     Attributes:
         tensors: by name of the parameter.
@@ -102,7 +101,7 @@ def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     """Opens the safetensors files of a folder or of a model of the Hub, for a model without weights.
 
-    Returns `None` if there are none, or if they have names of another class or version, which Transformers may know.
+    Returns `None` without such files, or if Transformers has to translate names of another class or version.
 
     Raises:
         ValueError: naming a parameter that is missing, or has another shape or type.
@@ -112,7 +111,7 @@ def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
     headers: dict[str, _Header] = {}
     for header in _read_headers(source):
-        # Some names in files are those of an old version, or lack the prefix of the body
+        # Old versions saved other names, and some files lack the prefix of the body
         name, _ = rename_source_key(header.name, renamings, [], model.base_model_prefix, state)
         if name in shapes or not any(re.search(pattern, name) for pattern in ignored):
             headers[name] = header
@@ -154,7 +153,7 @@ def _read_headers(source: str) -> list[_Header]:
 
 
 def write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
-    """Writes the weights of an empty model, in as many files as those of the source."""
+    """Writes the weights of an empty model, in as many files as the source has."""
     shapes, tensors = {name: value.shape for name, value in saved_state(model).items()}, weights.tensors
     sizes = {name: tensors[name].dtype.itemsize * shape.numel() for name, shape in shapes.items()}
     split = split_state_dict_into_shards_factory(

@@ -1,4 +1,4 @@
-"""Configurations as they are published on the Hub: every field is read, and the sizes are those of the models."""
+"""Configurations published on the Hub: every field is read, and the number of parameters is right."""
 
 import dataclasses
 import json
