@@ -25,8 +25,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.renaming import empty_model
-from modeling_nlq.training.conversion.streaming import find_weights
+from modeling_nlq.training.conversion.streaming import empty_model, find_weights
 
 
 SHARDS = 8
@@ -67,8 +66,8 @@ def check_equal(source: Path, back: Path, config: PreTrainedConfig) -> None:
     model = empty_model(AutoModelForCausalLM._model_mapping[type(config)], config)
     # Refused if they are not those of the model
     weights = [find_weights(str(folder), model) for folder in (source, back)]
-    for name in weights[0].stored:
-        before, after = (each.load([name])[name] for each in weights)
+    for name in weights[0].tensors:
+        before, after = (each.tensors[name].load() for each in weights)
         assert torch.equal(before, after), name
 
 

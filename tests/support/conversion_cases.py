@@ -38,7 +38,7 @@ def parametrize_cases(names, cases):
 
 @torch.no_grad()
 def output_of(model, input_ids, **inputs):
-    """The logits, or what takes their place in models with another head."""
+    """Returns the logits, or what a model with another head returns instead."""
     output = model(input_ids, **inputs)
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits])
@@ -46,7 +46,7 @@ def output_of(model, input_ids, **inputs):
 
 
 def assert_same_function(actual, expected, tolerance=1e-5, length=None, **inputs):
-    """Both models give the same logits at all positions they know, as they are: no call of `eval()` before."""
+    """Compares the outputs at all positions, without calling `eval()` first."""
     length = length or min(expected.config.max_position_embeddings, 24)
     input_ids = random_tokens(2, length, expected.config.vocab_size)
     theirs = output_of(expected, input_ids, **inputs)
@@ -68,7 +68,7 @@ def assert_no_shared_memory(one, other):
 
 
 class Frozen:
-    """Checks at the end of a `with` block that a model, its configuration and its mode are what they were."""
+    """Checks at the end of a `with` block that a model, its configuration and its mode did not change."""
 
     def __init__(self, model):
         self.model = model
@@ -84,7 +84,7 @@ class Frozen:
 
 
 def randomize(model, seed=0):
-    """Random weights, gains and biases: the initial ones would hide whatever is multiplied by 0 or 1."""
+    """Draws all weights at random, because initial ones hide what is multiplied by 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -125,8 +125,8 @@ def layer_switches(config):
     return [{name: getattr(layer, name) for name in PER_LAYER_SWITCHES} for layer in config.per_layer_config]
 
 
-def write_text(path):
-    path.write_text("no checkpoint, but text\n" * 20)
+def edit_json(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def run_nlq(*arguments):
@@ -134,7 +134,7 @@ def run_nlq(*arguments):
 
 
 def nlq_fails(capsys, *arguments):
-    """The one line of error that the command ends with."""
+    """Runs a command that fails, and returns its error: one line, the last of its output."""
     capsys.readouterr()
     try:
         status = run_nlq(*arguments)
@@ -150,18 +150,14 @@ def nlq_fails(capsys, *arguments):
 
 
 def check_folder(folder, is_gpt2=False):
-    """All that makes a folder complete, and nothing temporary."""
+    """Checks that a folder has all files of a model and its card, and no temporary ones."""
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "README.md"} <= names
-    temporary = (
-        name
-        for name in names - {".nlq-manifest", ".lock"}
-        if name.startswith((".", "tmp")) or name.endswith((".bin", ".pt", ".tmp"))
-    )
-    assert not [*temporary]
+    for name in names - {".nlq-manifest", ".lock"}:
+        assert not name.startswith((".", "tmp")) and not name.endswith((".bin", ".pt", ".tmp"))
     card = (folder / "README.md").read_text()
     assert card.startswith("---\n")
-    assert str(folder.parent) not in card  # other machines do not have this folder
+    assert str(folder.parent) not in card
     config = json.loads((folder / "config.json").read_text())
     if is_gpt2:
         assert config["model_type"] == "gpt2"
@@ -178,7 +174,7 @@ def check_folder(folder, is_gpt2=False):
 
 
 def snapshot(folder):
-    """Every file and folder below, and what is in it, but for locks and records."""
+    """Returns every file and folder below with its content, except locks and manifests."""
     paths = (path for path in sorted(folder.rglob("*")) if path.name not in (".nlq-manifest", ".lock"))
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
@@ -203,7 +199,7 @@ def make_checkpoint(prefix="", dtype=torch.float32, bottleneck_size=None, withou
 
 
 def assert_same_as_paper(model, checkpoint, length=11):
-    """In float64 the formulas, in float32 the rounding. The model was made from float32 weights."""
+    """Compares the outputs of a model in float32, and then in float64, with the paper's formulas in float64."""
     input_ids = random_tokens(2, length, paper_reference.complete(checkpoint["model_args"])["vocab_size"])
     expected = paper_reference.forward(checkpoint, input_ids)
     assert not model.training

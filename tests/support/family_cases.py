@@ -40,11 +40,6 @@ FAMILY_CASES = {
         "rope_parameters": _LLAMA3,
         "rms_norm_eps": 0.1,
     },
-    "llama-linear_rope": {
-        "mlp_bias": True,
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 20.0, "factor": 3.0},
-        "num_key_value_heads": 4,
-    },
     "llama-proportional_rope": {
         "rope_parameters": {"rope_type": "proportional", "rope_theta": 20.0, "partial_rotary_factor": 0.5}
     },
@@ -78,13 +73,6 @@ FAMILY_CASES = {
         "attention_bias": True,
         "mlp_bias": True,
         "tie_word_embeddings": False,
-    },
-    "smollm3-windows_in_other_layers": {
-        "head_dim": 10,
-        "no_rope_layers": [1, 1, 0, 1],
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "layer_types": _LAYERS,
     },
     "arcee-biases_and_wide_heads": {"head_dim": 6, "attention_bias": True, "mlp_bias": True},
     "arcee-yarn_and_epsilon": {"rope_parameters": _YARN, "rms_norm_eps": 0.1, "num_key_value_heads": 4},
@@ -193,7 +181,7 @@ def language_model_class(name: str) -> type:
 
 
 def make_family_model(name, auto_class=None, dtype=torch.float32, seed=0, **options):
-    """A model of a case, all of whose weights are random; a language model unless a class is given."""
+    """Makes the model of a case with random weights; a language model by default."""
     auto_class = auto_class or language_model_class(name)
     with torch.random.fork_rng():
         torch.manual_seed(seed)  # for vectors that begin at random values, to which noise is added
@@ -208,7 +196,7 @@ def shared_family_model(name):
 
 
 def comparable(config: PreTrainedConfig) -> dict:
-    """Its fields, without those that no model reads, or that name its file."""
+    """Returns the fields that a model reads."""
     dropped = {"max_window_layers", "no_rope_layer_interval", "transformers_version", "architectures", "dtype"}
     values = {
         name: value for name, value in config.to_dict().items() if name not in dropped and not name.startswith("_")

@@ -1,8 +1,7 @@
-"""The families of Transformers' models that are special cases of NLQ: the fields and names that each has for the same
-things.
+"""Families of Transformers' models that are special cases of NLQ, with their names for fields and parameters.
 
-`FAMILIES` has a row for each. A row is made of parts, because families share most of them. What no part of a family
-reads, and is not the default, has no counterpart here.
+`FAMILIES` has a row for each. A row is made of parts, because families share most of them. A field that no part reads
+cannot be converted unless it has its default value.
 """
 
 import math
@@ -21,13 +20,12 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 
 
 class Part(NamedTuple):
-    """Fields of a family's configuration, and what they are in an NLQ model.
+    """Fields of a family's configuration and of `NLQConfig` that correspond.
 
     Attributes:
-        fields: their names in the family.
-        read: function from a configuration of the family to fields of `NLQConfig`; a list has a value for each layer.
-        write: function from the configurations of the layers of an NLQ model to fields of the family. Others are
-            dropped.
+        fields: names in the family.
+        read: converts a configuration of the family to fields of `NLQConfig`; a list has a value for each layer.
+        write: converts the configurations of all NLQ layers to fields of the family. Others than `fields` are dropped.
     """
 
     fields: tuple[str, ...]
@@ -36,7 +34,7 @@ class Part(NamedTuple):
 
 
 def _equal(**names: str) -> Part:
-    """Fields with the same values; keywords are the names of the family, values those of `NLQConfig`."""
+    """Returns the part for fields with equal values, as name in the family=name in `NLQConfig`."""
     return Part(
         tuple(names),
         lambda config: {ours: getattr(config, theirs) for theirs, ours in names.items()},
@@ -44,28 +42,27 @@ def _equal(**names: str) -> Part:
     )
 
 
-def _read_rope(
-    config: PreTrainedConfig, is_partial: bool = False, by_layer: bool = False, is_before_norm: bool = False
-) -> dict[str, Any]:
+def _read_rope(config: PreTrainedConfig, is_partial: bool = False) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
-    rope_type, factor = parameters.get("rope_type"), parameters.get("partial_rotary_factor", 1.0)
+    factor = parameters.get("partial_rotary_factor", 1.0)
     # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
-    if factor != 1.0 and not is_partial and rope_type != "proportional":
+    if factor != 1.0 and not is_partial and parameters.get("rope_type") != "proportional":
         raise ValueError(
             f"rope_parameters: partial_rotary_factor={factor!r}: Transformers' {config.model_type} rotates whole heads"
         )
+    return {"position_embedding": "rope", "rope_parameters": parameters}
+
+
+def _read_rope_before_norm(config: PreTrainedConfig) -> dict[str, Any]:
     # `yarn` scales rotated queries and keys; a norm behind that would take the factor back
-    if is_before_norm and rope_type == "yarn" and (scaling := ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]) != 1.0:
-        raise ValueError(
-            f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0: {config.model_type} "
-            "normalizes "
-            "queries and keys after their rotation, and NLQ before it"
-        )
-    positions: str | list[str] = "rope"
-    if by_layer:
-        has_rope = config.no_rope_layers[: config.num_hidden_layers]  # 1 where a layer has rotary positions
-        positions = ["rope" if has else "none" for has in has_rope]
-    return {"position_embedding": positions, "rope_parameters": parameters}
+    if config.rope_parameters.get("rope_type") == "yarn":
+        scaling = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
+        if scaling != 1.0:
+            raise ValueError(
+                f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0: {config.model_type} "
+                "normalizes queries and keys after their rotation, and NLQ before it"
+            )
+    return _read_rope(config)
 
 
 def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[str, Any]:
@@ -74,12 +71,16 @@ def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[s
         parameters.setdefault("partial_rotary_factor", 1.0)
     elif parameters.get("rope_type") != "proportional":
         parameters.pop("partial_rotary_factor", None)
-    has_rope = [int(layer.position_embedding == "rope") for layer in layers]
-    return {"rope_parameters": parameters, "no_rope_layers": has_rope}
+    return {"rope_parameters": parameters}
+
+
+def _read_no_rope_layers(config: PreTrainedConfig) -> dict[str, Any]:
+    has_rope = config.no_rope_layers[: config.num_hidden_layers]  # 1 where a layer has rotary positions
+    return {"position_embedding": ["rope" if has else "none" for has in has_rope]}
 
 
 def _head_dim(config: PreTrainedConfig) -> dict[str, Any]:
-    # All classes with this part read the field, also those that do not declare it
+    # All classes with this part read the field, even if they do not declare it
     return {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
 
 
@@ -89,7 +90,7 @@ def _write_head_dim_unless_usual(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 def _bias(name: str, *parts: str) -> Part:
-    """A field for the biases of several parts, of which each has its own field here."""
+    """Returns the part for a field that sets the biases of several `parts` of an NLQ model."""
     return Part(
         (name,),
         lambda config: {f"{part}_bias": getattr(config, name) for part in parts},
@@ -137,10 +138,11 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """How a family keeps the tensors of a module, as functions of tensors and the family's configuration.
+    """How a family stores a tensor; both functions also take its configuration.
 
     Attributes:
-        read: from its tensor to those of NLQ, of which there are several if they are fused there.
+        read: converts its tensor to those of NLQ, several if the family fuses them.
+        write: the inverse.
     """
 
     read: Callable[[torch.Tensor, PreTrainedConfig], Sequence[torch.Tensor]]
@@ -154,7 +156,7 @@ _FUSED_CONV1D = Layout(lambda tensor, _: tensor.t().chunk(3), lambda tensors, _:
 
 
 def _swapped_halves(heads: str) -> Layout:
-    """Swaps the halves of each head, which is its own inverse: NanoChat turns queries and keys the other way round."""
+    """Swaps the halves of each head, because NanoChat rotates queries and keys in the other direction."""
 
     def swap(tensor: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
         return tensor.unflatten(0, (getattr(config, heads), 2, -1)).flip(1).flatten(0, 2)
@@ -163,7 +165,7 @@ def _swapped_halves(heads: str) -> Layout:
 
 
 def _read_interleaved(fused: torch.Tensor, config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    """Rows of a fused matrix, ordered by head and then by query, key and value, to three matrices."""
+    """Splits a matrix with rows ordered by head and then by query, key and value."""
     return [part.flatten(0, 1) for part in fused.unflatten(0, (config.num_attention_heads, 3, -1)).unbind(1)]
 
 
@@ -173,18 +175,18 @@ def _write_interleaved(tensors: Sequence[torch.Tensor], config: PreTrainedConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A type of Transformers' models, and what its configuration and parameters are in an NLQ model.
+    """A model type of Transformers with its configuration and parameters in terms of NLQ's.
 
     Attributes:
         name: its `model_type`.
-        switches: fields of `NLQConfig` with one value for the whole family.
+        switches: fields of `NLQConfig` with the same value in the whole family.
         parts: the fields of its configuration.
-        without_effect: other fields, which do not change the outputs.
-        block_names: names of the modules of a block, NLQ's -> the family's; others are equal. Modules of NLQ that
-            share a name in the family are fused there.
+        without_effect: further fields, which do not change the outputs.
+        block_names: names of a block's modules, NLQ's -> the family's, if they differ. The family fuses modules that
+            share a name.
         body_names: the same for the modules around the blocks.
-        classifier: name of the head of a classifier of tokens.
-        layouts: by the last part of a module's name in the family, if it keeps its tensors in another way.
+        classifier: name of the head of a token classifier.
+        layouts: by the last part of a module's name in the family, if its tensors are stored in another way.
     """
 
     name: str
@@ -198,14 +200,13 @@ class Family:
 
     @property
     def config_class(self) -> type[PreTrainedConfig]:
-        """The class of its configurations."""
         return CONFIG_MAPPING[self.name]
 
     def read(self, config: PreTrainedConfig) -> NLQConfig:
         """Makes the configuration of the NLQ model that computes the same.
 
         Raises:
-            ValueError, StrictDataclassError: for a value without a counterpart in the fields that have one.
+            ValueError, StrictDataclassError: for a value that NLQ does not support.
         """
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError(
@@ -221,16 +222,17 @@ class Family:
             values.update(part.read(config))
         values["attention_dropout"] = values["attention_dropout"] or 0.0  # some families allow `None`
         by_layer = {name: values[name] for name in PER_LAYER_SWITCHES if isinstance(values.get(name), list)}
-        values.update({name: of_layers[0] for name, of_layers in by_layer.items()})
         overrides = {}
-        for index in range(values["num_hidden_layers"]):
-            own = {name: of_layers[index] for name, of_layers in by_layer.items() if of_layers[index] != of_layers[0]}
-            if own:
+        for index, of_layer in enumerate(zip(*by_layer.values())):
+            layer = dict(zip(by_layer, of_layer))
+            if index == 0:
+                values.update(layer)
+            elif own := {name: value for name, value in layer.items() if value != values[name]}:
                 overrides[index] = own
         return NLQConfig(**values, per_layer_config=overrides or None)
 
     def write(self, config: NLQConfig) -> PreTrainedConfig:
-        """Makes the configuration of the family that is nearest to that of an NLQ model."""
+        """Makes the nearest configuration of the family."""
         layers = list(config.per_layer_config)
         values = _library_fields(config)
         for part in self.parts:
@@ -238,31 +240,30 @@ class Family:
         return self.config_class(**values)
 
     def not_read(self, config: PreTrainedConfig) -> list[str]:
-        """Lists the fields and values of a configuration that have no counterpart in NLQ, in words."""
-        known = {field.name for field in fields(PreTrainedConfig)} | {
+        """Lists the fields and values of a configuration that NLQ does not have, in words."""
+        known = {
+            *(field.name for field in fields(PreTrainedConfig)),
+            *(name for part in self.parts for name in part.fields),
             *self.without_effect,
             *_WITHOUT_EFFECT,
             *_LIBRARY_FIELDS,
+            "quantization_config",  # which `read` refuses
         }
-        # Which `read` refuses
-        known |= {"quantization_config", *(name for part in self.parts for name in part.fields)}
-        default, found = self.config_class(), []
-        for name, value in config.to_dict().items():
-            if (
-                name in known
-                or name.startswith("_")
-                or value in (None, False, [], {}, "", getattr(default, name, None))
-            ):
-                continue
-            found.append(f"{name}={value!r}: NLQ models have no such field")
-        return found
+        default = self.config_class()
+        return [
+            f"{name}={value!r}: NLQ models have no such field"
+            for name, value in config.to_dict().items()
+            if name not in known
+            and not name.startswith("_")
+            and value not in (None, False, [], {}, "", getattr(default, name, None))
+        ]
 
     def layout(self, name: str) -> Layout:
-        """How it keeps the parameter with this name there."""
+        """Returns how the family stores the parameter that it calls by this name."""
         return self.layouts.get(name.split(".")[-2], _SAME_LAYOUT)
 
     def module_name(self, name: str) -> str:
-        """The name in the family of a module of the body, which may be one of a block (`layers.0.self_attn`)."""
+        """Translates the name of a module of the body, such as `layers.0.self_attn`."""
         first, _, rest = name.partition(".")
         if first != "layers":
             return self.body_names.get(name, name)
@@ -272,7 +273,7 @@ class Family:
 
 # Fields of any Transformers model, and of its head
 _LIBRARY_FIELDS = ("id2label", "label2id", "problem_type", "classifier_dropout", "token_classification_bias")
-# Fields of published checkpoints that change nothing. From some of them a configuration makes fields that do
+# Fields of published checkpoints that do not change the outputs. From some, a configuration derives fields that do
 _WITHOUT_EFFECT = (
     "auto_map",
     *(f"{kind}_token" for kind in ("bos", "cls", "eos", "mask", "pad", "sep", "unk")),  # as text; the ids count
@@ -316,9 +317,13 @@ _SAME_NAMES = (
 _COMMON = _equal(**{name: name for name in _SAME_NAMES})
 _KEY_HEADS = _equal(num_key_value_heads="num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
-_ROPE_BY_LAYER = Part(("rope_parameters", "no_rope_layers"), partial(_read_rope, by_layer=True), _write_rope)
-_ROPE_BEFORE_NORM = Part(("rope_parameters",), partial(_read_rope, is_before_norm=True), _write_rope)
+_ROPE_BEFORE_NORM = Part(("rope_parameters",), _read_rope_before_norm, _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
+_NO_ROPE_LAYERS = Part(
+    ("no_rope_layers",),
+    _read_no_rope_layers,
+    lambda layers: {"no_rope_layers": [int(layer.position_embedding == "rope") for layer in layers]},
+)
 _HEAD_DIM = Part(("head_dim",), _head_dim, lambda layers: {"head_dim": layers[0].head_dim})
 _UNDECLARED_HEAD_DIM = Part(("head_dim",), _head_dim, _write_head_dim_unless_usual)
 _HIDDEN_DROPOUT = Part(
@@ -342,7 +347,7 @@ def _fused(name: str) -> dict[str, str]:
 
 
 def _like_llama(name: str, *parts: Part, switches: dict[str, Any] | None = None, **others: Any) -> Family:
-    """A family with Llama's fields, norms and names, but for what is given."""
+    """Makes a family with Llama's fields, norms and names, and with what differs."""
     switches = {"norm_type": "rmsnorm", "mlp_type": "gated", **(switches or {})}
     return Family(name, switches, (*_LLAMA_PARTS, *parts), **{"block_names": _LLAMA_NAMES, **others})
 
@@ -360,7 +365,7 @@ _ROWS = (
     _like_llama("cwm", _ROPE, _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
     _like_llama("qwen2", _ROPE, _UNDECLARED_HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
     _like_llama("qwen3", _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
-    _like_llama("smollm3", _ROPE_BY_LAYER, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
+    _like_llama("smollm3", _ROPE, _NO_ROPE_LAYERS, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
     _like_llama(
         "arcee",
         *(_ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
@@ -456,7 +461,7 @@ _ROWS = (
             Part(("n_inner",), lambda config: {"intermediate_size": config.n_inner}, _write_n_inner),
             Part(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _read_scaling, _write_scaling),
         ),
-        # The order of operations, the second head of a class, and an old name
+        # They set the order of operations and the second head of a class; the last is an old name
         without_effect=(
             *("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
             *("summary_first_dropout", "summary_proj_to_labels", "n_ctx"),

@@ -1,4 +1,4 @@
-"""Models in GGUF files, the format of llama.cpp: what Transformers' reader leaves out, and tokenizers."""
+"""Reads what Transformers' reader leaves out of GGUF files, the format of llama.cpp."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from transformers.utils import is_gguf_available
 from ..text import one_line
 
 
-# Those whose reader in Transformers is complete, and whose class NLQ knows. Transformers forgets the base of rotary
-# positions of `starcoder2` and the inner size of `gpt2`; models of Mistral call themselves `llama`
+# Families that Transformers reads completely. It forgets the base of rotary positions of `starcoder2` and the inner
+# size of `gpt2`. Files of Mistral models say `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Fields that are read here, or repeat what shapes of tensors say
+# Fields that this file reads, or that shapes of tensors repeat
 _ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
-# Values by which a field says that the model lacks something
+# Values of a feature that the model does not use
 _NOTHING = (0, "", "none", [])
-# Values of other fields that say what Transformers takes for granted
+# Values that Transformers assumes
 _USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _TOKENIZER = "tokenizer.ggml."
 _NOT_QUANTISED = ("F32", "F16", "BF16")
-# How a text is cut before its merges, as `tokenizer.ggml.pre` names it: as GPT-2's, or digit by digit before that.
-# "default" and a missing name are neither: llama.cpp then cuts off punctuation, and digits in threes
+# Values of `tokenizer.ggml.pre` that split text as GPT-2 does, or into single digits first. "default" and a missing
+# value are neither: llama.cpp then splits off punctuation, and digits in threes
 _AS_GPT2 = ("gpt-2", "olmo")
 _DIGITS = ("smollm", "starcoder")
 
@@ -37,11 +37,11 @@ class GGUF:
 
     Attributes:
         weights: the type of most of its quantised weights, or else of most weights, as llama.cpp names it.
-        architecture: the kind of model, one of `ARCHITECTURES`.
-        tensors: the names of its tensors.
-        head_size: the channels of a head.
-        tokenizer: the fields of the tokenizer, without its lists, by their names in `tokenizer.ggml`.
-        not_read: what the file says of the model and Transformers does not read, in words.
+        architecture: one of `ARCHITECTURES`.
+        tensors: names of the tensors.
+        head_size: channels of a head.
+        tokenizer: fields below `tokenizer.ggml`, without its lists.
+        not_read: fields of the model that Transformers does not read, in words.
     """
 
     path: Path
@@ -58,11 +58,9 @@ class GGUF:
 
 
 def find_gguf(source: str) -> Path | None:
-    """The GGUF file of a source, which is the file or its folder; `None` if there is none, or the folder has other
-    weights.
+    """Returns the GGUF file that a source is or contains, or `None`, as for a folder with safetensors files.
 
-    Raises:
-        ValueError: for a folder with several of them.
+    Raises `ValueError` for a folder with several GGUF files.
     """
     path = Path(source)
     if path.is_file() and path.suffix == ".gguf":
@@ -89,7 +87,7 @@ def read_gguf(path: Path) -> GGUF:
     try:
         reader = GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items() if name not in _LONG}
-    except Exception as error:  # of many kinds, from wherever the reader was when the file ended
+    except Exception as error:  # the reader raises many types
         raise ValueError(f"{path} is truncated or damaged; fetch it again") from error
     if fields.get("split.count", 1) > 1:
         raise ValueError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
@@ -98,17 +96,15 @@ def read_gguf(path: Path) -> GGUF:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     if fields.get(f"{prefix}attention.causal") is False:
-        raise ValueError(
-            f"{path}: {prefix}attention.causal=False: encoders are converted from EuroBERT's safetensors, not from "
-            "GGUF"
-        )
-    said = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    head_size = said.get("attention.key_length", said["embedding_length"] // said["attention.head_count"])
-    usual = {**_USUAL, "rope.dimension_count": head_size}  # otherwise only a part of the channels is rotated
+        text = "encoders are converted from EuroBERT's safetensors, not from GGUF"
+        raise ValueError(f"{path}: {prefix}attention.causal=False: {text}")
+    values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    head_size = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
+    usual = {**_USUAL, "rope.dimension_count": head_size}
     read = (*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ)
     not_read = [
         f"{prefix}{name}={value!r}: Transformers does not read it from GGUF files"
-        for name, value in said.items()
+        for name, value in values.items()
         if (value != usual[name] if name in usual else name not in read and value not in _NOTHING)
     ]
     sizes: dict[str, int] = {}
@@ -129,7 +125,7 @@ def read_gguf(path: Path) -> GGUF:
 
 
 def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list[str]:
-    """Lists the tensors of a file that have no place in a model with these parameters and layers, in words."""
+    """Lists the tensors of a file that a model with these parameters and layers does not use, in words."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture)
@@ -139,15 +135,11 @@ def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list
 
 
 def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
-    """Rebuilds the tokenizer that a file describes.
-
-    Raises:
-        ValueError: if Transformers cannot, or would cut text in another way.
-    """
+    """Rebuilds the tokenizer of a file. Raises `ValueError` if Transformers cannot, or would split text otherwise."""
     path = gguf.path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=str(path.resolve()), trust_remote_code=False)
-    except Exception as error:  # of many kinds, because the reader expects every field to be there
+    except Exception as error:  # the reader expects every field, and raises many types
         raise ValueError(
             f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer"
         ) from error
@@ -156,7 +148,7 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
         if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
             setattr(tokenizer, name, value)
     backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")
-    # What Transformers takes where it does not know the cut
+    # Transformers falls back on this
     if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         if cut in _DIGITS:
             digits = pre_tokenizers.Digits(individual_digits=True)

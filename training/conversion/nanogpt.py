@@ -1,4 +1,4 @@
-"""Checkpoints of the paper's own code (Karbevski 2026, arXiv 2603.13381), a fork of nanoGPT, and of nanoGPT itself.
+"""Reads checkpoints of the paper's code (Karbevski 2026, arXiv 2603.13381), a fork of nanoGPT, and of nanoGPT itself.
 
 A file holds `{"model": state_dict, "model_args": dict, ...}`; `torch.compile` may have given all names a prefix.
 """
@@ -15,21 +15,21 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
 from ..parameters import check_shapes
+from .draft import Draft, from_nlq_tensors, to_nlq_tensors
 from .families import FAMILIES, Layout
-from .renaming import Draft, from_nlq_origins, to_nlq_origins
-from .streaming import Weights, empty_model
+from .streaming import Weights, empty_model, saved_state
 
 
-# `query_mode` there, `query_projection` here
+# `query_mode` of the paper's code -> `query_projection`
 _QUERY_MODES = {"original": "linear", "residual": "residual", "identity": "identity", "residual_gelu": "nonlinear"}
-# The other modules have the names of GPT-2
+# Further modules, beside those of GPT-2
 _BOTTLENECK_NAMES = {
     "self_attn.q_bottleneck.input_norm": "attn.residual_rmsnorm_input",
     "self_attn.q_bottleneck.fc1": "attn.residual_in",
     "self_attn.q_bottleneck.fc2": "attn.residual_out",
     "self_attn.q_bottleneck.output_norm": "attn.residual_layernorm_output",
 }
-# Defaults of the paper's code for keys missing from `model_args`; the scale is that of a head of 64 for any head size
+# Defaults of the paper's code for keys missing from `model_args`. Its scale is for heads of 64, whatever their size
 _DEFAULTS = {
     "block_size": 1024,
     "vocab_size": 50304,
@@ -49,35 +49,31 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Reads a checkpoint without executing anything in it.
 
     Raises:
-        UnpicklingError: if it would need to run code to be read, or is damaged.
-        ValueError: if it is no checkpoint.
+        UnpicklingError: if it is damaged, or reading it would run code.
+        ValueError: if it is another kind of file.
     """
-    # Mapped, so that the optimizer's state beside the weights takes no memory
+    # Mapped, because the file also holds the optimizer's state
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        raise ValueError(
-            f"{path} is no checkpoint of the paper's code or of nanoGPT: it does not hold 'model' and 'model_args'"
-        )
+        text = "is not a checkpoint of the paper's code or of nanoGPT: it does not hold 'model' and 'model_args'"
+        raise ValueError(f"{path} {text}")
     return checkpoint
 
 
 def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
-    """Makes the model of a checkpoint.
-
-    Args:
-        checkpoint: it holds `"model"`, the weights by name, and `"model_args"`.
+    """Makes the model of a checkpoint with `"model"`, the weights by name, and `"model_args"`.
 
     Raises:
-        ValueError: for a field or a mode that the code does not have, and for weights that are missing, unknown, of
-            another shape, or tied and yet different.
+        ValueError: for a field or mode that the code does not have, and for weights that are missing, unknown, of
+            another shape, or tied but different.
     """
     config = _to_config(checkpoint["model_args"])
     state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
-    # The causal mask, which attention without a kernel saves, is no parameter
+    # Attention without a kernel saves the causal mask, which is not a parameter
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
     ours, theirs = empty_model(NLQForCausalLM, config), empty_model(GPT2LMHeadModel, GPT2Config(n_layer=1))
     names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
-    # The rows of its linear layers are those here; the fused one has no query where there is no matrix
+    # Its linear layers are not transposed, and the fused one lacks queries without a matrix
     parts = 3 if config.query_projection in ("linear", "residual") else 2
     fused = Layout(lambda tensor, _: tensor.chunk(parts), lambda tensors, _: torch.cat(list(tensors)))
     family = replace(FAMILIES["gpt2"], block_names=names, layouts={"c_attn": fused})
@@ -86,10 +82,11 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
         if not torch.equal(state[head], state.setdefault(embedding, state[head])):
             raise ValueError(f"tie_weights=True, and yet {head} differs from {embedding}")
         del state[head]
-    needed, empty = from_nlq_origins(family, theirs, ours), ours.state_dict()
-    shapes = {name: origin.make([empty[source] for source in origin.sources]).shape for name, origin in needed.items()}
+    expected = from_nlq_tensors(family, theirs, ours, Weights.of(saved_state(ours)).tensors)
+    shapes = {name: tensor.load().shape for name, tensor in expected.items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()})
-    return Draft(ours, Weights(state), to_nlq_origins(family, theirs, ours)).build()
+    weights = Weights.of(state)
+    return Draft(ours, replace(weights, tensors=to_nlq_tensors(family, theirs, ours, weights.tensors))).build()
 
 
 def _to_config(arguments: dict[str, Any]) -> NLQConfig:

@@ -8,9 +8,9 @@ from modeling_nlq.configuration_nlq import check_kernels
 
 from ..models import source_named
 from ..parameters import check_names
+from .draft import LossyConversion, classes_of
 from .families import FAMILIES
 from .gguf_files import GGUF, tensors_not_read
-from .renaming import LossyConversion, classes_of
 from .streaming import empty_model
 
 
@@ -18,7 +18,7 @@ PAPER_CHECKPOINT = "ckpt.pt"
 
 
 def find_checkpoint(source: str) -> Path | None:
-    """The checkpoint file of a source, which is the file or its folder; `None` if there is none."""
+    """Returns the checkpoint file that a source is or contains, or `None`."""
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
         return path / PAPER_CHECKPOINT
@@ -28,12 +28,7 @@ def find_checkpoint(source: str) -> Path | None:
 def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Reads the configuration of a folder or a model of the Hub, and finds the class of the model.
 
-    Args:
-        source: the folder or Hub name.
-        options: of `from_pretrained`, such as the GGUF file in the folder.
-
-    Raises:
-        ValueError: if it is of a kind that cannot be converted.
+    Raises `ValueError` for a model that cannot be converted. `options` are passed to `from_pretrained`.
     """
     config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     check_kernels(config, source)
@@ -49,38 +44,36 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
 def load_model(
     source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel], **options
 ) -> PreTrainedModel:
-    """Loads the model of a folder or of the Hub in its own precision; `options` are those of `from_pretrained`.
+    """Loads the model of a folder or of the Hub in its saved precision; `options` are passed to `from_pretrained`.
 
-    Raises:
-        ValueError: naming the parameters that are missing, unknown, or of another shape.
+    Raises `ValueError` naming the parameters that are missing, unknown, or of another shape.
     """
     with source_named(source):
-        model, found = model_class.from_pretrained(
+        model, info = model_class.from_pretrained(
             source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
-    if found["mismatched_keys"]:
-        name, there, expected = min(found["mismatched_keys"])
+    if info["mismatched_keys"]:
+        name, there, expected = min(info["mismatched_keys"])
         raise ValueError(f"{name} has the shape {tuple(there)}, and its configuration says {tuple(expected)}")
-    # Transformers saved the value of masked scores until 4.27; it is no parameter
-    unexpected = {name for name in found["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
-    check_names(set(found["missing_keys"]), unexpected)
+    # Transformers saved the value of masked scores, which is not a parameter, until 4.27
+    unexpected = {name for name in info["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
+    check_names(set(info["missing_keys"]), unexpected)
     return model.eval()
 
 
 def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Loads the model of a GGUF file, whose weights become float32, and returns with it what Transformers does not
-    read.
+    """Loads the model of a GGUF file in float32. Returns the model, and what Transformers does not read.
 
     Raises:
-        LossyConversion: if there is something and `allow_lossy` is not set.
+        LossyConversion: if there is something that it does not read and `allow_lossy` is not set.
         ValueError: for weights that cannot be read.
     """
-    # The whole path, for a name alone would be looked for in the current directory first
+    # The whole path: Transformers would look for a bare name in the current directory first
     folder, file = str(gguf.path.parent), str(gguf.path.resolve())
     config, model_class = read_source(folder, gguf_file=file)
     if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
         config.head_dim = gguf.head_size
-    # Those of SentencePiece have the ids that are the default of Llama's class
+    # SentencePiece uses the ids that are the default of Llama's class
     if gguf.tokenizer.get("model") != "llama":
         for kind in ("bos", "eos"):
             setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))

@@ -1,8 +1,7 @@
-"""Changes the switches of a trained model without changing its outputs, so that fine-tuning goes on from there.
+"""Changes the switches of a trained model without changing its outputs, so that fine-tuning continues from there.
 
-New parameters start where they have no effect and yet have a gradient: `f` of an upcycled query after a gain of 0, a
-gate at 1/2 with the output projection doubled, a fourth matrix at the identity. A switch without such a start is
-refused.
+New parameters start at values without effect but with a gradient: a gain of 0 after `f` of an upcycled query, a gate
+at 1/2 with the output projection doubled, a fourth matrix at the identity. Other switches are refused.
 """
 
 import copy
@@ -15,21 +14,21 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
 
 from ..files import check_keys
-from .rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal, refusals
+from .switch_rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal, refusals
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# Training or generation reads these fields; a forward pass in evaluation mode does not
+# A forward pass in evaluation mode does not read these fields
 _WITHOUT_EFFECT = {
     "attention_dropout",
-    "classifier_pooling",  # but in a classifier
+    "classifier_pooling",  # except in a classifier
     "embedding_dropout",
     "initializer_range",
     "residual_dropout",
     "use_cache",
     *_TOKEN_IDS,
 }
-# Fields without a place in the weights: another value is another function
+# Another value changes the outputs, and no weights could make up for it
 _OTHER_FUNCTION = (
     "final_logit_softcapping",
     "hidden_act",
@@ -40,19 +39,18 @@ _OTHER_FUNCTION = (
 
 
 def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
-    """Makes a new model with the same outputs and other switches; by default `upcycled` queries, `X W + f(X)` with
-    `f = 0`.
+    """Makes a new model with the same outputs and other switches.
 
     Args:
         model: an NLQ model; it stays unchanged.
-        switches: fields of `NLQConfig` and their new values.
+        switches: fields of `NLQConfig` and their new values; by default `upcycled` queries, `X W + f(X)` with `f = 0`.
 
     Raises:
         ValueError: for an unknown field, or a value that would change the outputs.
     """
     switches = {"query_projection": "upcycled"} if switches is None else switches
     if not isinstance(model.config, NLQConfig):
-        raise ValueError(f"a model of type {model.config.model_type!r} is no NLQ model; convert it first")
+        raise ValueError(f"a model of type {model.config.model_type!r} is not an NLQ model; convert it first")
     new, lost = restructure(model, changed(model.config, switches))
     if lost:
         raise ValueError(f"the model would not compute the same any more: {'; '.join(lost)}")
@@ -60,10 +58,9 @@ def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> P
 
 
 def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
-    """Makes a configuration with other switches in all layers, also in those with a value of their own.
+    """Makes a configuration with other switches in all layers, even where a layer has another value.
 
-    Raises:
-        ValueError: for an unknown field.
+    Raises `ValueError` for an unknown field.
     """
     values = config.to_dict()
     check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
@@ -74,10 +71,9 @@ def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
 
 
 def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
-    """Tells whether every parameter stays as it is: nothing changes, or `upcycled` projections take the place of
-    `linear` ones.
+    """Tells whether every parameter keeps its value: at most, `linear` projections become `upcycled`.
 
-    Parameters that are new then start with the values that the model itself gives them.
+    New parameters then start with the model's initial values.
     """
     if before.num_hidden_layers != after.num_hidden_layers:
         return False
@@ -99,19 +95,14 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
 def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedModel, list[str]]:
     """Makes a new model of another configuration that computes the same as far as possible.
 
-    Args:
-        model: an NLQ model; it stays unchanged.
-        config: a configuration of the same shape.
-
-    Returns:
-        The new model, in evaluation mode, and a list of the differences, in words.
+    Returns the new model, in evaluation mode, and its differences from `model`, in words. `model` stays unchanged.
 
     Raises:
         ValueError: if the weights do not fit the new configuration.
     """
     before = model.config
-    if found := problems(before, config):
-        raise ValueError("; ".join(found))
+    if reasons := problems(before, config):
+        raise ValueError("; ".join(reasons))
     # Not `.to(dtype)`, which would round the angles of rotary positions too
     new = type(model)._from_config(config, dtype=model.dtype).to(model.device).eval()
     if getattr(model, "generation_config", None) is not None:
@@ -128,26 +119,22 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
                 value.copy_(state[name])
         for rule in MODEL_RULES.values():
             lost += rule(model, new)
-        reasons: list[list[str]] = []
+        reasons = []
         attention = ([layer.self_attn for layer in each.base_model.layers] for each in (model, new))
         for values in zip(before.per_layer_config, config.per_layer_config, *attention):
             change = LayerChange(*values)
-            reasons.append([])
-            for field, rule in LAYER_RULES.items():
-                if reason := rule(change):
-                    reasons[-1].append(
-                        refusal(field, getattr(change.before, field), getattr(change.after, field), reason)
-                    )
+            by_field = {field: rule(change) for field, rule in LAYER_RULES.items()}
+            reasons.append([change.refusal(field, reason) for field, reason in by_field.items() if reason])
     return new, list(dict.fromkeys([*lost, *_by_layer(reasons)]))
 
 
 def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
-    """Lists the fields that cannot change, in words: all that have no rule."""
-    found = []
+    """Lists the fields that change but have no rule for it, in words."""
+    reasons = []
     if not _have_same_angles(before, after):
         name = "rope_parameters" if before.rope_parameters != after.rope_parameters else "max_position_embeddings"
         values = getattr(before, name), getattr(after, name)
-        found.append(refusal(name, *values, "the weights were trained with other angles"))
+        reasons.append(refusal(name, *values, "the weights were trained with other angles"))
     with_rule = {
         "attention_parts_code",
         "rope_parameters",
@@ -160,12 +147,12 @@ def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
         sorted(NLQConfig.__annotations__.keys() - with_rule), "the weights were trained with the former"
     )
     layers = list(zip(before.per_layer_config, after.per_layer_config))
-    found += _by_layer([[*refusals(*layer, fixed), *lost_queries(*layer)] for layer in layers])
-    return list(dict.fromkeys(found))
+    reasons += _by_layer([[*refusals(*layer, fixed), *lost_queries(*layer)] for layer in layers])
+    return list(dict.fromkeys(reasons))
 
 
 def _by_layer(reasons: list[list[str]]) -> list[str]:
-    """Joins the reasons of all layers: each once, with the numbers of its layers if it is not of all."""
+    """Joins the reasons of all layers: each once, with the numbers of its layers unless it applies to all."""
     joined = []
     for text in dict.fromkeys(text for of_layer in reasons for text in of_layer):
         layers = [str(index) for index, of_layer in enumerate(reasons) if text in of_layer]
@@ -175,7 +162,7 @@ def _by_layer(reasons: list[list[str]]) -> list[str]:
 
 
 def _have_same_angles(before: NLQConfig, after: NLQConfig) -> bool:
-    """Tells whether two models rotate queries and keys alike, as far as the second rotates them at all."""
+    """Tells whether the second model rotates queries and keys as the first does, or not at all."""
     if not after.has_rotary_positions or not before.has_rotary_positions:
         return not after.has_rotary_positions
     first, second = (GPTNeoXRotaryEmbedding(config) for config in (before, after))
@@ -183,11 +170,9 @@ def _have_same_angles(before: NLQConfig, after: NLQConfig) -> bool:
 
 
 def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
-    """The largest difference between the outputs of two models on random tokens, in float32, relative to the largest
-    output.
+    """Returns the largest difference between the outputs of two models, relative to the largest output.
 
-    Args:
-        other: a model with the same vocabulary and kind of head.
+    Both compute in float32 on the same random tokens.
     """
     config = model.config
     length = min(32, config.max_position_embeddings)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
 
-from ..conversion.renaming import to_nlq
+from ..conversion.draft import to_nlq
 from ..disk import read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE
 from ..models import load_model

@@ -1,8 +1,11 @@
 """`nlq convert`, folder to folder: it writes the whole result, or leaves everything as it was."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from support.conversion_cases import (
     Exploit,
     assert_same_function,
+    assert_same_state,
     check_folder,
+    edit_json,
     layer_switches,
     make_gpt2,
     nlq_fails,
@@ -20,6 +25,7 @@ from support.conversion_cases import (
     snapshot,
 )
 from support.grids import parametrize_grid
+from support.remote_code import WITHOUT_THIS_PACKAGE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -35,7 +41,7 @@ from transformers import (
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion import streaming
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.renaming import to_nlq
+from modeling_nlq.training.conversion.draft import to_nlq
 
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
@@ -99,7 +105,7 @@ class TestConvert:
         assert not list((tmp_path / "target").glob("tokenizer*"))
 
     def test_names_of_the_first_release(self, source, gpt2_model, tmp_path):
-        """OpenAI's own weights have no prefix, no head, and masks as buffers; their configuration names the head."""
+        """OpenAI's weights lack the prefix and the head, and have masks as buffers."""
         state = {name: tensor.clone() for name, tensor in gpt2_model.transformer.state_dict().items()}
         state |= {f"h.{index}.attn.bias": torch.ones(24, 24).tril().view(1, 1, 24, 24) for index in range(2)}
         save_file(state, source / "model.safetensors", metadata={"format": "pt"})
@@ -112,7 +118,6 @@ class TestConvert:
         (source / "model.safetensors").unlink()
         torch.save(gpt2_model.state_dict(), source / "pytorch_model.bin")
         convert(str(source), tmp_path / "target")
-        check_folder(tmp_path / "target")
         assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
 
     def test_upcycle_with_switches(self, gpt2_folder, gpt2_model, tmp_path):
@@ -143,16 +148,6 @@ class TestConvert:
         check_folder(tmp_path / "target", is_gpt2=True)
 
 
-def edit_json(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def edit_weights(path, change):
-    state = load_file(path)
-    change(state)
-    save_file(state, path, metadata={"format": "pt"})
-
-
 def write_folder(name, content):
     def write(path):
         path.mkdir()
@@ -161,44 +156,26 @@ def write_folder(name, content):
     return write
 
 
-def save_config(config):
-    return lambda path: config.save_pretrained(path)
-
-
 # (what writes the source, what the error names)
 NO_MODELS = {
     "missing": (lambda path: None, "source"),
     "empty_folder": (lambda path: path.mkdir(), "source"),
-    "bert": (save_config(BertConfig()), "bert"),
+    "bert": (BertConfig().save_pretrained, "bert"),
     "broken_configuration": (write_folder("config.json", "{broken"), "config"),
 }
 
 
-def rename(state):
-    state["transformer.h.0.attn.c_typo.weight"] = state.pop("transformer.h.0.attn.c_attn.weight")
-
-
 def rename_in_pickle(source):
     state = load_file(source / "model.safetensors")
-    rename(state)
+    state["transformer.h.0.attn.c_typo.weight"] = state.pop("transformer.h.0.attn.c_attn.weight")
     torch.save(state, source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
 
 
-def reconfigure(**values):
-    return lambda source: edit_json(source / "config.json", **values)
-
-
 # (what damages the source, what the error names); others in `test_streaming.py`
 DAMAGES = {
-    "renamed": (
-        lambda source: edit_weights(source / "model.safetensors", rename),
-        r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)",
-    ),
     "renamed_in_a_pickle": (rename_in_pickle, r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)"),
-    "shape": (reconfigure(n_positions=25), r"wpe\.weight"),
-    "fewer_layers_configured": (reconfigure(n_layer=1), r"h\.1\."),
-    "configuration_of_a_wrong_type": (reconfigure(n_layer="two"), "n_layer"),
+    "configuration_of_a_wrong_type": (lambda source: edit_json(source / "config.json", n_layer="two"), "n_layer"),
     "generation_settings": (
         lambda source: (source / "generation_config.json").write_text("{broken"),
         "generation_config",
@@ -262,6 +239,12 @@ class TestConvertFaults:
         assert "is the source itself" in nlq_fails(capsys, "convert", source, tmp_path / "link", "--overwrite")
         assert snapshot(source) == before
 
+    def test_training_run_is_not_replaced(self, run, source, tmp_path, capsys):
+        shutil.copytree(run[0], tmp_path / "run")
+        before = snapshot(tmp_path / "run")
+        assert "holds a training run" in nlq_fails(capsys, "convert", source, tmp_path / "run", "--overwrite")
+        assert snapshot(tmp_path / "run") == before
+
     def test_overwritten_shards(self, source, gpt2_model, make_model, tmp_path):
         target = tmp_path / "target"
         make_model().save_pretrained(target, max_shard_size="8KB")
@@ -304,7 +287,7 @@ class TestConvertFaults:
 
     @pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors"])
     def test_links_in_the_source(self, nlq_folder, tmp_path, capsys, name):
-        """What they point to would be in the new folder, and be published."""
+        """The new folder, which may be published, would contain the files behind the links."""
         (tmp_path / name).write_bytes((nlq_folder / name).read_bytes() if (nlq_folder / name).exists() else b"secret")
         (nlq_folder / name).unlink(missing_ok=True)
         (nlq_folder / name).symlink_to(tmp_path / name)
@@ -350,16 +333,19 @@ class TestConvertFaults:
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize(
-        "setting, named",
+        "settings, named",
         [
-            ("head_projection", "head_projection"),
-            ("no_such_field=3", "no_such_field"),
-            ("attention_sink=learned", "attention_sink"),
-            ("intermediate_size=wide", "intermediate_size"),
+            (["head_projection"], "head_projection"),
+            (["no_such_field=3"], "no_such_field"),
+            (["attention_sink=learned"], "attention_sink"),
+            (["intermediate_size=wide"], "intermediate_size"),
+            (["head_projection=True", "head_projection=False"], "given twice"),
+            (["head_projection=False"], "head_projection=False already"),
         ],
     )
-    def test_bad_setting(self, gpt2_folder, tmp_path, capsys, setting, named):
-        assert named in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--upcycle", "--set", setting)
+    def test_bad_settings(self, gpt2_folder, tmp_path, capsys, settings, named):
+        options = [text for setting in settings for text in ("--set", setting)]
+        assert named in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", *options)
         assert not list(tmp_path.iterdir())
 
 
@@ -380,27 +366,24 @@ class TestTokenizerOfAnotherFolder:
             assert settings["pad_token_id"] == 3, "the token that its answer is read off is another"
 
 
-class TestOtherFindings:
-    def test_training_run_is_not_replaced(self, run, tmp_path, capsys):
-        shutil.copytree(run[0], tmp_path / "run")
-        make_gpt2().save_pretrained(tmp_path / "source")
-        before = snapshot(tmp_path / "run")
-        assert run_nlq("convert", tmp_path / "source", tmp_path / "run", "--overwrite") == 1
-        assert "holds a training run" in capsys.readouterr().err and snapshot(tmp_path / "run") == before
+def test_rounding_of_low_precision_is_allowed(tmp_path):
+    to_nlq(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
 
-    @pytest.mark.parametrize(
-        "words, said",
-        [
-            (["--set", "head_projection=True", "--set", "head_projection=False"], "given twice"),
-            (["--set", "head_projection=False"], "head_projection=False already"),
-        ],
-        ids=["twice", "nothing new"],
-    )
-    def test_switches_that_make_no_sense(self, words, said, tmp_path, capsys):
-        to_nlq(make_gpt2()).save_pretrained(tmp_path / "source")
-        assert run_nlq("convert", tmp_path / "source", tmp_path / "target", *words) == 1
-        assert said in capsys.readouterr().err and not (tmp_path / "target").exists()
 
-    def test_rounding_of_low_precision(self, tmp_path):
-        to_nlq(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
-        convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
+@pytest.mark.parametrize("save_original_format", [True, False])
+def test_converted_model_keeps_its_names_without_this_package(gpt2_folder, tmp_path, save_original_format):
+    """Loaded, saved, loaded and saved again, whatever Transformers calls the original format."""
+    convert(gpt2_folder, tmp_path / "0")
+    script = f"""
+from transformers import AutoModelForCausalLM
+for index in range(2):
+    model = AutoModelForCausalLM.from_pretrained(str(index), trust_remote_code=True)
+    model.save_pretrained(str(index + 1), save_original_format={save_original_format})
+"""
+    words = [sys.executable, "-c", WITHOUT_THIS_PACKAGE + script]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    first, *others = (load_file(tmp_path / str(index) / "model.safetensors") for index in range(3))
+    for other in others:
+        assert_same_state(other, first)

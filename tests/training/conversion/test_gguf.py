@@ -71,7 +71,7 @@ def llama(tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_families(name, tmp_path):
-    """The function of the class whose weights were written, its tokens, and back to that class."""
+    """Outputs and tokens are equal, and so are the weights after a conversion back."""
     model, cut = make(name), "qwen2" if name.startswith("qwen") else "smollm"
     tokenizer = make_tokenizer(cut)
     file = write_gguf(tmp_path / "model.gguf", model, tokenizer=tokenizer, pre_tokenizer=cut)
@@ -90,9 +90,9 @@ def test_every_architecture_is_tested():
     assert {name.split("-")[0] for name in MODELS} == set(gguf_files.ARCHITECTURES)
 
 
-@pytest.mark.parametrize("quantisation", ["Q4_1", "Q8_0", "F16", "BF16"])
+@pytest.mark.parametrize("quantisation", ["Q4_1", "Q8_0", "BF16"])
 def test_quantised(quantisation, llama, tmp_path, capsys):
-    """The weights are those that llama.cpp's own package computes, and the user is told."""
+    """The weights equal what llama.cpp's package computes, and the command says that they were dequantised."""
     file = llama(quantisation=quantisation, types={"blk.0.attn_q.weight": "F32"})  # told even if some are not
     assert run_nlq("convert", file, tmp_path / "nlq") == 0
     told = "no longer quantised" in capsys.readouterr().out
@@ -166,7 +166,7 @@ class TestRefused:
 
         return run
 
-    @pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.999])
+    @pytest.mark.parametrize("share", [0, 0.01, 0.999])
     def test_truncated(self, share, llama, fails):
         file = llama()
         content = file.read_bytes()

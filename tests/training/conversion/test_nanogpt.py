@@ -21,7 +21,6 @@ from support.conversion_cases import (
     output_of,
     parametrize_cases,
     snapshot,
-    write_text,
 )
 from support.grids import parametrize_grid
 from support.model_cases import random_tokens
@@ -33,6 +32,9 @@ from modeling_nlq.training.conversion.nanogpt import from_paper, read_checkpoint
 
 
 pytestmark = pytest.mark.thin(2)
+
+
+NANOGPT = {"n_layer": 2, "n_head": 3, "n_embd": 12, "block_size": 11, "vocab_size": 17, "dropout": 0.0}
 
 
 class TestPaper:
@@ -57,7 +59,7 @@ class TestPaper:
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
         assert_same_as_paper(model, checkpoint)
 
-    # With heads of 4, 1/8 is not 1/sqrt(head size): a scale that is not there is not the one that is None.
+    # A missing scale is 1/8; `None` is 1/sqrt(head size), which differs for heads of 4
     @pytest.mark.parametrize("scale", [None, 0.31, 1, 0.0, "missing"], ids=str)
     @pytest.mark.parametrize("mode", KINDS)
     def test_scale(self, mode, scale):
@@ -74,12 +76,8 @@ class TestPaper:
 
     def test_configuration(self):
         config = from_paper(make_checkpoint(query_mode="residual_gelu")).config
-        assert (config.vocab_size, config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (
-            17,
-            12,
-            2,
-            3,
-        )
+        assert (config.vocab_size, config.hidden_size) == (17, 12)
+        assert (config.num_hidden_layers, config.num_attention_heads) == (2, 3)
         assert (config.max_position_embeddings, config.intermediate_size, config.head_dim) == (11, 20, 4)
         assert (config.projection_bottleneck_size, config.attention_scaling) == (6, 0.31)
         assert (config.embedding_dropout, config.residual_dropout, config.attention_dropout) == (0.15, 0.15, 0.15)
@@ -100,8 +98,7 @@ class TestPaper:
     @pytest.mark.parametrize("prefix", ["", "_orig_mod."], ids=["plain", "compiled"])
     def test_nanogpt(self, prefix, use_bias):
         """nanoGPT's own: other names, no scale, queries as in GPT-2."""
-        arguments = {"n_layer": 2, "n_head": 3, "n_embd": 12, "block_size": 11, "vocab_size": 17, "dropout": 0.0}
-        checkpoint = paper_reference.random_checkpoint({**arguments, "bias": use_bias}, prefix)
+        checkpoint = paper_reference.random_checkpoint({**NANOGPT, "bias": use_bias}, prefix)
         model = from_paper(checkpoint)
         assert model.config.query_projection == "linear"
         assert model.config.intermediate_size == 48
@@ -117,16 +114,7 @@ def test_argument(name, value):
 
 
 def test_fork_of_nanogpt():
-    arguments = {
-        "n_layer": 1,
-        "n_head": 3,
-        "n_embd": 12,
-        "block_size": 11,
-        "vocab_size": 17,
-        "dropout": 0.0,
-        "bias": True,
-    }
-    checkpoint = paper_reference.random_checkpoint(arguments)
+    checkpoint = paper_reference.random_checkpoint({**NANOGPT, "bias": True})
     checkpoint["model_args"]["rotary"] = True
     with pytest.raises(ValueError, match="nanoGPT has no field rotary"):
         from_paper(checkpoint)
@@ -172,7 +160,7 @@ def write_archive(**content):
 
 # (what writes the file, what the error names)
 BAD_FILES = {
-    "text": (write_text, "damaged, or ask for more than tensors"),
+    "text": (lambda path: path.write_text("not a checkpoint\n" * 20), "damaged, or ask for more than tensors"),
     "truncated": (write_truncated, "ckpt.pt"),
     "no_model": (
         lambda path: torch.save({"state_dict": {}, "model_args": {}}, path),

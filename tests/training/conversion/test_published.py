@@ -1,4 +1,4 @@
-"""Configurations as they are published on the Hub: every field is read, and the sizes are those of the models."""
+"""Configurations published on the Hub: every field is read, and the number of parameters is right."""
 
 import dataclasses
 import json
@@ -10,8 +10,8 @@ from support.family_cases import comparable
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.conversion.draft import class_with_same_head, nearest_in_family
 from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.conversion.renaming import class_with_same_head, nearest_in_family
 from modeling_nlq.training.conversion.streaming import empty_model
 from modeling_nlq.training.conversion.upcycling import only_adds
 from modeling_nlq.training.models import load_config

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.conversion_cases import assert_same_function, assert_same_state, nlq_fails, run_nlq, snapshot
+from support.conversion_cases import assert_same_function, assert_same_state, edit_json, nlq_fails, run_nlq, snapshot
 from support.family_cases import ONE_OF_EACH, is_encoder, language_model_class, make_family_model, shared_family_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -20,7 +19,7 @@ from transformers import (
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion import converting
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.renaming import to_nlq
+from modeling_nlq.training.conversion.draft import to_nlq
 
 
 pytestmark = pytest.mark.thin(6)
@@ -31,13 +30,9 @@ one_of_each = pytest.mark.parametrize("family, name", ONE_OF_EACH.items(), ids=O
 
 
 def stored(folder):
-    """All tensors in the files of a folder, and the names of the files."""
+    """Returns all tensors in the files of a folder, and the names of the files."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}, [file.name for file in files]
-
-
-def edit_json(path, **values):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +60,7 @@ def sources(tokenizer, tmp_path_factory):
 
 @pytest.fixture
 def no_model_in_memory(monkeypatch):
-    """Whole models are refused, and so is the comparison that would load them."""
+    """Fails where a whole model would be loaded, and leaves out the comparison that loads them."""
     monkeypatch.setattr(converting, "COMPARED_BELOW", 0)
     monkeypatch.setattr(converting, "load_model", None)
 
@@ -87,12 +82,8 @@ class TestThereAndBack:
             assert len(stored(folder)[1]) > 3
             if not is_encoder(name):
                 chosen = GenerationConfig.from_pretrained(folder)
-                assert (chosen.max_new_tokens, chosen.do_sample, chosen.top_p, chosen.eos_token_id) == (
-                    3,
-                    True,
-                    0.7,
-                    [2, 3],
-                )
+                assert (chosen.max_new_tokens, chosen.do_sample) == (3, True)
+                assert (chosen.top_p, chosen.eos_token_id) == (0.7, [2, 3])
             tokenizer = AutoTokenizer.from_pretrained(folder)
             assert tokenizer("a c <eos> e").input_ids == AutoTokenizer.from_pretrained(source)("a c <eos> e").input_ids
             assert tokenizer.chat_template == (source / "chat_template.jinja").read_text()
@@ -104,7 +95,7 @@ class TestThereAndBack:
             values.pop("max_window_layers", None)  # `layer_types` says the same
             values.pop("no_rope_layer_interval", None)
         assert config == expected
-        assert not list((tmp_path / "back").glob("*.py"))  # nothing of this package is needed
+        assert not list((tmp_path / "back").glob("*.py"))
         assert type(language_model_class(name).from_pretrained(tmp_path / "back")) is type(theirs)
 
     def test_upcycled(self, sources, family, name, tmp_path, no_model_in_memory):
@@ -121,14 +112,12 @@ class TestThereAndBack:
         other = model.model.layers[2].self_attn.q_bottleneck
         assert not torch.equal(bottleneck.fc1.weight, other.fc1.weight)
 
-    def test_bfloat16(self, family, name, tmp_path, no_model_in_memory):
-        make_family_model(name, dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
-        convert(tmp_path / "source", tmp_path / "nlq", upcycle=True)
-        assert {value.dtype for value in stored(tmp_path / "nlq")[0].values()} == {torch.bfloat16}
-        assert json.loads((tmp_path / "nlq/config.json").read_text())["dtype"] == "bfloat16"
-        convert(tmp_path / "source", tmp_path / "plain")
-        convert(tmp_path / "plain", tmp_path / "back", to=family)
-        assert_same_state(stored(tmp_path / "back")[0], stored(tmp_path / "source")[0])
+
+def test_bfloat16_stays(tmp_path, no_model_in_memory):
+    make_family_model("gpt2-untied", dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "nlq", upcycle=True)
+    assert {value.dtype for value in stored(tmp_path / "nlq")[0].values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "nlq/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_gpt_neox_in_other_shards(tmp_path, no_model_in_memory):
@@ -225,15 +214,9 @@ DAMAGES = {
         "mlp.side_proj.weight",
     ),
     "index": (lambda source: (source / "model.safetensors.index.json").write_text("{broken"), "/source"),
-    "soft_caps": (
+    "field": (
         lambda source: edit_json(source / "config.json", attn_logit_softcapping=50.0),
         "attn_logit_softcapping=50.0",
-    ),
-    "rope_type": (
-        lambda source: edit_json(
-            source / "config.json", rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}
-        ),
-        "rope_type='dynamic' must be one of",
     ),
     "family": (
         lambda source: edit_json(source / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"]),
@@ -255,13 +238,8 @@ def test_damaged(sources, tmp_path, capsys, damage, named):
 def test_shards_are_as_large_as_those_of_the_source(sources, tmp_path, no_model_in_memory):
     convert(sources / "llama", tmp_path / "target", upcycle=True)
 
-    def largest(folder):
-        sizes = []
-        for file in folder.glob("*.safetensors"):
-            with safe_open(file, framework="pt") as content:
-                sizes.append(sum(content.get_tensor(name).nbytes for name in content.keys()))  # noqa: SIM118
-        return max(sizes)
+    def sizes(folder):
+        return [sum(value.nbytes for value in load_file(file).values()) for file in folder.glob("*.safetensors")]
 
-    grown = sum(value.nbytes for value in stored(tmp_path / "target")[0].values())
-    before = sum(value.nbytes for value in stored(sources / "llama")[0].values())
-    assert largest(tmp_path / "target") <= largest(sources / "llama") * grown / before + 1
+    before, after = sizes(sources / "llama"), sizes(tmp_path / "target")
+    assert max(after) <= max(before) * sum(after) / sum(before) + 1

@@ -1,6 +1,4 @@
-"""Switches changed in a trained model: the same function at first, and everything new learns; or one line that says
-why not.
-"""
+"""Switches changed in a trained model: the outputs stay, new parameters learn, and other changes are refused."""
 
 import pytest
 import torch
@@ -23,21 +21,21 @@ from support.properties import examples
 from transformers import GenerationConfig, GPT2ForSequenceClassification
 
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
-from modeling_nlq.training.conversion.renaming import from_nlq, to_nlq
+from modeling_nlq.training.conversion.draft import to_nlq
 from modeling_nlq.training.conversion.upcycling import upcycle
 
 
 pytestmark = pytest.mark.thin(4)
 
 
-# Where upcycling begins: each with linear projections, so that every switch below can be turned on
+# Models with linear projections, to which every switch below can be added
 LINEAR_SOURCES = {
     "gpt2": "gpt2",
     "linear": {},
     "biased": {"use_bias": True},
     "grouped_queries": {"num_key_value_heads": 2},
     "rope": {"position_embedding": "rope", "use_bias": True},
-    # With biases: to softmax without rotary positions, one of the keys would make no difference
+    # Softmax without rotary positions ignores the bias of keys
     "sigmoid": {"attention_activation": "sigmoid", "use_bias": True},
     "qk_norm_rms": {"qk_norm": "rms", "use_bias": True},
     "qk_norm_l2": {"qk_norm": "l2", "num_key_value_heads": 2},
@@ -50,8 +48,7 @@ LINEAR_SOURCES = {
         }
     },
 }
-# Models in which pairs of queries can begin as copies. Some norms are over all heads, and sum the copies up in another
-# order
+# (model whose pairs of queries can begin as copies, tolerance)
 PAIRED_SOURCES = {
     "linear": ({}, 0.0),
     "biased": ({"use_bias": True}, 0.0),
@@ -74,12 +71,9 @@ SWITCHES_FOR_ALL = {
     "default": None,
     "nothing": {},
     "queries": {"query_projection": "upcycled"},
-    "keys_and_values": {"key_projection": "upcycled", "value_projection": "upcycled"},
     "all_projections": {f"{role}_projection": "upcycled" for role in ("query", "key", "value")},
     "bottleneck": {"query_projection": "upcycled", "projection_bottleneck_size": 3, "projection_activation": "silu"},
     "biases": {"use_bias": True},
-    "biases_and_queries": {"use_bias": True, "query_projection": "upcycled"},
-    "output_scaling": {"attention_output_scaling": 0.5},
     "output_scaling_uneven": {"attention_output_scaling": -0.7},
     "wide": {"intermediate_size": 53},
     "exclusive_attention": {"exclusive_attention": "learned"},
@@ -122,24 +116,15 @@ OTHERS = {
         },
         {"head_projection": False},
     ),
-    "head_projection_for_a_scale": (
-        {"head_projection": True},
-        {"head_projection": False, "attention_output_scaling": 0.4},
-    ),
     "identity_to_nonlinear": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "nonlinear"}),
     "identity_to_linear": ({"query_projection": "identity"}, {"query_projection": "linear"}),
     "residual_to_linear": ({"query_projection": "residual"}, {"query_projection": "linear"}),
     "residual_to_upcycled": ({"query_projection": "residual", "use_bias": True}, {"query_projection": "upcycled"}),
     "bottleneck_to_upcycled": ({"query_projection": "bottleneck", "use_bias": True}, {"query_projection": "upcycled"}),
     "wider_bottleneck": ({"query_projection": "nonlinear", "use_bias": True}, {"projection_bottleneck_size": 11}),
-    # Scores of parallax have no factor; more key heads and a wider MLP need more channels of canon layers
-    "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it: no rounding
+    "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it, which is not rounded
     "canon_key_heads": ({"canon": "ABCD", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
     "canon_wider": ({"canon": "ABCD", "mlp_type": "gated"}, {"intermediate_size": 60}),
-    "gate_and_scale": (
-        {"attention_output_scaling": 0.3},
-        {"attention_gate": "headwise", "attention_output_scaling": 0.6},
-    ),
     "output_of_zero": ({"attention_output_scaling": 0.0}, {"attention_output_scaling": 0.5}),
     "scaling_of_bottleneck_keys": (
         {"key_projection": "bottleneck"},
@@ -159,10 +144,6 @@ OTHERS = {
             "differential_attention": "v2",
         },
         {"value_projection": "upcycled", "attention_gate": "headwise", "use_bias": True},
-    ),
-    "values_of_copied_heads": (
-        {"num_key_value_heads": 2, "differential_attention": "v1", "value_residual": "fixed"},
-        {"num_key_value_heads": 4},
     ),
     "forgetting_of_copied_heads": (
         {"num_key_value_heads": 2, "forget_gate": "learned", "exclusive_attention": "fixed"},
@@ -196,7 +177,7 @@ def make_source(make_model):
 
 
 def assert_only_these_changed(config, before, switches):
-    """The configuration has the given values in all layers, and its other fields as before."""
+    """Checks that a configuration has the switches in all layers, and its other fields as before."""
     expected = layer_switches(before)
     for index, layer in enumerate(expected):
         layer.update({name: value for name, value in switches.items() if name in PER_LAYER_SWITCHES})
@@ -210,7 +191,7 @@ def assert_only_these_changed(config, before, switches):
 
 
 def assert_new_weights_learn(model, before):
-    """After a step of the first gains, every parameter that is new or larger changes in the next step."""
+    """Checks that every new or larger parameter has a gradient after a step of the gains."""
     old, tokens = {name: value.shape for name, value in before.named_parameters()}, random_tokens(2, 12)
     new = [name for name, value in model.named_parameters() if old.get(name) != value.shape]
     parameters, optimizer = dict(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -287,9 +268,7 @@ def test_equal_weights_can_be_tied(make_source):
 
 
 def test_layers_that_differ_already(make_source):
-    """New settings of a layer take the place of those that it has, and a switch of the whole model is one of all
-    layers.
-    """
+    """A switch of the whole model, or of one layer, replaces the value that the layer has."""
     source = upcycle(make_source({}, torch.float64), {"per_layer_config": {1: {"query_projection": "residual"}}})
     switches = {"query_projection": "upcycled", "attention_output_scaling": 0.7}
     for asked in (switches, {"per_layer_config": {1: switches}}):
@@ -306,7 +285,7 @@ def test_layers_that_differ_already(make_source):
 )
 @parametrize_cases("source, tolerance", PAIRED_SOURCES)
 def test_parts_start_without_effect(make_source, source, tolerance, switches):
-    """Without a difference, however small, where no number is rounded."""
+    """The difference is 0 where no number is rounded."""
     source, tokens = make_source(source), random_tokens(2, 24)
     switches = {name: value for name, value in switches.items() if getattr(source.config, name) is None}
     source.set_attn_implementation("eager")
@@ -346,17 +325,10 @@ REFUSED_ALWAYS = {
     "attention_length_scaling": "log",
     "differential_attention": "v1",
 }
-# (source, switches): the field named and its value are those of the switches' first entry
+# (source, switches); the error names the first switch
 REFUSED = {
     **{f"{name}={value}": ({}, {name: value}) for name, value in REFUSED_ALWAYS.items()},
-    **{
-        f"{name}={value} in a layer": ({}, {"per_layer_config": {1: {name: value}}})
-        for name, value in (
-            ("attention_sink", "learned"),
-            ("query_projection", "nonlinear"),
-            ("differential_attention", "v1"),
-        )
-    },
+    "sink in a layer": ({}, {"per_layer_config": {1: {"attention_sink": "learned"}}}),
     **{
         f"{name}={before} to {after}": ({name: before}, {name: after})
         for name, before, after in (
@@ -414,30 +386,17 @@ def test_rates_that_would_change(make_source, switches):
         upcycle(make_source({"forget_gate": "fixed"}), switches)
 
 
-# Values and fields that no model can have
-NOT_ALLOWED = {
-    "unknown_kind": {"query_projection": "cubic"},
-    "no_such_layer": {"per_layer_config": {7: {"head_projection": True}}},
-}
-
-
-@parametrize_cases("switches", NOT_ALLOWED)
-def test_not_allowed(make_source, switches):
-    source = make_source({})
-    with Frozen(source), pytest.raises((ValueError, TypeError, StrictDataclassError)) as error:
-        upcycle(source, switches)
-    assert "per_layer_config" in switches or next(iter(switches)) in str(error.value)
-
-
 def test_other_refusals(make_source):
     classifier = to_nlq(make_gpt2(GPT2ForSequenceClassification, num_labels=3))
     with pytest.raises(ValueError, match="id2label"):  # a head of another size would be a new one
         upcycle(classifier, {"id2label": {index: str(index) for index in range(5)}})
-    with pytest.raises(ValueError, match="'gpt2' is no NLQ model"):
+    with pytest.raises(ValueError, match="'gpt2' is not an NLQ model"):
         upcycle(make_gpt2())
+    with pytest.raises(StrictDataclassError, match="query_projection"):
+        upcycle(make_source({}), {"query_projection": "cubic"})
 
 
-# Everything a model may have, and everything one may ask for
+# Fields of a model, and switches to change
 VALUES = {
     "query_projection": ["linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled"],
     "key_projection": ["linear", "bottleneck", "upcycled"],
@@ -487,7 +446,7 @@ def chosen_with_layers(max_size):
 @given(source=chosen_with_layers(4), switches=chosen_with_layers(3))
 @examples(150)
 def test_anything(make_source, source, switches):
-    """From any model to any switches: refused, or the same function and the switches."""
+    """Any switches of any model are refused, or changed without changing the outputs."""
     try:
         source = make_source(source, torch.float64)
     except (ValueError, StrictDataclassError):
@@ -505,19 +464,3 @@ def test_anything(make_source, source, switches):
                 assert wanted.items() <= layer_switches(model.config)[index].items()
         elif name not in PER_LAYER_SWITCHES:
             assert getattr(model.config, name) == value
-
-
-@pytest.mark.slow
-@given(source=chosen_with_layers(4))
-@examples(100)
-def test_to_gpt2(make_source, source):
-    try:
-        nlq = make_source(source, torch.float64)
-    except (ValueError, StrictDataclassError):
-        return
-    try:
-        gpt2 = from_nlq(nlq, "gpt2")
-    except ValueError:
-        return
-    input_ids = random_tokens(2, 24)
-    torch.testing.assert_close(output_of(gpt2, input_ids), output_of(nlq, input_ids), rtol=1e-9, atol=1e-9)

@@ -1,5 +1,4 @@
-"""Rules for changing a switch of a trained model: each sets the parameters so that the outputs stay, or says why they
-cannot.
+"""Rules for changing a switch of a trained model: each sets the parameters so that the outputs stay, or says why not.
 
 Letters of shapes: d is `hidden_size`, r is an inner width, h the heads.
 """
@@ -19,7 +18,7 @@ from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 from modeling_nlq.projections_nlq import PROJECTIONS, NLQAttentionProjections, NLQBottleneck
 
 
-# Parts of a model with a field for their biases
+# Parts of a model that have a field for their biases
 BIASED_PARTS = ("query_key_value", "attention_output", "mlp")
 # Names of the matrices before and after the inner units of an MLP
 _MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "down_proj")}
@@ -27,12 +26,9 @@ _MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "
 
 @dataclass(frozen=True)
 class LayerChange:
-    """One layer before and after.
+    """A layer before and after, with its attention.
 
-    Attributes:
-        before, after: configuration of the layer.
-        source: its attention, which stays unchanged.
-        target: the new attention, which has every parameter of the same name and shape.
+    The `source` stays unchanged. The `target` already has its parameters of the same name and shape.
     """
 
     before: NLQConfig
@@ -44,14 +40,18 @@ class LayerChange:
         """Tells whether a field changes its value."""
         return getattr(self.before, field) != getattr(self.after, field)
 
+    def refusal(self, field: str, reason: str) -> str:
+        """Says in words why a field cannot change."""
+        return refusal(field, getattr(self.before, field), getattr(self.after, field), reason)
+
     @property
     def query_heads(self) -> tuple[int, int]:
-        """How many heads of queries there were, and how many there are; the second is a multiple of the first."""
+        """The number of query heads before and after; the second is a multiple of the first."""
         return self.before.num_query_heads, self.after.num_query_heads
 
     @property
     def key_heads(self) -> tuple[int, int]:
-        """The same of keys and values."""
+        """The number of heads of keys and values before and after."""
         return self.before.num_key_value_heads, self.after.num_key_value_heads
 
 
@@ -61,25 +61,20 @@ def refusal(field: str, before: Any, after: Any, reason: str) -> str:
 
 
 def refusals(before: NLQConfig, after: NLQConfig, reasons: dict[str, str]) -> list[str]:
-    """Says in words why those of some fields cannot change that do, given the reason for each."""
+    """Refuses to change any of some fields, for the reason given with each."""
     values = {field: (getattr(before, field), getattr(after, field)) for field in reasons}
-    return [
-        refusal(field, *values[field], reason)
-        for field, reason in reasons.items()
-        if values[field][0] != values[field][1]
-    ]
+    return [refusal(field, old, new, reasons[field]) for field, (old, new) in values.items() if old != new]
 
 
 def lost_queries(before: NLQConfig, after: NLQConfig) -> list[str]:
-    """Says in words which part takes heads of queries away from a layer."""
+    """Refuses the parts that take query heads away from a layer."""
     if after.num_query_heads >= before.num_query_heads:
         return []
-    return refusals(
-        before, after, dict.fromkeys(ATTENTION_PARTS, "heads of queries that the model has learned would be lost")
-    )
+    reason = "heads of queries that the model has learned would be lost"
+    return refusals(before, after, dict.fromkeys(ATTENTION_PARTS, reason))
 
 
-# Rules of the whole model: they take the old model and the new one, and return what is lost
+# Rules for the whole model: they take the old and the new model, and return what is lost
 
 
 def _num_key_value_heads(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
@@ -91,7 +86,7 @@ def _num_key_value_heads(model: PreTrainedModel, new: PreTrainedModel) -> list[s
 
 
 def _biases(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
-    """New biases start at 0; those that the model has learned must have a place."""
+    """Refuses to drop learned biases; new ones start at 0."""
     before, after, modules = model.config, new.config, dict(new.named_modules())
     is_lost = any(
         getattr(module, "bias", None) is not None and name in modules and getattr(modules[name], "bias", None) is None
@@ -159,7 +154,7 @@ def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1"
     new.weight[:, :width] = old.weight[:, :width]
 
 
-# Rules of a layer: they set the other parameters, and return the reason if the outputs change
+# Rules for a layer: they set the other parameters, and return a reason if the outputs change
 
 
 def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
@@ -188,9 +183,7 @@ class _Terms(NamedTuple):
 
 
 def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, heads: tuple[int, int]) -> str | None:
-    """Sets the weights of a projection of another kind. `source` has the new number of heads already, the second of
-    `heads`.
-    """
+    """Sets the weights of a projection of another kind. `source` already has the new number of heads, `heads[1]`."""
     old, new = PROJECTIONS[before], PROJECTIONS[after]
     reason = None
     if old.bottleneck and not new.bottleneck:
@@ -217,7 +210,7 @@ def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, h
             if old_value is not None and new_value is not None:
                 new_value.copy_(old_value)
     elif new.bottleneck:
-        # The gain has a gradient at once, the parameters before it from the first step on
+        # The gain has a gradient at once, and the parameters before it after the first step
         for parameter in target.bottleneck.output_norm.parameters():
             parameter.zero_()
     return reason
@@ -242,7 +235,7 @@ def _projection_activation(change: LayerChange) -> str | None:
 
 
 def _expand_heads(terms: _Terms, before: int, after: int) -> None:
-    """Puts the copies of each head beside it, in place."""
+    """Repeats each head of a projection in place."""
     f = terms.bottleneck
     for module in filter(None, [terms.linear, *((f.fc2, f.output_norm) if f is not None else ())]):
         for parameter in module.parameters(recurse=False):
@@ -250,7 +243,7 @@ def _expand_heads(terms: _Terms, before: int, after: int) -> None:
 
 
 def _copy_heads(rows: torch.Tensor, before: int, after: int) -> torch.Tensor:
-    """Puts the copies of each head's rows beside them."""
+    """Repeats the rows of each head."""
     return rows.unflatten(0, (before, -1)).repeat_interleave(after // before, dim=0).flatten(0, 1)
 
 
@@ -263,9 +256,8 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if change.target.q_norm is not None:
         scaled = list(change.target.q_norm.parameters())[:1]
         if not scaled:
-            return (
-                f"qk_norm={change.after.qk_norm!r} with norm_gain=False has no weights that could take over the factor"
-            )
+            field = f"qk_norm={change.after.qk_norm!r} with norm_gain=False"
+            return f"{field} has no weights that could take over the factor"
     else:
         if PROJECTIONS[change.after.key_projection].identity:
             return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
@@ -307,10 +299,8 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
 def _head_projection(change: LayerChange) -> str | None:
     if not change.before.head_projection or change.after.head_projection:
         return None  # new ones start at the identity
-    if change.before.attention_output_activation is not None or change.before.attention_gate in (
-        "elementwise",
-        "value",
-    ):
+    has_activation = change.before.attention_output_activation is not None
+    if has_activation or change.before.attention_gate in ("elementwise", "value"):
         return "an activation or gate after the learned matrices prevents moving them into the output projection"
     # A head's output x passes (x W_h) W_o
     heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
@@ -352,7 +342,7 @@ def _qk_norm(change: LayerChange) -> str | None:
 
 
 def _rule_of_part(field: str) -> Callable[[LayerChange], str | None]:
-    """The rule of a field that turns a part on, or several by name: the part itself says how it starts."""
+    """Returns the rule of a field that adds a part, or several by name; the part itself says how it starts."""
 
     def carry(change: LayerChange) -> str | None:
         names = [field]
@@ -364,7 +354,7 @@ def _rule_of_part(field: str) -> Callable[[LayerChange], str | None]:
 
 
 def _start_of_part(change: LayerChange, name: str) -> str | None:
-    """Starts a part that is new in a layer, or gives one that stays its parameters."""
+    """Starts a new part of a layer without effect, or copies the parameters of an old one."""
     if name not in change.target.parts:
         return "what the part does would be lost" if name in change.source.parts else None
     part = change.target.parts[name]
@@ -377,7 +367,7 @@ def _start_of_part(change: LayerChange, name: str) -> str | None:
         if (old := trained.get(key, new)).shape == new.shape:
             continue
         if (kind := part.shard_dim(key)) == "inner":
-            new[: len(old)] = old  # the others meet output weights of 0
+            new[: len(old)] = old  # the weights that read the others are 0
         else:
             new.copy_(_copy_heads(old, *(change.query_heads if kind == "query" else change.key_heads)))
     return part.refuse_change(change.before, change.after)
@@ -387,7 +377,7 @@ def _unchanged(reason: str, value: Callable[[NLQConfig], Any]) -> Callable[[Laye
     return lambda change: reason if value(change.before) != value(change.after) else None
 
 
-# A rule for each switch of a layer, in the order in which their factors are multiplied into the weights
+# A rule for each switch of a layer; their factors are multiplied into the weights in this order
 LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "sliding_window": _unchanged("queries would see other keys", attrgetter("sliding_window")),
     "query_projection": _rule_of_projection("query"),
@@ -410,7 +400,7 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     ),
     "attention_gate": _attention_gate,
 }
-# The parts with a rule of their own are above; others start as they say themselves
+# Parts without a rule above start as they say
 LAYER_RULES |= {
     field: _rule_of_part(field) for field in (*ATTENTION_PARTS, "attention_parts") if field not in LAYER_RULES
 }

@@ -1,0 +1,273 @@
+"""Converts between NLQ models and models of `FAMILIES`: parameters are renamed, split, joined or added.
+
+A `Draft` changes in steps, and is then built in memory or written shard by shard.
+"""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+
+from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
+
+from ..parameters import check_parameters
+from ..text import one_line
+from .families import FAMILIES, Family, Layout
+from .streaming import LazyTensor, Weights, empty_model, saved_state
+from .upcycling import changed, only_adds, problems, restructure, upcycle
+
+
+# The classes of each head by configuration; the first head is the default
+_HEADS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+)
+
+
+class LossyConversion(ValueError):
+    """A conversion would lose something, which the message names."""
+
+    def __init__(self, lost: list[str]):
+        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}; --allow-lossy goes on without")
+        self.lost = lost
+
+
+def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
+    """Returns the classes of a configuration that can be converted, by name; the first is the default."""
+    classes = [head[type(config)] for head in _HEADS if type(config) in head]
+    return {each.__name__: each for each in classes}
+
+
+def class_with_same_head(
+    model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]
+) -> type[PreTrainedModel] | None:
+    """Returns the class of another configuration with the same head as a class, or `None`."""
+    known = (model_class.config_class, NLQConfig)  # the second of a derived class that is not registered
+    for head in _HEADS:
+        if any(config in head and issubclass(model_class, head[config]) for config in known):
+            return head.get(config_class, None)
+    return None
+
+
+def nlq_config(config: PreTrainedConfig) -> NLQConfig:
+    """Returns the configuration of the NLQ model that computes the same."""
+    return FAMILIES[config.model_type].read(config) if config.model_type in FAMILIES else config
+
+
+def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig, NLQConfig]:
+    """Returns the nearest configuration of a family, and the NLQ configuration that computes the same as it.
+
+    Raises:
+        ValueError: if the family has no model of this shape.
+    """
+    try:
+        theirs = FAMILIES[family].write(config)
+        plain = FAMILIES[family].read(theirs)
+        if reasons := problems(config, plain):
+            raise ValueError("; ".join(reasons))
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{family} has no model of this shape: {one_line(error)}") from error
+    return theirs, plain
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A model before its weights are made.
+
+    Attributes:
+        model: the class and configuration; its parameters are not read.
+        weights: the weights that it will have.
+        lost: differences from the source, in words.
+    """
+
+    model: PreTrainedModel
+    weights: Weights
+    lost: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, lost: Collection[str] = ()) -> "Draft":
+        """Wraps a model in memory."""
+        return cls(model, Weights.of(saved_state(model)), [*lost])
+
+    def build(self, copied: bool = True) -> PreTrainedModel:
+        """Makes the model in memory, in evaluation mode. Without a copy, it may share parameters with the source."""
+        state = {name: tensor.load().detach() for name, tensor in self.weights.tensors.items()}
+        if copied:
+            state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+        with no_init_weights():  # buffers get their values
+            model = type(self.model)(copy.deepcopy(self.model.config))
+        check_parameters(model, {name: value.shape for name, value in state.items()})
+        model.load_state_dict(state, strict=False, assign=True)
+        model.tie_weights()
+        model.config.dtype = model.dtype
+        _take_generation_config(model, self.model)
+        return model.eval()
+
+    def to_nlq(self, allow_lossy: bool = False) -> "Draft":
+        """Converts a model of a family to NLQ; raises as the function `to_nlq` does."""
+        old, family = self.model, FAMILIES[self.model.config.model_type]
+        lost = family.not_read(old.config)
+        if lost and not allow_lossy:
+            raise LossyConversion(lost)
+        if (our_class := class_with_same_head(type(old), NLQConfig)) is None:
+            raise ValueError(f"NLQ has no model with the head of {type(old).__name__}")
+        new = empty_model(our_class, family.read(old.config))
+        _check_counterparts(old, names_of(family, old, new))
+        tensors = to_nlq_tensors(family, old, new, self.weights.tensors)
+        return self._with(new, tensors, [*self.lost, *lost])
+
+    def with_switches(self, switches: dict[str, Any]) -> "Draft":
+        """Changes switches of an NLQ model; raises `ValueError` as `upcycle` does."""
+        config = changed(self.model.config, switches)
+        if self.weights.are_in_memory or not only_adds(self.model.config, config):
+            return Draft.of(upcycle(self.build(copied=False), switches), self.lost)
+        new, dtype = empty_model(type(self.model), config), self.weights.dtype
+        initial = {name: LazyTensor(dtype, partial(_initial_value, new, name, dtype)) for name in saved_state(new)}
+        return self._with(new, {**initial, **self.weights.tensors}, self.lost)
+
+    def from_nlq(self, family: str, allow_lossy: bool = False) -> "Draft":
+        """Converts an NLQ model to a family; raises as the function `from_nlq` does."""
+        draft, their_class = self, class_with_same_head(type(self.model), FAMILIES[family].config_class)
+        if their_class is None:
+            raise ValueError(f"{family} has no model with the head of {type(self.model).__name__}")
+        config, plain = nearest_in_family(family, self.model.config)
+        if not only_adds(self.model.config, plain):
+            model, lost = restructure(self.build(copied=False), plain)
+            if lost and not allow_lossy:
+                raise LossyConversion(lost)
+            draft = Draft.of(model, [*self.lost, *lost])
+        new = empty_model(their_class, config)
+        tensors = from_nlq_tensors(FAMILIES[family], new, draft.model, draft.weights.tensors)
+        _check_counterparts(new, tensors)
+        return draft._with(new, tensors, draft.lost)
+
+    def _with(self, model: PreTrainedModel, tensors: dict[str, LazyTensor], lost: list[str]) -> "Draft":
+        _take_generation_config(model, self.model)
+        return Draft(model, replace(self.weights, tensors=tensors), lost)
+
+
+def _initial_value(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the initial value of a parameter of an empty model."""
+    module_name, _, kind = name.rpartition(".")
+    # The attention part around a module may initialise it
+    path, inside, rest = module_name.partition(".parts.")
+    owner_name = path + inside + rest.partition(".")[0]
+    owner = copy.deepcopy(model.get_submodule(owner_name)).to_empty(device="cpu")
+    module = owner.get_submodule(module_name[len(owner_name) + 1 :])
+    with torch.no_grad():
+        model._init_weights(module)
+        if module is not owner:
+            model._init_weights(owner)
+    return getattr(module, kind).detach().to(dtype)
+
+
+def _check_counterparts(theirs: PreTrainedModel, converted: Collection[str]) -> None:
+    if further := [name for name in saved_state(theirs) if name not in converted]:
+        raise ValueError(f"NLQ models have no counterpart of {', '.join(further)} of {type(theirs).__name__}")
+
+
+def _take_generation_config(model: PreTrainedModel, source: PreTrainedModel) -> None:
+    if getattr(source, "generation_config", None) is not None:
+        model.generation_config = copy.deepcopy(source.generation_config)
+
+
+def to_nlq_tensors(
+    family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Makes the parameters of an NLQ model from those of a model of a family. The models may be on the meta device."""
+    made = {}
+    for their_name, our_names in names_of(family, theirs, ours).items():
+        tensor, layout = tensors[their_name], family.layout(their_name)
+        for index, name in enumerate(our_names):
+            made[name] = LazyTensor(tensor.dtype, partial(_read_part, layout, theirs.config, tensor, index))
+    return made
+
+
+def from_nlq_tensors(
+    family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """The inverse of `to_nlq_tensors`."""
+    made = {}
+    for their_name, our_names in names_of(family, theirs, ours).items():
+        parts, layout = [tensors[name] for name in our_names], family.layout(their_name)
+        made[their_name] = LazyTensor(parts[0].dtype, partial(_write_parts, layout, theirs.config, parts))
+    weight, bias = (f"{family.classifier}.{kind}" for kind in ("weight", "bias"))
+    if bias in saved_state(theirs) and bias not in made:  # `token_classification_bias=False`
+        made[bias] = LazyTensor(made[weight].dtype, lambda: torch.zeros_like(made[weight].load()[:, 0]))
+    return made
+
+
+def _read_part(layout: Layout, config: PreTrainedConfig, tensor: LazyTensor, index: int) -> torch.Tensor:
+    return layout.read(tensor.load(), config)[index]
+
+
+def _write_parts(layout: Layout, config: PreTrainedConfig, parts: Sequence[LazyTensor]) -> torch.Tensor:
+    return layout.write([part.load() for part in parts], config)
+
+
+def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, list[str]]:
+    """Maps each parameter of a model of a family to the parameters of an NLQ model that it consists of."""
+    has_head = not isinstance(ours, NLQModel)
+    names: dict[str, list[str]] = {}
+    for name in saved_state(ours):
+        module, _, kind = name.rpartition(".")
+        body = module.removeprefix(f"{ours.base_model_prefix}.") if has_head else module
+        if has_head and body == module:
+            renamed = module if hasattr(theirs, module) else family.classifier
+        else:
+            renamed = family.module_name(body)
+            renamed = f"{theirs.base_model_prefix}.{renamed}" if has_head else renamed
+        names.setdefault(f"{renamed}.{kind}", []).append(name)
+    return names
+
+
+def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
+    """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, with the same head.
+
+    Args:
+        model: the model of the family; it stays unchanged.
+        allow_lossy: ignore fields that NLQ does not have.
+
+    Raises:
+        ValueError: for another family, or a value of the configuration that NLQ does not support.
+        LossyConversion: if it has fields that NLQ does not have.
+    """
+    if model.config.model_type not in FAMILIES:
+        raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
+    return Draft.of(model).to_nlq(allow_lossy).build()
+
+
+def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
+    """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, with the same head.
+
+    Weights are rewritten where the family needs it: for GPT-2, grouped queries are expanded, and `"residual"`
+    projections become matrices.
+
+    Args:
+        model: an NLQ model; it stays unchanged.
+        allow_lossy: convert even if the family cannot compute the same.
+
+    Raises:
+        ValueError: if the family has no model of its shape, naming the fields.
+        LossyConversion: if the family lacks something it uses.
+    """
+    return Draft.of(model).from_nlq(family, allow_lossy).build()
