@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -120,9 +121,18 @@ def test_a_new_python_block_needs_a_test_that_runs_it():
     """All are run: here, by test_python and test_checking, and by test_pages and test_peft of tests/clients."""
     assert ", ".join(f"{page.stem} {len(snippets(page))}" for page in PAGES if snippets(page)) == (
         "README 2, adapters 3, attention 2, conversion 1, distributed 1, encoder_decoder 3, encoders 3, export 3, "
-        "own_parts 1, "
+        "own_parts 4, "
         "python 7, serving 2, switches 1, training 3"
     )
+
+
+def test_hooks_of_own_parts_are_those_of_the_examples():
+    """The first snippet is a whole file, the others are methods of the examples."""
+    ideas = {path: path.read_text() for path in (REPOSITORY / "examples").glob("*.py")}
+    whole, *methods = snippets(DOCUMENTS / "own_parts.md")
+    assert whole in ideas.values()
+    for method in methods:
+        assert any(textwrap.indent(method, "    ") in text for text in ideas.values()), method
 
 
 def test_pages_stay_short():
