@@ -1,7 +1,6 @@
 """Speed of greedy `generate`, beside the GPT-2 and the Llama of Transformers in the same shape.
 
     python benchmarks/generation.py                                # decoding and a long context, on the CPU in float32
-    python benchmarks/generation.py --kernelize                    # NLQ's models as `nlq generate` has them
     python benchmarks/generation.py --settings static              # with a static cache, compiled; takes minutes to
     compile python benchmarks/generation.py --device cuda --dtype bfloat16 --preset gpt3-small --settings decode static
     # on a GPU
@@ -30,7 +29,7 @@ from transformers import (
 from transformers.generation import BaseStreamer
 from transformers.utils import logging
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, kernelize
+from modeling_nlq import NLQConfig, NLQForCausalLM
 
 
 SHAPES = {
@@ -111,8 +110,7 @@ def make_model(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
         model = LlamaForCausalLM(config)
     else:
         model = NLQForCausalLM(NLQConfig(**shape, max_position_embeddings=LONGEST, **CANDIDATES[name]))
-    model = model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
-    return kernelize(model) if arguments.kernelize and name not in REFERENCES else model
+    return model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
 
 
 def generate(model: PreTrainedModel, tokens: torch.Tensor, setting: Setting, new: int, **options) -> torch.Tensor:
@@ -203,9 +201,6 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["decode", "context"])
     parser.add_argument("--candidates", nargs="+", choices=names, default=names)
     parser.add_argument("--preset", choices=SHAPES, default="small")
-    parser.add_argument(
-        "--kernelize", action="store_true", help="with the product of few rows in C++, for NLQ's models"
-    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])

@@ -2,10 +2,10 @@
 
 import transformers
 
+from . import kernels  # noqa: F401, it adds the C++ code to the tables
 from .activations_nlq import ATTENTION_ACTIVATIONS, register_attention_activation
 from .configuration_nlq import AUTO_MAP, SEQ2SEQ_AUTO_MAP, NLQConfig, __version__
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
-from .kernels import kernelize
 from .modeling_nlq import (
     NLQForCausalLM,
     NLQForMaskedLM,
@@ -51,7 +51,6 @@ __all__ = [
     "ScoreBias",
     "TokenContext",
     "__version__",
-    "kernelize",
     "load_attention_parts",
     "register_attention_activation",
     "register_attention_part",

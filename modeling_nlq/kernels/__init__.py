@@ -10,10 +10,6 @@ from ..backends_nlq import add_backend
 from ..loss_nlq import loss_and_gradient
 from ..ops_nlq import Kernel
 from .cpu import cpu_ops as cpu
-from .cpu.cpu_ops import kernelize
-
-
-__all__ = ["kernelize"]
 
 
 add_backend("nlq_cpp", cpu.BACKEND, is_preferred=True)

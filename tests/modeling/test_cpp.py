@@ -1,4 +1,4 @@
-"""The C++ operators for a single query, the loss and linear layers, and where nothing can be built."""
+"""The C++ operators for a single query and the loss, and where nothing can be built."""
 
 import os
 import subprocess
@@ -9,14 +9,12 @@ import pytest
 import torch
 from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer, reference
 from support.grids import slow_except
-from support.remote_code import tiny_config
 from torch.utils.data import DataLoader, Dataset
 
-from modeling_nlq import NLQForCausalLM, kernelize
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 from modeling_nlq.attention_nlq import one_query_attention
 from modeling_nlq.kernels.cpu import build, cpu_ops
-from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS, FewRowsLinear
+from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS
 from modeling_nlq.loss_nlq import loss_and_gradient
 from modeling_nlq.ops_nlq import used_kernels
 from nlq import main
@@ -114,39 +112,6 @@ class TestOperators:
         for label in (-1, 7):
             with pytest.raises(IndexError, match=f"target {label} is out of bounds"):
                 loss_and_gradient(torch.randn(2, 7), torch.tensor([0, label]), None)
-
-
-@needs_compiler
-class TestKernelize:
-    @pytest.fixture(autouse=True)
-    def long_vectors(self, monkeypatch):
-        """It changes nothing on a CPU without AVX-512."""
-        monkeypatch.setattr(cpu_ops, "instructions", lambda: "AVX512")
-
-    @pytest.mark.parametrize("bias", [True, False])
-    @pytest.mark.parametrize("width", [1, 16, 37, 300])
-    def test_products(self, no_grad, width, bias):
-        for size in (1, 3, 129):
-            linear = kernelize(torch.nn.Linear(width, size, bias=bias))
-            assert type(linear) is FewRowsLinear
-            for shape in ((width,), (1, 1, width), (2, 3, width), (8, width), (9, width), (2, 0, width)):
-                states = torch.randn(shape)
-                expected = torch.nn.functional.linear(*(tensor.double() for tensor in (states, *linear.parameters())))
-                torch.testing.assert_close(linear(states).double(), expected, rtol=1e-5, atol=1e-5)
-
-    def test_model(self, no_grad):
-        model = NLQForCausalLM(tiny_config()).eval()
-        tokens = torch.randint(tiny_config().vocab_size, (1, 5))
-        logits, generated = model(tokens).logits, model.generate(tokens, max_new_tokens=5, do_sample=False)
-        names = list(model.state_dict())
-        assert kernelize(model) is model and list(model.state_dict()) == names
-        torch.testing.assert_close(model(tokens).logits, logits)
-        assert torch.equal(model.generate(tokens, max_new_tokens=5, do_sample=False), generated)
-
-    def test_gradients_are_those_of_pytorch(self):
-        linear, states = kernelize(torch.nn.Linear(5, 3)), torch.randn(2, 5, requires_grad=True)
-        linear(states).sum().backward()
-        assert torch.equal(states.grad, linear.weight.detach().sum(0).expand(2, 5))
 
 
 class Answers(Dataset):

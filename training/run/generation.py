@@ -4,8 +4,6 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from modeling_nlq import kernelize
-
 from ..models import load_model
 from ..parameters import positions_of
 from ..text import check_number
@@ -38,7 +36,7 @@ def generate_text(
     """
     check_number("max_new_tokens", max_new_tokens, 1)
     loaded, tokenizer = load_model(model, trust_remote_code, decoder_for="generation")
-    kernelize(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval())
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.device)

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from modeling_nlq import kernelize
-
 from ..disk import resolve_user_path, write_text
 from ..models import load_model
 from ..text import check_number, first_line, root_cause
@@ -53,7 +51,7 @@ def evaluate_tasks(
     loaded, tokenizer = load_model(str(model), trust_remote_code, decoder_for="lm_eval")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     manager, specs, single = _load_tasks(tasks, str(model))
-    wrapped = HFLM(pretrained=kernelize(loaded), tokenizer=tokenizer, batch_size=batch_size)
+    wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
     options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
     results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
     counts = results["n-samples"]

@@ -172,56 +172,6 @@ def loss(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return operators.loss(*inputs)
 
 
-MOST_ROWS = 8
-
-
-class FewRowsLinear(nn.Linear):
-    """`nn.Linear`, with a faster product for up to `MOST_ROWS` rows in float32 on the CPU, without gradients."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(..., in_features)` -> `(..., out_features)`."""
-        has_few_rows = not input.is_nested and 0 < input.numel() <= MOST_ROWS * self.in_features
-        if torch.is_grad_enabled() or not has_few_rows or not self._is_plain(input):
-            return super().forward(input)
-        return operators.linear(input, self.weight, self.bias)
-
-    def _is_plain(self, input: torch.Tensor) -> bool:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu"):
-            return False
-        # Quantised weights are of other classes, sparse ones have another layout, and DeepSpeed keeps weights
-        # elsewhere
-        weight, bias = self.weight, self.bias
-        tensors = (input, weight) if bias is None else (input, weight, bias)
-        is_plain = type(weight) is nn.Parameter and input.shape[-1:] == weight.shape[1:]
-        is_plain = is_plain and (bias is None or bias.shape == weight.shape[:1])
-        for tensor in tensors:
-            is_strided = tensor.layout == torch.strided and not tensor.is_nested
-            is_plain = is_plain and is_strided and tensor.dtype == torch.float32 and tensor.device.type == "cpu"
-        return is_plain and forward_ad.unpack_dual(input).tangent is None and is_built()
-
-
-def kernelize(model: nn.Module) -> nn.Module:
-    """Makes a model on the CPU decode faster: its linear layers multiply a few rows by C++ code, with all threads.
-
-    The layers keep their weights and names. Outputs differ by rounding. Where the code cannot be compiled, on a CPU
-    without AVX-512, and for layers that are quantised or adapted, nothing changes. Quantise first. `nlq generate` and
-    the tasks of `nlq evaluate` call this.
-
-    Args:
-        model: any module; its `nn.Linear` layers become `FewRowsLinear` in place.
-
-    Returns:
-        The model.
-    """
-    layers = [module for module in model.modules() if type(module) is nn.Linear]
-    is_on_cpu = any(layer.weight.device.type == "cpu" for layer in layers)
-    # Where vectors are shorter than the code's, PyTorch's product is faster
-    if is_on_cpu and instructions() == "AVX512" and is_built():
-        for layer in layers:
-            layer.__class__ = FewRowsLinear
-    return model
-
-
 def _new_attention(query, key, value, bias, inverse_count, last_key, key_is_valid, first_key, visible, *options):
     batch, heads, queries, head_dim = query.shape
     output = query.new_empty(batch, queries, heads, head_dim)
