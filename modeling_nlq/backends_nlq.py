@@ -36,7 +36,7 @@ from .attention_nlq import chunked_attention_forward, eager_attention_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .flex_nlq import FlexMask, flex_attention_with_log_forward
 from .integrations_nlq import CACHE_NAME
-from .masking_nlq import LayerMasks, Sequences, TokenContext, boolean_mask, read_sequences, read_source, read_visible
+from .masking_nlq import LayerMasks, Sequences, TokenContext, boolean_mask, read_sequences, read_visible
 from .ops_nlq import autocast_dtype, record_use
 from .parts_base_nlq import materialized_by
 from .parts_builtin_nlq import parts_of
@@ -411,13 +411,24 @@ def make_layer_masks(
 
 
 def layer_mask(
-    layer: nn.Module, masks: LayerMasks, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs
+    layer: nn.Module,
+    masks: LayerMasks | torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    cache: Cache | None = None,
+    source: torch.Tensor | None = None,
+    **kwargs,
 ) -> tuple[str, Any, TokenContext | None]:
-    """Returns backend, mask and token context of an attention layer, from `masks` or made here before it advances the
-    cache.
+    """Returns backend, mask and token context of an attention layer, before it advances the cache.
 
-    The other arguments are those of `make_layer_masks`.
+    Args:
+        layer: the attention layer.
+        masks: what the model made for all layers; or the mask of a caller who calls this layer alone.
+        hidden_states, cache, kwargs: as in `make_layer_masks`.
+        source: in cross-attention, the encoder's tokens.
     """
+    if not isinstance(masks, LayerMasks):
+        options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal, **kwargs}
+        masks = LayerMasks(read_sequences(hidden_states, masks, cache=cache, source=source, **options))
     sequences, made, index = masks.sequences, masks.made, layer.layer_idx
     if (kind := masks.kinds.get(index)) is None:
         cache = cache if sequences.source_length is None else None
@@ -434,23 +445,6 @@ def layer_mask(
         if context is None and layer.needs_token_context:
             made[kind] = (mask, sequences.token_context(cache, index, *layer.visible_keys, mask))
     return kind[0], *made[kind]
-
-
-def own_masks(
-    layer: nn.Module,
-    hidden_states: torch.Tensor,
-    attention_mask: Any = None,
-    cache: Cache | None = None,
-    source: torch.Tensor | None = None,
-    **kwargs,
-) -> LayerMasks:
-    """Returns the masks that the model made, or makes them for a layer that is called alone."""
-    if isinstance(attention_mask, LayerMasks):
-        return attention_mask
-    if source is not None:
-        return LayerMasks(read_source(hidden_states, source, attention_mask))
-    options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal}
-    return LayerMasks(read_sequences(hidden_states, attention_mask, cache=cache, **options, **kwargs))
 
 
 def make_mask(

@@ -14,7 +14,6 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 
-from .parts_base_nlq import SplitByHeads
 from .parts_builtin_nlq import parts_of
 
 
@@ -129,7 +128,7 @@ class NLQIntegrationMixin:
         model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
         if mesh_manager is not None and distributed_config.tp_size > 1 and model.tp_plan:
             for module in model.modules():
-                if isinstance(module, SplitByHeads):
+                if hasattr(module, "tp_mesh"):
                     module.tp_mesh = mesh_manager.get_mesh("tp")
         return model
 

@@ -393,9 +393,10 @@ def read_sequences(
     use_cache: bool | None = None,
     layer_idx: int = 0,
     is_causal: bool = True,
+    source: torch.Tensor | None = None,
     **kwargs,
 ) -> Sequences:
-    """Finds padding, packed documents and positions in the arguments of one call of the model.
+    """Reads padding, packed documents and positions from the arguments of one call of the model.
 
     Args:
         inputs_embeds: `(batch, query, hidden)`.
@@ -407,6 +408,8 @@ def read_sequences(
         use_cache: whether the caller asked for a cache.
         layer_idx: the layer that is called, if it is called alone.
         is_causal: whether no token sees a later one.
+        source: in cross-attention the encoder's tokens, `(batch, key, hidden)`. Then `attention_mask` is theirs, and
+            `inputs_embeds` alone is read beside it.
         kwargs: others of the call. `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` need `position_ids`, and are not
             read.
 
@@ -414,9 +417,18 @@ def read_sequences(
         ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to
             be cached.
     """
+    (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
+    if source is not None:
+        key_length = source.shape[1]
+        padding_mask = _check_mask(attention_mask, *source.shape[:2], 0, False, name="encoder_attention_mask")
+        if _hides_nothing(padding_mask):
+            attention_mask = padding_mask = None
+        positions = torch.arange(query_length, device=device)[None]
+        return Sequences(
+            positions, attention_mask, padding_mask=padding_mask, is_causal=False, source_length=key_length
+        )
     if isinstance(cache, PagedAttentionCache):
         return Sequences(position_ids, attention_mask, is_paged=True)
-    (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
     if position_ids is not None:
         position_ids = position_ids.expand(batch, query_length)
     query_offset = 0 if cache is None else cache.get_seq_length(layer_idx)
@@ -433,8 +445,8 @@ def read_sequences(
         segments = find_packed_documents(position_ids)
         if use_cache:
             refuse_packed(segments, "cannot be cached; set use_cache=False, or give a mask if each row is one text")
-    if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
-        attention_mask = padding_mask = None  # it hides nothing, and a mask costs time
+    if _hides_nothing(padding_mask):
+        attention_mask = padding_mask = None  # a mask costs time
 
     last_position = None
     if position_ids is None and padding_mask is None and isinstance(query_offset, int):
@@ -449,25 +461,8 @@ def read_sequences(
     )
 
 
-def read_source(
-    hidden_states: torch.Tensor, source: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> Sequences:
-    """Finds what the queries of cross-attention see.
-
-    Args:
-        hidden_states: `(batch, query, hidden)`, the decoder's tokens.
-        source: `(batch, key, hidden)`, the encoder's.
-        attention_mask: `(batch, key)`, 0 for the padding of the source; or `(batch, 1 or heads, query, key)`.
-
-    Raises:
-        ValueError: for another shape.
-    """
-    batch, length = source.shape[:2]
-    padding_mask = _check_mask(attention_mask, batch, length, 0, False, name="encoder_attention_mask")
-    if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
-        attention_mask = padding_mask = None
-    positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-    return Sequences(positions, attention_mask, padding_mask=padding_mask, is_causal=False, source_length=length)
+def _hides_nothing(padding_mask: torch.Tensor | None) -> bool:
+    return padding_mask is not None and not is_tracing(padding_mask) and bool(padding_mask.all())
 
 
 def _check_mask(

@@ -1,7 +1,7 @@
 """NLQ models: GPT-style decoders and encoders with a configurable query projection, activation and block."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .activations_nlq import AttentionActivation, get_attention_activation
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .backends_nlq import (
     ATTENTION_BACKENDS,
@@ -40,7 +41,6 @@ from .backends_nlq import (
     choose_paged_implementation,
     layer_mask,
     make_layer_masks,
-    own_masks,
     supports_flash_attention,
 )
 from .cache_nlq import LinearState, cache_of_both
@@ -55,12 +55,29 @@ from .integrations_nlq import (
 )
 from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, state_of_source
 from .loss_nlq import causal_lm_loss
-from .masking_nlq import LayerMasks, Sequences, read_sequences, read_source, refuse_packed
+from .masking_nlq import LayerMasks, Sequences, read_sequences, refuse_packed
 from .ops_nlq import autocast_dtype
-from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, from_columns, own_heads, to_columns
+from .parts_base_nlq import (
+    HOOKS,
+    MLP_HOOKS,
+    AttentionCall,
+    AttentionPart,
+    ScoreBias,
+    from_columns,
+    materialized_by,
+    own_heads,
+    to_columns,
+)
+from .parts_builtin_nlq import parts_of
 from .parts_user_nlq import add_to_package
-from .projections_nlq import NLQAttentionProjections
+from .projections_nlq import PROJECTIONS, make_terms, rotate
 
+
+if torch.distributed.is_available():
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+else:
+    FSDPModule = ()  # `isinstance` of it is never true
 
 logger = logging.get_logger(__name__)
 
@@ -113,65 +130,91 @@ def make_norm(config: NLQConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, **options)
 
 
-class NLQAttentionLayer(NLQAttentionProjections):
-    """A call of an attention layer. The kinds of attention compute what lies between the projections, `attend`."""
+class NLQAttention(nn.Module):
+    """Multi-head attention with any projections, any activation of the scores and any backend.
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
-        cache: Cache | None = None,
-        first_values: torch.Tensor | None = None,
-        source: torch.Tensor | None = None,
-        mlp_hook: tuple[str, AttentionCall] | None = None,
-        mlp_factor: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has
-        them.
+    Linear attention and cross-attention override some of its methods. The parts of the layer change what passes
+    through, in the order of their table.
+    """
 
-        `first_values` and `source` are those of `AttentionCall`. A layer with `returns_values` returns its values too,
-        `(batch, query, groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states
-        of the MLP: `mlp_factor` is the other one of a gated MLP, returned behind the weights.
-        """
-        if mlp_hook is not None:
-            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        masks = own_masks(self, hidden_states, attention_mask, cache, source, **kwargs)
-        if first_values is None and self.needs_first_values:
-            raise ValueError(
-                f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states"
-            )
-        name, mask, token_context = layer_mask(self, masks, hidden_states, cache, **kwargs)
-        call = self.make_call(hidden_states, token_context, first_values, cache, source)
-        attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
-        if attn_weights is not None:
-            for part in self.parts_with("change_returned_weights"):
-                attn_weights = part("change_returned_weights", call, attn_weights)
-        output = self.project_output(call, attn_output)
-        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
-
-
-class NLQAttention(NLQAttentionLayer):
-    """Multi-head attention with any activation of the scores, computed by any backend."""
+    tp_mesh: "DeviceMesh | None" = None  # the processes that share the heads
 
     def __init__(self, config: NLQConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
+        super().__init__()
+        # The global configuration, because only it has the current attention implementation. The switches come from
+        # the layer's own copy, which is read here once
+        self.config = config
         layer = self.layer_config(config, layer_idx)
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_heads = layer.num_query_heads
+        self.num_key_value_groups = self.num_heads // config.num_key_value_heads
+        self.scaling = layer.score_scaling
         self.attention_dropout = config.attention_dropout
         self.is_causal = layer.is_causal
         self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
-        # Which keys a query sees: the window, and whether that of its own token is among them
-        self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
+        self.has_rotary_positions = layer.position_embedding == "rope"
+        self.attention_activation = layer.attention_activation
         self.attention_normalization = layer.attention_normalization
         self.attention_sink = layer.attention_sink
+        self.output_scaling = layer.attention_output_scaling
+        # Which keys a query sees: the window, and whether that of its own token is among them
+        self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
+
+        # diff with Llama: a projection is a sum of terms. A plain linear one has the name that Transformers, PEFT and
+        # quantizers know, and a term that is missing is `None`
+        terms = ("query", "key", "value")
+        self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in terms}
+        self.q_proj, self.q_bottleneck = make_terms(layer, "query")
+        self.k_proj, self.k_bottleneck = make_terms(layer, "key")
+        self.v_proj, self.v_bottleneck = make_terms(layer, "value")
+        output_size = config.num_attention_heads * self.head_dim
+        self.o_proj = nn.Linear(output_size, config.hidden_size, bias=config.has_bias("attention_output"))
+        self.o_proj.ends_sublayer = True  # read by `_init_weights`
         # `bias` in its name keeps it out of Trainer's weight decay
         self.sink_bias = nn.Parameter(torch.zeros(self.num_heads)) if layer.attention_sink == "learned" else None
+        self._add_parts(layer)
+
+    def _add_parts(self, layer: NLQConfig) -> None:
+        """Makes the parts of the layer, and the modules that it holds for them under names of its own."""
+        self.q_norm = self.k_norm = self.head_proj = None
+        self.output_activation = self.gate_proj = self.value_gate_proj = None
+        parts = {}
+        for part in parts_of(layer):
+            if part.needs_first_values and self.layer_idx == 0:
+                continue  # they are its own
+            for name, module in part.layer_modules(layer).items():
+                setattr(self, name, module)
+            parts[part.name] = part(layer, self.layer_idx)
+        self.parts = nn.ModuleDict(parts)
+        # Names, because copies of the layer on other devices have other modules
+        self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
+        self.has_score_bias = bool(self._names_by_hook["score_bias"])
+        self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
+        self.materializes = materialized_by(parts.values())
+        self.needs_token_context = any(part.needs_token_context for part in parts.values())
+        self.needs_first_values = any(part.needs_first_values for part in parts.values())
+        self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
+        # The first layer hands its values on where another one reads them
+        is_first = self.layer_idx == 0 and not layer.is_cross_attention
+        self.returns_values = is_first and self.config.needs_first_values
+
+    @staticmethod
+    def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
+        """Returns the switches of the layer."""
+        return config.per_layer_config[layer_idx]
 
     def initialize(self) -> None:
         """Sets the initial values of the layer's own parameters."""
         if self.sink_bias is not None:
             init.zeros_(self.sink_bias)
+
+    @property
+    def activation(self) -> AttentionActivation:
+        """The row of the table, read by name: a registered function may be replaced, and few functions can be
+        pickled.
+        """
+        return get_attention_activation(self.attention_activation)
 
     @property
     def normalization(self) -> str:
@@ -185,13 +228,103 @@ class NLQAttention(NLQAttentionLayer):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return None if self.attention_sink is None else 0.0
 
+    def parts_with(self, hook: str) -> Sequence[AttentionPart]:
+        """Returns the parts that have a hook, in order."""
+        names = self._names_by_hook[hook]
+        return [self.parts[name] for name in names] if names else ()
+
     def attention_request(self, *of_call) -> AttentionRequest:
-        """Returns what this layer needs from a backend in one call, whose fields of an `AttentionRequest` follow
-        `dropout`.
+        """Returns what this layer needs from a backend in one call. The arguments are the fields of an
+        `AttentionRequest` after `dropout`.
         """
         dropout = self.attention_dropout if self.training else 0.0
         parts = (self.has_score_bias, self.materializes)
         return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: LayerMasks | torch.Tensor | None = None,
+        cache: Cache | None = None,
+        first_values: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ...]:
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend
+        returns them.
+
+        `first_values` and `source` are those of `AttentionCall`. A layer with `returns_values` also returns its
+        values, `(batch, query, groups, head_dim)`.
+        """
+        if first_values is None and self.needs_first_values:
+            raise ValueError(
+                f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states"
+            )
+        # diff with Llama: the model makes the masks of all layers, and chooses their backends
+        name, mask, token_context = layer_mask(self, attention_mask, hidden_states, cache, source, **kwargs)
+        call = self.make_call(hidden_states, token_context, first_values, cache, source)
+        attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
+        if attn_weights is not None:
+            for part in self.parts_with("change_returned_weights"):
+                attn_weights = part("change_returned_weights", call, attn_weights)
+        for part in self.parts_with("change_output"):
+            attn_output = part("change_output", call, attn_output)
+        output = self.o_proj(attn_output.flatten(2))
+        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
+
+    def make_call(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
+        """Makes the record of a call; the arguments are its first fields."""
+        call = AttentionCall(self, hidden_states, *args)
+        for part in self.parts_with("change_input"):
+            call.hidden_states = part("change_input", call, call.hidden_states)
+        return call
+
+    def own_positions(self, position_embeddings: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
+        """Returns cosines and sines of rotary positions, or `None` for a layer without them."""
+        return position_embeddings if self.has_rotary_positions else None
+
+    def project(
+        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns query, key and value of the new tokens, `(batch, heads or groups, length, head_dim)` each.
+
+        Args:
+            call: the call, with the input of the layer, `(batch, length, hidden)`. Its `values` are set.
+            position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each; `rotated` is
+                `head_dim` or a part of it.
+        """
+        query_states = self._sum_terms("query", self.q_proj, self.q_bottleneck, call.hidden_states)
+        states = (query_states, *self.project_source(call, query_states))
+        for part in self.parts_with("change_qkv"):
+            states = part("change_qkv", call, *states)
+        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
+        query_states, key_states, value_states = (each.transpose(1, 2) for each in states)
+        call.values = value_states if call.source is None else None  # an encoder's are no values of this call's tokens
+        if position_embeddings is not None:
+            query_states, key_states = rotate(query_states, key_states, *position_embeddings)
+        return query_states, key_states, value_states
+
+    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns key and value of the new tokens, `(batch, length, groups, head_dim)` each."""
+        source = call.hidden_states if call.source is None else call.source
+        return (
+            self._sum_terms("key", self.k_proj, self.k_bottleneck, source),
+            self._sum_terms("value", self.v_proj, self.v_bottleneck, source),
+        )
+
+    def _sum_terms(
+        self, name: str, linear: nn.Module | None, bottleneck: nn.Module | None, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, the sum of a projection's terms."""
+        terms = [own_heads(hidden_states, self.tp_mesh, dim=-1)] if self.projections[name].identity else []
+        if linear is not None:
+            terms.append(linear(hidden_states))
+        if bottleneck is not None:
+            terms.append(own_heads(bottleneck(hidden_states), self.tp_mesh, dim=-1))
+        states = sum(terms[1:], start=terms[0])
+        # `unflatten` takes longer
+        return states.view(*states.shape[:-1], states.shape[-1] // self.head_dim, self.head_dim)
 
     def prepare(
         self,
@@ -221,7 +354,7 @@ class NLQAttention(NLQAttentionLayer):
         bias = None
         for part in self.parts_with("score_bias"):
             own = part("score_bias", call, (call.states or {}).get(part.name))
-            # Of positions there is one row
+            # A bias of positions alone has one row for the whole batch
             own = ScoreBias(*(one.expand(query_states.shape[0], -1, -1) for one in own))
             bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
         for part in self.parts_with("change_cached_qkv"):
@@ -246,7 +379,7 @@ class NLQAttention(NLQAttentionLayer):
         mask: Any,
         kwargs: dict,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` has
+        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` returns
         them.
         """
         query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
@@ -262,6 +395,9 @@ class NLQAttention(NLQAttentionLayer):
                 attention_interface = in_full_precision(attention_interface)
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        sliding_window = self.sliding_window
+        if sliding_window and not self.is_causal:
+            sliding_window += 1  # flash attention, which alone reads it, counts an encoder's own token
 
         return attention_interface(
             self,
@@ -271,29 +407,33 @@ class NLQAttention(NLQAttentionLayer):
             mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            # For flash attention, which counts an encoder's own token; the other masks have it
-            sliding_window=self.sliding_window
-            if self.is_causal or not self.sliding_window
-            else self.sliding_window + 1,
+            sliding_window=sliding_window,
             **kwargs,
         )
 
+    def change_mlp(self, hook: str, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs one of the `MLP_HOOKS` of the layer's parts on states of the MLP, for the decoder layer."""
+        for part in self.parts_with(hook):
+            changed = part(hook, call, *states)
+            states = changed if isinstance(changed, tuple) else (changed,)
+        return states
 
-class NLQLinearAttention(NLQAttentionLayer):
+
+class NLQLinearAttention(NLQAttention):
     """Linear attention, which stores a state instead of keys and values and needs no backend."""
-
-    sliding_window = None
-    visible_keys = (None, True)
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.is_causal = config.is_causal
         self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
             self.decay_bias = nn.Parameter(
                 initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype())
             )
+
+    def initialize(self) -> None:
+        if self.linear_attention_decay == "learned":
+            init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
     @property
     def log_decay(self) -> torch.Tensor | None:
@@ -308,10 +448,6 @@ class NLQLinearAttention(NLQAttentionLayer):
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def attention_request(self, weights: bool, *of_call) -> AttentionRequest:
-        """Returns what the layer would need from a backend, of which it asks none: no weights."""
-        return AttentionRequest(self.activation, weights=weights)
-
     def attend(
         self,
         call: AttentionCall,
@@ -320,7 +456,7 @@ class NLQLinearAttention(NLQAttentionLayer):
         mask: Any,
         kwargs: dict,
     ) -> tuple[torch.Tensor, None]:
-        """As in `NLQAttention`, without weights."""
+        """Computes the heads' outputs as in `NLQAttention`, without weights."""
         length, cache, cache_layer, state = call.hidden_states.shape[1], call.cache, None, None
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         if cache is not None:
@@ -351,14 +487,9 @@ class NLQLinearAttention(NLQAttentionLayer):
             cache_layer.set_state(state, length)
         return attn_output, None
 
-    def initialize(self) -> None:
-        """Sets the initial values of the layer's own parameters."""
-        if self.linear_attention_decay == "learned":
-            init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
-
-class CrossAttentionMixin:
-    """Keys and values are projected from an encoder's tokens, with a cache once for all calls."""
+class NLQCrossAttention(NLQAttention):
+    """Attention of a decoder's tokens to those of an encoder, whose keys and values a cache computes once."""
 
     @staticmethod
     def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
@@ -372,13 +503,14 @@ class CrossAttentionMixin:
         source = source[:, :0] if self.has_source(cache) else source
         return super().make_call(hidden_states, token_context, first_values, cache, source)
 
-    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> list[torch.Tensor]:
+    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.has_source(call.cache):
             return super().project_source(call, query_states)
         # No call of the projections: quantized layers and some adapters fail without tokens
-        states = query_states[:, :0, :: self.num_key_value_groups]
         is_own_type = self.projections["value"].identity
-        return [states.to(call.source.dtype if is_own_type else autocast_dtype(call.source))] * 2
+        dtype = call.source.dtype if is_own_type else autocast_dtype(call.source)
+        states = query_states[:, :0, :: self.num_key_value_groups].to(dtype)
+        return states, states
 
     def update_cache(
         self, cache: EncoderDecoderCache, key_states: torch.Tensor, value_states: torch.Tensor, *_
@@ -391,12 +523,8 @@ class CrossAttentionMixin:
         return half.update(key_states, value_states, index)
 
 
-class NLQCrossAttention(CrossAttentionMixin, NLQAttention):
-    """Attention of a decoder's tokens to those of an encoder."""
-
-
-class NLQLinearCrossAttention(CrossAttentionMixin, NLQLinearAttention):
-    """The same for linear attention, which stores the sums over the encoder's tokens."""
+class NLQLinearCrossAttention(NLQCrossAttention):
+    """Linear attention to an encoder's tokens, which stores the sums over them."""
 
     def attend(self, call: AttentionCall, position_embeddings: None, name: str, mask: Any, kwargs: dict):
         query_states, key_states, value_states = self.project(call)
@@ -452,14 +580,16 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
             self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
-        self.sublayer_activation = _function(config.sublayer_activation)
-        self.residual_activation = _function(config.residual_activation)
+        self.sublayer_activation = make_activation(config.sublayer_activation)
+        self.residual_activation = make_activation(config.residual_activation)
 
-    def _before(self, hidden_states: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        return _apply(self.sublayer_activation, hidden_states if self.is_post_norm else _apply(norm, hidden_states))
+    def _sublayer_input(self, residual: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Returns what a sub-layer reads: `a(x)` with post-norm, else `a(norm(x))`."""
+        return call_if_set(self.sublayer_activation, residual if self.is_post_norm else call_if_set(norm, residual))
 
-    def _after(self, hidden_states: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        return _apply(self.residual_activation, _apply(norm, hidden_states) if self.is_post_norm else hidden_states)
+    def _residual_output(self, total: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Returns what becomes of a residual sum: `r(norm(x))` with post-norm, else `r(x)`."""
+        return call_if_set(self.residual_activation, call_if_set(norm, total) if self.is_post_norm else total)
 
     def forward(
         self,
@@ -483,47 +613,56 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             raise ValueError(
                 "hidden_states: the first layer returns them and first_values; give each later layer these two"
             )
-        residual, masks = hidden_states, attention_mask
-        if self.has_mlp_hooks:
-            masks = own_masks(self.self_attn, hidden_states, attention_mask, cache, **kwargs)
-            *_, token_context = layer_mask(self.self_attn, masks, hidden_states, cache, **kwargs)
+        residual, mlp_call = hidden_states, None
+        if self.has_mlp_hooks:  # before the attention advances the cache
+            *_, token_context = layer_mask(self.self_attn, attention_mask, hidden_states, cache, **kwargs)
+            mlp_call = AttentionCall(self.self_attn, hidden_states, token_context, cache=cache)
         output, _, *values = self.self_attn(
-            self._before(hidden_states, self.self_attn_norm),
-            attention_mask=masks,
+            self._sublayer_input(hidden_states, self.self_attn_norm),
+            attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             cache=cache,
             first_values=first_values,
             **kwargs,
         )
-        hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
+        hidden_states = residual + call_if_set(self.dropout, call_if_set(self.self_attn_output_norm, output))
         if not self.parallel_residual:
-            residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
+            residual = hidden_states = self._residual_output(hidden_states, self.self_attn_norm)
         if self.cross_attn is not None:
             output, _ = self.cross_attn(
-                self._before(residual, self.cross_attn_norm),
+                self._sublayer_input(residual, self.cross_attn_norm),
                 attention_mask=encoder_attention_mask,
                 cache=encoder_cache,
                 source=encoder_hidden_states,
                 **{**kwargs, "position_ids": None},  # flash attention reads packed documents from them
             )
-            hidden_states = hidden_states + _apply(self.dropout, _apply(self.cross_attn_output_norm, output))
+            hidden_states = hidden_states + call_if_set(self.dropout, call_if_set(self.cross_attn_output_norm, output))
             if not self.parallel_residual:
-                residual = hidden_states = self._after(hidden_states, self.cross_attn_norm)
-        inputs, call = self._before(residual, self.mlp_norm), None
-        if self.has_mlp_hooks:
-            call = AttentionCall(self.self_attn, inputs, token_context, cache=cache)
-            (inputs,) = call.change_mlp("change_mlp_input", inputs)
-        output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
-        hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
-        hidden_states = self._after(hidden_states, self.mlp_norm)
+                residual = hidden_states = self._residual_output(hidden_states, self.cross_attn_norm)
+        output = self._run_mlp(self._sublayer_input(residual, self.mlp_norm), mlp_call)
+        hidden_states = hidden_states + call_if_set(self.dropout, call_if_set(self.mlp_output_norm, output))
+        hidden_states = self._residual_output(hidden_states, self.mlp_norm)
         return (hidden_states, *values) if values else hidden_states
 
+    def _run_mlp(self, hidden_states: torch.Tensor, call: AttentionCall | None) -> torch.Tensor:
+        """`(batch, query, hidden)` -> the same shape; `call` if parts of the layer work on the MLP."""
+        if call is None:
+            return self.mlp(hidden_states)
+        if isinstance(self.self_attn, FSDPModule) and "change_mlp" not in vars(self.self_attn):
+            # The attention holds the parameters of its parts, and FSDP2 may have taken them away after its call
+            register_fsdp_forward_method(self.self_attn, "change_mlp")
+        call.hidden_states = hidden_states
+        (hidden_states,) = call.change_mlp("change_mlp_input", hidden_states)
+        return self.mlp(hidden_states, call)
 
-def _function(name: str | None) -> nn.Module | None:
+
+def make_activation(name: str | None) -> nn.Module | None:
+    """Makes the activation of a name in `ACT2FN`, or returns `None` for `None`."""
     return None if name is None else ACT2FN[name]
 
 
-def _apply(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
+def call_if_set(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Returns what the module computes, or its input if there is no module."""
     return hidden_states if module is None else module(hidden_states)
 
 
@@ -689,7 +828,7 @@ class NLQModel(NLQPreTrainedModel):
         position_embeddings = None
         if self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
-        hidden_states = self.dropout(_apply(self.embed_norm, hidden_states))
+        hidden_states = self.dropout(call_if_set(self.embed_norm, hidden_states))
 
         # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or
         # replaced it
@@ -697,7 +836,7 @@ class NLQModel(NLQPreTrainedModel):
         masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
         if encoder_hidden_states is not None:
             refuse_packed(sequences.segments, "would all see the encoder's tokens; give one text per row")
-            source = read_source(inputs_embeds, encoder_hidden_states, encoder_attention_mask)
+            source = read_sequences(inputs_embeds, encoder_attention_mask, source=encoder_hidden_states)
             encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
         first_values = None
         for layer in layers:

@@ -30,15 +30,8 @@ if TYPE_CHECKING:
 
 # Under tensor parallelism, linear layers are split by the plan of the configuration, and each process computes some of
 # the heads. Tensors that stay whole are cut where the heads begin: the identity term and `f`, whose norms need whole
-# rows, and parameters with a part for each head. Their gradients are whole on every process.
-
-
-class SplitByHeads(nn.Module):
-    """A module of which each process computes its own heads. `tp_mesh` has the processes that share the heads, or is
-    `None`.
-    """
-
-    tp_mesh: "DeviceMesh | None" = None
+# rows, and parameters with a part for each head. Their gradients are whole on every process. A module that cuts has an
+# attribute `tp_mesh`: the processes that share the heads, or `None`.
 
 
 def own_heads(states: torch.Tensor, mesh: "DeviceMesh | None", dim: int) -> torch.Tensor:
@@ -88,7 +81,7 @@ class AttentionCall:
     """One call of an attention layer, as its parts see it.
 
     Attributes:
-        layer: the attention layer, an `NLQAttentionProjections`.
+        layer: the attention layer, an `NLQAttention`.
         hidden_states: `(batch, query, hidden)`, its input.
         token_context: positions, padding and visible-key counts of its tokens. Only parts with `needs_token_context`
             may read it.
@@ -103,7 +96,7 @@ class AttentionCall:
             the cache.
     """
 
-    layer: SplitByHeads
+    layer: nn.Module
     hidden_states: torch.Tensor
     token_context: TokenContext | None = None
     first_values: torch.Tensor | None = None
@@ -131,15 +124,8 @@ class AttentionCall:
             layer.keys = torch.cat([keys, columns], dim=-1)  # not in place: a gradient may need the old state
 
     def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs one of the `MLP_HOOKS`, by a call of the attention layer: FSDP may hold parameters of its parts until
-        then.
-        """
-        if not self.layer.parts_with(hook):
-            return states
-        # Tensors in no tuple, because reentrant checkpointing of the attention layer differentiates only those
-        first, *factors = states
-        first, _, *factors = self.layer(first, mlp_hook=(hook, self), mlp_factor=factors[0] if factors else None)
-        return (first, *factors)
+        """Runs one of the `MLP_HOOKS`, which change what the MLP computes."""
+        return self.layer.change_mlp(hook, self, *states)
 
 
 # What gives a module its initial values: of this package, or of PyTorch
@@ -154,7 +140,7 @@ class _EqualDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class AttentionPart(SplitByHeads):
+class AttentionPart(nn.Module):
     """What an attention layer may have beside its projections, positions and activation.
 
     A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The
@@ -186,6 +172,7 @@ class AttentionPart(SplitByHeads):
             else.
     """
 
+    tp_mesh: "DeviceMesh | None" = None
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
@@ -351,7 +338,7 @@ class AttentionPart(SplitByHeads):
         output.
         """
 
-    def start_without_effect(self, layer: SplitByHeads) -> str | None:
+    def start_without_effect(self, layer: nn.Module) -> str | None:
         """Makes a trained layer compute what it computed without the part (`nlq convert`), or returns why there is no
         way.
         """

@@ -18,7 +18,6 @@ from .parts_base_nlq import (
     AttentionCall,
     AttentionPart,
     ScoreBias,
-    SplitByHeads,
     own_heads,
     shared_by_heads,
     sum_over_processes,
@@ -181,8 +180,10 @@ class Canon(AttentionPart):
         return tuple(self._convolve(name, call, own, is_split=True) for name, own in zip(names, states))
 
 
-class NLQRMSNorm(SplitByHeads, nn.RMSNorm):
+class NLQRMSNorm(nn.RMSNorm):
     """RMSNorm of each head, with one gain for all heads."""
+
+    tp_mesh = None
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, length, heads, head_dim)` -> the same shape."""
@@ -190,8 +191,10 @@ class NLQRMSNorm(SplitByHeads, nn.RMSNorm):
         return nn.functional.rms_norm(heads, self.normalized_shape, weight, self.eps)
 
 
-class NLQAllHeadsRMSNorm(SplitByHeads, nn.RMSNorm):
+class NLQAllHeadsRMSNorm(nn.RMSNorm):
     """RMSNorm over the width of all heads, with a gain for each element (OLMo 2, arXiv 2501.00656)."""
+
+    tp_mesh = None
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """As in `NLQRMSNorm`."""
@@ -206,8 +209,10 @@ class NLQAllHeadsRMSNorm(SplitByHeads, nn.RMSNorm):
         return states.to(heads.dtype).view(heads.shape)
 
 
-class NLQL2Norm(SplitByHeads):
+class NLQL2Norm(nn.Module):
     """Unit-length heads, times a learned scale per head if `num_heads` is given (arXiv 2010.04245)."""
+
+    tp_mesh = None
 
     def __init__(self, head_dim: int, num_heads: int | None = None):
         super().__init__()
@@ -623,10 +628,12 @@ class ExclusiveAttention(AttentionPart):
         return (by_group - along * direction).to(call.values.dtype).flatten(2, 3)
 
 
-class NLQHeadProjection(SplitByHeads):
+class NLQHeadProjection(nn.Module):
     """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the
     identity.
     """
+
+    tp_mesh = None
 
     def __init__(self, num_heads: int, head_dim: int):
         super().__init__()
@@ -673,8 +680,10 @@ class OutputActivation(AttentionPart):
         return call.layer.output_activation(heads)
 
 
-class NLQSharedLinear(SplitByHeads, nn.Linear):
+class NLQSharedLinear(nn.Linear):
     """A linear layer that all heads use."""
+
+    tp_mesh = None
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` -> `(..., out_features)`."""

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import NLQConfig
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
-from modeling_nlq.projections_nlq import PROJECTIONS, NLQAttentionProjections, NLQBottleneck
+from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
 
 
 # Parts of a model with a field for their biases
@@ -37,8 +38,8 @@ class LayerChange:
 
     before: NLQConfig
     after: NLQConfig
-    source: NLQAttentionProjections
-    target: NLQAttentionProjections
+    source: NLQAttention
+    target: NLQAttention
 
     def differs(self, field: str) -> bool:
         """Tells whether a field changes its value."""

@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.linear_nlq import linear_attention
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall
-from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 from ..hooks import observe_calls, visibility_of
 from .measures import (
@@ -139,7 +139,7 @@ def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
     layers: list[Layer] = []
 
     def receive(
-        layer: NLQAttentionProjections,
+        layer: NLQAttention,
         call: AttentionCall,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
@@ -159,7 +159,7 @@ def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
 
 
 def _see_weights(
-    layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
     """Measures a layer that has weights."""
     query, key, value, bias = layer.prepare(call, position_embeddings)
@@ -191,7 +191,7 @@ def _see_weights(
 
 
 def _see_linear(
-    layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
     """Measures a layer of linear attention."""
     query, key, value = layer.project(call)
