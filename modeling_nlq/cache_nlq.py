@@ -1,6 +1,7 @@
 """The cache layer of linear attention, which stores a state, and the cache of an encoder's keys and values."""
 
 import hashlib
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,11 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+
+# Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 # The name of the cache layer in Transformers' table. The table belongs to the process, which may have loaded other
 # revisions of this file, so the name contains a hash of it.

@@ -9,10 +9,11 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 
 import contextlib
 import copy
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,6 @@ from .parts_base_nlq import MLP_HOOKS, WEIGHT_HOOKS, AttentionPart
 from .parts_builtin_nlq import ATTENTION_PARTS, parts_of
 from .parts_nlq import PARTS
 from .parts_user_nlq import add_to_package, code_of, find_part, save_parts
-from .projections_nlq import PROJECTIONS
 
 
 if TYPE_CHECKING:
@@ -126,6 +126,41 @@ EXCLUSIONS = (
     (("exclusive_attention", None), ("differential_attention", "v1")),
     (("attention_gate", "value"), ("differential_attention", "v1")),
 )
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One row of the table of projections: the terms of the sum.
+
+    Attributes:
+        identity: adds the input `X` itself, so the output is as wide as the input.
+        linear: adds `X W`.
+        bottleneck: adds `f(X)`.
+        starts_at_zero: whether the output LayerNorm of `f` starts with gain and bias 0, so that `f = 0` at first.
+    """
+
+    identity: bool = False
+    linear: bool = False
+    bottleneck: bool = False
+    starts_at_zero: bool = False
+
+    def default_attention_scaling(self, head_dim: int) -> float:
+        """Returns the factor of the scores when this projection computes the queries.
+
+        With an identity term it is half of the usual factor. The paper has `Q(X) = (X + f(X)) / 2`; here the factor of
+        the scores contains the 1/2, and `Q(X) = X + f(X)`.
+        """
+        return (0.5 if self.identity else 1.0) / math.sqrt(head_dim)
+
+
+PROJECTIONS = {
+    "linear": Projection(linear=True),
+    "identity": Projection(identity=True),
+    "residual": Projection(identity=True, linear=True),
+    "nonlinear": Projection(identity=True, bottleneck=True),
+    "bottleneck": Projection(bottleneck=True),
+    "upcycled": Projection(linear=True, bottleneck=True, starts_at_zero=True),
+}
 
 # Not the types whose angles depend on the current length: cached keys would become wrong.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")

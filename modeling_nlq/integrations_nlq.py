@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,9 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 
+from .cache_nlq import CACHE_NAME
 from .parts_builtin_nlq import parts_of
 
 
@@ -21,9 +20,6 @@ try:
     from peft.utils import constants as peft_constants
 except ImportError:
     peft_constants = None
-
-# Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`.
-CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
 def accept_both_cache_names(forward: Callable) -> Callable:

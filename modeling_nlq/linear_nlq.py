@@ -22,18 +22,32 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
-from .projections_nlq import rotate
 
 
 # With heads of 64, the pairs within a chunk of this length cost about as much as reading the state
 CHUNK_SIZE = 64
 # Tokens computed at once: enough to use a whole device, and few enough to reuse memory between segments
 SEGMENT_SIZE = 2048
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates queries and keys by their positions (Su et al. 2021, arXiv 2104.09864).
+
+    Args:
+        query, key: `(batch, heads, length, head_dim)`.
+        cos, sin: `(batch or 1, length, rotated)`. The first `rotated` elements of each head are rotated.
+    """
+    rotation = rotate_whole if cos.shape[-1] == query.shape[-1] else rotate_part
+    return rotation(query, key, cos, sin)
 
 
 class LinearInputs(NamedTuple):

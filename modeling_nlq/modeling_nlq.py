@@ -43,17 +43,16 @@ from .backends_nlq import (
     make_layer_masks,
     supports_flash_attention,
 )
-from .cache_nlq import LinearState, cache_of_both
-from .configuration_nlq import AUTOMATIC, NLQConfig
+from .cache_nlq import CACHE_NAME, LinearState, cache_of_both
+from .configuration_nlq import AUTOMATIC, PROJECTIONS, NLQConfig
 from .integrations_nlq import (
-    CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
     accept_both_cache_names,
     check_arguments,
     register_default_targets,
 )
-from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, state_of_source
+from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, rotate, state_of_source
 from .loss_nlq import causal_lm_loss
 from .masking_nlq import LayerMasks, Sequences, read_sequences, refuse_packed
 from .ops_nlq import autocast_dtype
@@ -70,7 +69,6 @@ from .parts_base_nlq import (
 )
 from .parts_builtin_nlq import parts_of
 from .parts_user_nlq import add_to_package
-from .projections_nlq import PROJECTIONS, make_terms, rotate
 
 
 if torch.distributed.is_available():
@@ -128,6 +126,70 @@ def make_norm(config: NLQConfig) -> nn.Module:
         return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=config.norm_gain)
     options = {"elementwise_affine": config.norm_gain, "bias": config.use_bias}
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, **options)
+
+
+class NLQBottleneck(nn.Module):
+    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381).
+
+    With the default `r = d / 2` it has `d^2 + O(d)` parameters, as many as the matrix it replaces.
+
+    Args:
+        input_size: d.
+        output_size: width of the output.
+        bottleneck_size: r.
+        activation: a name in Transformers' `ACT2FN`.
+        use_bias: whether `W1`, `W2` and the output LayerNorm have biases.
+        eps: the epsilon of both norms.
+        starts_at_zero: whether the output LayerNorm starts with gain and bias 0.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bottleneck_size: int,
+        activation: str,
+        use_bias: bool,
+        eps: float,
+        starts_at_zero: bool = False,
+    ):
+        super().__init__()
+        self.input_norm = nn.RMSNorm(input_size, eps=eps)
+        self.fc1 = nn.Linear(input_size, bottleneck_size, bias=use_bias)
+        self.activation = ACT2FN[activation]
+        self.fc2 = nn.Linear(bottleneck_size, output_size, bias=use_bias)
+        self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
+        self.output_norm.starts_at_zero = starts_at_zero  # read by `_init_weights`
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, input)` -> `(batch, length, output)`."""
+        return self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states)))))
+
+
+def make_terms(layer: NLQConfig, name: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
+    """Makes the terms with weights of one projection, `None` for one that it lacks.
+
+    Args:
+        layer: the configuration of the layer.
+        name: `"query"`, `"key"` or `"value"`.
+    """
+    projection, linear, bottleneck = PROJECTIONS[getattr(layer, f"{name}_projection")], None, None
+    is_query = name == "query"
+    input_size = layer.hidden_size if is_query else layer.key_value_input_size
+    output_size = (layer.num_query_heads if is_query else layer.num_key_value_heads) * layer.head_dim
+    if projection.linear:
+        linear = nn.Linear(input_size, output_size, bias=layer.has_bias("query_key_value"))
+    if projection.bottleneck:
+        bottleneck = NLQBottleneck(
+            input_size,
+            output_size,
+            bottleneck_size=layer.projection_bottleneck_size,
+            activation=layer.projection_activation,
+            use_bias=layer.use_bias,
+            eps=layer.layer_norm_eps,
+            starts_at_zero=projection.starts_at_zero,
+        )
+    return linear, bottleneck
 
 
 class NLQAttention(nn.Module):

@@ -11,10 +11,10 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .backends_nlq import choose_implementation, supports_flash_attention
+from .cache_nlq import CACHE_NAME
 from .configuration_nlq import AUTOMATIC
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .integrations_nlq import (
-    CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
     accept_both_cache_names,

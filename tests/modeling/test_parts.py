@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQModel, NLQSeq2SeqConfig
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
-from modeling_nlq.integrations_nlq import CACHE_NAME
+from modeling_nlq.cache_nlq import CACHE_NAME
 from modeling_nlq.masking_nlq import TokenContext
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionPart, from_columns, to_columns

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_nlq import NLQConfig
-from modeling_nlq.modeling_nlq import NLQAttention
+from modeling_nlq import PROJECTIONS, NLQConfig
+from modeling_nlq.modeling_nlq import NLQAttention, NLQBottleneck
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
-from modeling_nlq.projections_nlq import PROJECTIONS, NLQBottleneck
 
 
 # Parts of a model with a field for their biases
