@@ -3,9 +3,9 @@
 `attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot
 compute the activation of a layer is an error. It never computes softmax instead.
 
-This file decides which backend computes a layer: `choose_implementation` when a model is built or its backend is set,
-`find_backend` for each layer and call, `choose_paged_implementation` for continuous batching; and it makes the masks
-that a backend takes. A backend itself refuses tensors that it cannot take, such as a dtype or a device.
+`choose_implementation` runs when a model is built or its backend is set, `find_backend` for each layer and call, and
+`choose_paged_implementation` for continuous batching. A backend itself refuses tensors that it cannot take, such as a
+dtype or a device.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def sdpa_with_sink_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
-    The sink is another key before all others, whose value is 0. A learned logit `b` needs another column: 1 in the
+    The sink is another key before all others, with the value 0. A learned logit `b` needs another column: 1 in the
     sink's key, 0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8,
     which CUDA's kernels need. This adds only the term `exp(b)` to the denominator, so it is exact.
 
@@ -199,8 +199,7 @@ _flash_options = {
     "is_portable": False,
 }
 _flash_attention = AttentionBackend(flash_attention_forward, _is_softmax_without_sink, **_flash_options)
-# Capabilities assumed for attention functions that we do not know, such as kernels from the Hub: those of flash
-# attention
+# Attention functions that we do not know, such as kernels from the Hub, count as capable of what flash attention is
 _UNKNOWN_BACKEND = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
@@ -251,11 +250,10 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     layers = _requests(config)
     requests = list(itertools.chain(*layers))
     if requested is None:
-        # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
+        # Transformers would choose `sdpa` with a bias too, which takes it as a matrix
         is_plain = all(_is_softmax(request) and not request.bias and not request.materializes for request in requests)
         return None if is_plain else AUTOMATIC
-    # Transformers also knows the rows that the installed package added to its own table, which is not that of remote
-    # code
+    # Transformers also knows rows that the installed package added, which remote code lacks
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
     if requested not in (*ATTENTION_BACKENDS, *others):
         raise ValueError(
@@ -271,14 +269,14 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
 
     Raises:
-        ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or
-            cannot compute some layer.
+        ValueError: if a layer is linear, if windows differ, or if the backend that is set cannot take a paged cache
+            or cannot compute some layer.
     """
     if config.add_cross_attention:
         raise ValueError("add_cross_attention=True has no continuous batching; use generate")
     layers = list(itertools.chain(*_requests(config)))
     for index, layer in enumerate(layers):
-        # A state has no place in the paged cache, and its masks do not say which key is the query's own
+        # The paged cache cannot hold a state, and its masks do not say which key is the query's own
         if layer.activation.kind == "linear" or not layer.activation.sees_own_key:
             name = layer.activation.name
             raise ValueError(f"attention_activation={name!r} (layer {index}) has no continuous batching; use generate")
@@ -301,7 +299,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 
 
 def supports_flash_attention(config: NLQConfig) -> bool:
-    """True if flash attention computes every layer, linear ones apart, which need no backend."""
+    """Tells whether flash attention computes every layer but linear ones, which do not call a backend."""
     requests = itertools.chain(*_requests(config))
     return all(_flash_attention.supports_layer(request) for request in requests if request.activation.kind != "linear")
 

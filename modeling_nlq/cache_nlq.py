@@ -68,7 +68,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """True for a static cache, whose number of tokens is a tensor. Compiling would fix a plain number."""
+        """True for a static cache, which counts its tokens by a tensor. Compiling would fix a plain number."""
         return self.max_cache_len is not None
 
     @property
@@ -207,7 +207,7 @@ def cache_of_both(cache: Cache) -> EncoderDecoderCache:
     change.
 
     `generate` makes both halves from the decoder's configuration. With windows, states or a static length the other
-    half would forget keys, or have no place for them, so before its first use it is replaced.
+    half would forget keys or lack room for them, so it is replaced before its first use.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return EncoderDecoderCache(cache, DynamicCache())

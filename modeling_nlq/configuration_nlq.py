@@ -1,4 +1,4 @@
-"""Configuration of NLQ, a GPT-style model whose query projection and attention activation are switches."""
+"""Configuration of NLQ, a GPT-style model with switches for query projection, attention activation and more."""
 
 # ruff: noqa: E402 - the version check comes before anything that an old Transformers lacks.
 from transformers.utils.versions import require_version
@@ -106,8 +106,7 @@ PER_LAYER_SWITCHES = (
     "cross_attention",
 )
 
-# What cross-attention has not, because the encoder's tokens have no order for it, or no values of the query's own
-# token
+# Switches that cross-attention does not support: they need token order or the query's own value
 WITHOUT_CROSS_ATTENTION = ("position_embedding", "sliding_window", "linear_attention_decay")
 WITHOUT_CROSS_ATTENTION += tuple(name for name, part in ATTENTION_PARTS.items() if part.of_own_tokens())
 # The switches that `cross_attention` may override
@@ -122,7 +121,7 @@ EXCLUSIONS = (
     (("parallax", None), ("differential_attention", None)),
     # Its sums would not move with the keys of a window's cache
     (("selective_attention", None), ("sliding_window", None)),
-    # A head reads the values of two groups, and a token has no value of its own there
+    # A head reads the values of two groups, so a token does not have one value of its own
     (("exclusive_attention", None), ("differential_attention", "v1")),
     (("attention_gate", "value"), ("differential_attention", "v1")),
 )
@@ -162,7 +161,7 @@ PROJECTIONS = {
     "upcycled": Projection(linear=True, bottleneck=True, starts_at_zero=True),
 }
 
-# Not the types whose angles depend on the current length: cached keys would become wrong.
+# Types with angles that depend on the current length would make cached keys wrong, and are left out
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 # Keys that Transformers writes into config.json or reads from a configuration, beside the attributes of
@@ -188,7 +187,7 @@ LIBRARY_KEYS = {
 
 
 def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
-    """Raises `ValueError` if a file chooses a kernel from the Hub, whose code Transformers would download and run.
+    """Raises `ValueError` if a file chooses a kernel from the Hub: Transformers would download and run its code.
 
     Args:
         settings: the content of the file, or the value of `field`.
@@ -298,8 +297,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             learned gains (and LayerNorms with `use_bias` biases).
         embedding_norm (`bool`, defaults to `False`): a norm of the embeddings, before the first block.
         final_logit_softcapping (`float`, *optional*): logits `c tanh(logits / c)`.
-        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both
-            sub-layers' output projections is smaller by `sqrt(2 * num_hidden_layers)`.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; divided
+            by `sqrt(2 * num_hidden_layers)` in the output projections of both sub-layers.
         embedding_dropout (`float`, defaults to 0.0): dropout probability after the embeddings.
         residual_dropout (`float`, defaults to 0.0): dropout probability of each sub-layer's output.
         attention_dropout (`float`, defaults to 0.0): dropout probability of the attention weights.
@@ -569,7 +568,7 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether learned positions are added to the token embeddings, which limits the length."""
+        """True if learned positions are added to the token embeddings, which limits the length."""
         return any(layer.position_embedding == "learned" for layer in self.distinct_layers)
 
     @property
@@ -758,7 +757,7 @@ def _check_layer(layer: NLQConfig) -> None:
             field = f"{part.name}={value!r}" if (value := getattr(layer, part.name, None)) else part.name
             raise ValueError(f"{field} needs attention_activation={allowed}, not {activation.name!r}")
         part.check(layer)
-        # Linear attention has no scores and no weights, and its state is its own
+        # Linear attention does not compute scores or weights, and has a state instead
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(
                 f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not"
@@ -809,13 +808,12 @@ NLQConfig.register_for_auto_class()
 add_to_package(__name__)
 
 
-# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`. It does not read `auto_map`
-# there, and has no other way in that would not hide errors. The name stands for the Auto class, not for a class of
-# this revision: the Auto class finds the code that belongs to each folder, so several revisions in one process set the
-# same thing. It is set here because the server imports no other file of the model before. It is an attribute of the
-# module's class because Transformers makes a second module object of itself (`direct_transformers_import`), and the
-# server keeps the first. Elsewhere there is no such name, because MLflow treats any name found in `transformers` as
-# built in, and loads without `trust_remote_code`.
+# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])` and does not read `auto_map`
+# there. The name means the Auto class, which finds the code of each folder, so several revisions in one process agree.
+# It is set here because the server imports this file first. It is an attribute of the module's class because
+# Transformers makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
+# Only the server sees it, because MLflow takes any name in `transformers` for built in, and loads it without
+# `trust_remote_code`.
 def _served_class(module: ModuleType) -> type:
     if "transformers.cli.serve" in sys.modules:
         return AutoModelForCausalLM

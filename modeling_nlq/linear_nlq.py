@@ -6,7 +6,7 @@ output is
 
     o_i = sum_j decay^(t_i - t_j) (R_i psi(c q_i)) . (R_j psi(k_j)) v_j / sum_j decay^(t_i - t_j) psi(c q_i) . psi(k_j)
 
-over the keys that query `i` sees. `t` counts the tokens that are not padding. `R` are rotary positions, in the
+over the keys that query `i` sees. `t` counts the tokens but padding. `R` are rotary positions, in the
 numerator only (Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv
 2307.08621). Later tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers:
 `parallel_form`, quadratic in the length, is the readable reference; `chunked_form`, linear, is for training and
@@ -81,7 +81,7 @@ def fixed_log_decay(num_heads: int) -> torch.Tensor:
 
 
 def initial_decay_bias(num_heads: int) -> torch.Tensor:
-    """Returns `(heads,)`, the numbers whose sigmoids are RetNet's rates."""
+    """Returns `(heads,)`, the logits of RetNet's rates."""
     exponent = 5.0 + torch.arange(num_heads, dtype=torch.float64)
     return exponent * math.log(2.0) + fixed_log_decay(num_heads)
 
@@ -130,7 +130,7 @@ def chunked_form(
     Args:
         inputs: the inputs of n tokens.
         state: the state of all tokens before them.
-        chunk_size: c, in tokens. `None` makes one chunk of all tokens, whose number an exported program leaves open.
+        chunk_size: c, in tokens. `None` makes one chunk of all tokens, for exported programs of any length.
     """
     numerator, denominator, state = _chunked_sums(inputs, state, chunk_size)
     return divide(numerator, denominator), state

@@ -36,7 +36,7 @@ from .cache_nlq import CACHE_NAME
 
 
 class LayerArgument:
-    """A dataclass among the arguments of a layer, whose tensors other programs can move.
+    """A dataclass among the arguments of a layer. Other programs can move its tensors.
 
     A named tuple would become a plain one in programs that walk through the arguments.
     """
@@ -83,7 +83,7 @@ class Visibility(LayerArgument):
         return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - own)
 
     def rows(self, start: int, end: int, key_length: int) -> "Visibility":
-        """Returns the visibility of some queries, none of which sees a key after the first `key_length`."""
+        """Returns the visibility of some queries, which see at most the first `key_length` keys."""
         key_is_valid = None if self.key_is_valid is None else self.key_is_valid[:, :key_length]
         first_key, last_key = (None if key is None else key[:, start:end] for key in (self.first_key, self.last_key))
         return Visibility(last_key, key_length, self.visible_count[:, start:end], key_is_valid, first_key)
@@ -212,7 +212,7 @@ class FlexMask(LayerArgument):
 
 @dataclass
 class Sequences(LayerArgument):
-    """The sequences of one call of the model, from which each layer gets its `Visibility` and `TokenContext`.
+    """The sequences of one call of the model; each layer makes its `Visibility` and `TokenContext` from them.
 
     Attributes:
         position_ids: `(batch or 1, query)`, the position of each token in its text.
@@ -300,7 +300,7 @@ class Sequences(LayerArgument):
         return key_position[:, query_index], key_position, query_index, is_valid, key_is_valid
 
     def sees_all_keys(self, cache: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
-        """Tells whether every query sees all keys of a layer; the arguments are those of `visibility`."""
+        """Tells whether every query sees all keys of a layer, with the arguments of `visibility`."""
         if not self.is_causal:
             return self.padding_mask is None and self.segments is None and sliding_window is None
         if self.position_ids.shape[-1] > 1 or self.padding_mask is not None or not isinstance(self.query_offset, int):
@@ -391,7 +391,7 @@ def read_sequences(
         if kwargs.get(name) is not None and position_ids is None:
             raise ValueError(f"{name}: packed documents are found by their position_ids; give these too")
     segments = None
-    # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
+    # Transformers too reads one document per row with a mask or a cache: `generate` leaves out a mask of ones
     if attention_mask is None and cache is None:
         segments = find_packed_documents(position_ids)
         if use_cache:
@@ -662,7 +662,7 @@ def read_mask(
 def read_visible(
     attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | int]:
-    """Reads the mask argument of a backend that takes booleans; the arguments are those of `read_mask`.
+    """Reads the mask argument of a backend that takes booleans, with the arguments of `read_mask`.
 
     Returns:
         A boolean mask, or `None` if every query sees all keys; and how many keys each query sees, as in `read_mask` or

@@ -72,7 +72,6 @@ from .parts_user_nlq import add_to_package
 
 
 if torch.distributed.is_available():
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 else:
     FSDPModule = ()  # `isinstance` of it is never true
@@ -131,7 +130,7 @@ def make_norm(config: NLQConfig) -> nn.Module:
 class NLQBottleneck(nn.Module):
     """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381).
 
-    With the default `r = d / 2` it has `d^2 + O(d)` parameters, as many as the matrix it replaces.
+    The default `r = d / 2` gives it `d^2 + O(d)` parameters, as many as the matrix it replaces.
 
     Args:
         input_size: d.
@@ -199,12 +198,12 @@ class NLQAttention(nn.Module):
     through, in the order of their table.
     """
 
-    tp_mesh: "DeviceMesh | None" = None  # the processes that share the heads
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
-        # The global configuration, because only it has the current attention implementation. The switches come from
-        # the layer's own copy, which is read here once
+        # Only the global configuration has the current attention implementation. The switches come from the layer's
+        # own copy, which is read here once
         self.config = config
         layer = self.layer_config(config, layer_idx)
         self.layer_idx = layer_idx
@@ -220,7 +219,7 @@ class NLQAttention(nn.Module):
         self.attention_normalization = layer.attention_normalization
         self.attention_sink = layer.attention_sink
         self.output_scaling = layer.attention_output_scaling
-        # Which keys a query sees: the window, and whether that of its own token is among them
+        # Which keys a query sees: the window, and whether its own token's key is among them
         self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
 
         # diff with Llama: a projection is a sum of terms. A plain linear one has the name that Transformers, PEFT and
@@ -316,7 +315,7 @@ class NLQAttention(nn.Module):
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend
         returns them.
 
-        `first_values` and `source` are those of `AttentionCall`. A layer with `returns_values` also returns its
+        `first_values` and `source` are described at `AttentionCall`. A layer with `returns_values` also returns its
         values, `(batch, query, groups, head_dim)`.
         """
         if first_values is None and self.needs_first_values:
@@ -362,7 +361,7 @@ class NLQAttention(nn.Module):
             states = part("change_qkv", call, *states)
         # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
         query_states, key_states, value_states = (each.transpose(1, 2) for each in states)
-        call.values = value_states if call.source is None else None  # an encoder's are no values of this call's tokens
+        call.values = value_states if call.source is None else None  # not the encoder's
         if position_embeddings is not None:
             query_states, key_states = rotate(query_states, key_states, *position_embeddings)
         return query_states, key_states, value_states
@@ -398,7 +397,7 @@ class NLQAttention(nn.Module):
 
         Args:
             call, position_embeddings: as in `project`. The new tokens are added to the cache of the call.
-            arguments: those of flash attention, which a paged cache changes.
+            arguments: the keyword arguments of flash attention, which a paged cache changes.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
         cache, owners = call.cache, self.parts_with("token_state")
@@ -427,7 +426,7 @@ class NLQAttention(nn.Module):
     def update_cache(
         self, cache: Cache, key_states: torch.Tensor, value_states: torch.Tensor, arguments: dict | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values to the cache, and returns those of all tokens."""
+        """Adds keys and values to the cache, and returns the keys and values of all tokens."""
         # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It
         # also changes the arguments that flash attention gets
         more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
@@ -482,7 +481,7 @@ class NLQAttention(nn.Module):
 
 
 class NLQLinearAttention(NLQAttention):
-    """Linear attention, which stores a state instead of keys and values and needs no backend."""
+    """Linear attention, which stores a state instead of keys and values and does not call a backend."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -531,7 +530,7 @@ class NLQLinearAttention(NLQAttention):
             state = cache_layer.get_state()
         elif mask is not None:
             mask.check(length, length)
-        if self.needs_exact_output:  # its type is that of the values
+        if self.needs_exact_output:  # the output gets the type of the values
             value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
         attn_output, state = linear_attention(
             query_states,
@@ -551,7 +550,7 @@ class NLQLinearAttention(NLQAttention):
 
 
 class NLQCrossAttention(NLQAttention):
-    """Attention of a decoder's tokens to those of an encoder, whose keys and values a cache computes once."""
+    """Attention of a decoder's tokens to an encoder's, with keys and values that are projected once for a cache."""
 
     @staticmethod
     def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
@@ -612,7 +611,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
     | `"output"` | `x = r(x + norm(F(a(x))))` |
     | `"sandwich"` | `x = r(x + norm(F(a(norm(x)))))`, with two norms |
 
-    With `parallel_residual`, all read the same `x`, and all outputs are added to it at once.
+    All sub-layers read the same `x` with `parallel_residual`, and all outputs are added to it at once.
     """
 
     def __init__(self, config: NLQConfig, layer_idx: int):
@@ -624,13 +623,12 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
         self.has_mlp_hooks = self.self_attn.has_mlp_hooks
         self.mlp = MLPS[config.mlp_type](config)
-        # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a
-        # single sum
+        # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. A single sum has `mlp_norm`
         self.is_post_norm = config.norm_position == "post"
         has_two_sums = self.is_post_norm and not config.parallel_residual
         has_input_norm = config.norm_position in ("pre", "sandwich")
         has_output_norm = config.norm_position in ("output", "sandwich")
-        # What a block does not have is `None`: a module that does nothing would still cost a call for each token
+        # A missing module is `None`, because a module that does nothing would still cost a call for each token
         self.self_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
         self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else None
         self.self_attn_output_norm = make_norm(config) if has_output_norm else None
@@ -669,8 +667,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
 
         `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
         """
-        # diff with Llama: the first tensors are no keywords, because reentrant gradient checkpointing differentiates
-        # no others
+        # diff with Llama: the first tensors are positional, because reentrant gradient checkpointing differentiates
+        # only those
         if isinstance(hidden_states, tuple):
             raise ValueError(
                 "hidden_states: the first layer returns them and first_values; give each later layer these two"
@@ -724,7 +722,7 @@ def make_activation(name: str | None) -> nn.Module | None:
 
 
 def call_if_set(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Returns what the module computes, or its input if there is no module."""
+    """Returns what the module computes, or its input if the module is `None`."""
     return hidden_states if module is None else module(hidden_states)
 
 
@@ -782,7 +780,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
 
 
 class NLQModelOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """Without the `()` that `capture_outputs` returns as `cross_attentions` of a model that has none."""
+    """Leaves out the empty `cross_attentions` that `capture_outputs` returns for a model without them."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if not (isinstance(value, tuple) and not value):
@@ -829,8 +827,8 @@ class NLQModel(NLQPreTrainedModel):
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
             position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding.
-                Where they do not rise by one, a new packed document begins, which sees nothing of the documents before
-                it. With an `attention_mask`, even of all ones, or with a cache, each row is one text.
+                Where they do not rise by one, a new packed document begins, which does not see those before it. Each
+                row is one text if there is a cache or an `attention_mask`, even of all ones.
             cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned. In
                 continuous batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
@@ -842,7 +840,7 @@ class NLQModel(NLQPreTrainedModel):
         Raises:
             ValueError: for no input or two, for packed documents together with a cache or with cross-attention, for an
                 encoder's tokens that are missing or not expected, for positions beyond the learned ones, for a cache
-                under gradient checkpointing or in an encoder, for two caches, for another `is_causal` than that of the
+                under gradient checkpointing or in an encoder, for two caches, for an `is_causal` that differs from the
                 configuration, and for an unknown argument that holds a tensor or an object.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
@@ -850,7 +848,7 @@ class NLQModel(NLQPreTrainedModel):
         cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
         is_causal = self.config.is_causal
-        # Continuous batching says so too where it gives a mask, which is causal
+        # Continuous batching passes it with its causal mask
         if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
         if is_causal != self.is_causal:
@@ -878,7 +876,7 @@ class NLQModel(NLQPreTrainedModel):
         layers = list(self.layers)[: self.config.num_hidden_layers]
         options = {"is_causal": is_causal, **kwargs}
         sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options)
-        # diff with Llama: not while training. Whoever computes a layer again in backward would update the cache again
+        # diff with Llama: not while training, where computing a layer again in backward would update the cache again
         wants_cache = self.config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
             cache = DynamicCache(config=self.config)
@@ -939,7 +937,7 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError(f"encoder_hidden_states={shape} must be {expected}")
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
-        """Returns `use_cache`, or `False` under gradient checkpointing, whose backward would update it again."""
+        """Returns `use_cache`, or `False` under gradient checkpointing: its backward would update the cache again."""
         is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in (self, *self.layers))
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
@@ -952,8 +950,8 @@ class NLQModel(NLQPreTrainedModel):
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
         """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
         if sequences.is_paged:
-            # In continuous batching no request has such positions, but the tokens of Transformers' warm-up, and a
-            # token that it computes before it knows that a request has ended. Their outputs are not used
+            # In continuous batching only the tokens of Transformers' warm-up have such positions, and one that it
+            # computes before it knows that a request has ended. Their outputs are not used
             return sequences.position_ids.clamp(max=self.config.max_position_embeddings - 1)
         last_position = sequences.last_position
         if last_position is None:
@@ -974,7 +972,7 @@ def without_last(outputs: ModelOutput) -> dict[str, Any]:
 
 
 def cap_logits(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Returns `c tanh(logits / c)`, or the logits if there is no cap."""
+    """Returns `c tanh(logits / c)`, or the logits if the cap is `None`."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -1120,8 +1118,8 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
 
         Returns:
             The loss, if labels are given, and logits `(batch, labels)` of the token of each row that
-            `classifier_pooling` names, or the mean over its tokens. What is padding says `attention_mask`, or without
-            a mask of tokens `config.pad_token_id`: the tokens of an encoder then do not see it either.
+            `classifier_pooling` names, or the mean over its tokens. Padding is read from `attention_mask`, or without
+            one from `config.pad_token_id`, and then an encoder's tokens do not see it either.
 
         Raises:
             ValueError: for the last tokens of several rows with neither.
@@ -1133,8 +1131,8 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
-        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have
-        # no ids
+        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` come
+        # without ids
         is_token = torch.ones_like(logits[..., 0], dtype=torch.bool)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
@@ -1157,9 +1155,9 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             if (num_items := kwargs.get("num_items_in_batch")) is not None:
                 # The mean over this call becomes its share of the mean over all calls of an optimizer step
                 loss = loss * (labels.ne(-100).sum() / num_items)
-        found = without_last(outputs)
-        found.pop("cross_attentions", None)  # this output has no place for them
-        return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **found)
+        others = without_last(outputs)
+        others.pop("cross_attentions", None)  # this output lacks such a field
+        return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **others)
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):
@@ -1196,8 +1194,7 @@ class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
     accepts_loss_kwargs = False
 
 
-# Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines
-# warn about models that are not in them.
+# Trainer's label smoothing shifts labels only if these tables name the class, and pipelines warn about other models.
 for _names, _class in (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NLQForCausalLM),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, NLQForMaskedLM),

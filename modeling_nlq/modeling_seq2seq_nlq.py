@@ -1,4 +1,4 @@
-"""An NLQ encoder and decoder: cross-attention whose queries, activation and matrices are configured."""
+"""An NLQ encoder and decoder, with cross-attention that is configured as self-attention is."""
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         return requested_attention or AUTOMATIC
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """As in Transformers, and the decoder's embedding too if it is one of its own."""
+        """Resizes the embeddings as in Transformers, and an embedding of the decoder's own too."""
         if not self.config.tie_word_embeddings:
             self.base_model.decoder.resize_token_embeddings(*args, **kwargs)
         return super().resize_token_embeddings(*args, **kwargs)
@@ -106,8 +106,8 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
             cache, past_key_values, use_cache: as in `NLQModel`.
 
         Returns:
-            The decoder's last hidden state `(batch, query, hidden)`, the cache, and what the flags ask for of both
-            halves.
+            The decoder's last hidden state `(batch, query, hidden)`, the cache, and hidden states and attentions of
+            both halves if the flags say so.
 
         Raises:
             ValueError: without the decoder's tokens, and as `NLQModel`.
@@ -170,7 +170,7 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
 
     def generate_batch(self, *args, **kwargs):
-        """Raises `ValueError`: continuous batching has no place for the encoder's tokens."""
+        """Raises `ValueError`: continuous batching cannot keep the encoder's tokens."""
         raise ValueError("an encoder and decoder has no continuous batching; use generate")
 
     init_continuous_batching = generate_batch

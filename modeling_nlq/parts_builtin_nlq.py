@@ -1,6 +1,6 @@
 """The attention parts that come with NLQ, and their table. `NLQConfig` has a field for each of them.
 
-Shapes are those of `parts_base_nlq.py`.
+`parts_base_nlq.py` explains the shapes.
 """
 
 import math
@@ -47,11 +47,11 @@ class ShortConvolution(nn.Module):
         Args:
             states: `(batch, query, width)`, or some of the channels where several processes share the heads.
             earlier: `(batch, 3, width)`, the last tokens before, 0 for none; `None` is 0.
-            context: that of the call. Padding is passed over, wherever it is.
+            context: the context of the call. Padding is passed over, wherever it is.
             mesh: the processes that share the heads, or `None`.
 
         Returns:
-            The sums in the shape of `states`, and the last 3 tokens that are no padding, `(batch, 3, width)`.
+            The sums in the shape of `states`, and the last 3 tokens without padding, `(batch, 3, width)`.
         """
         (batch, length, width), kept = states.shape, KERNEL - 1
         if earlier is None:
@@ -81,8 +81,8 @@ class Canon(AttentionPart):
     """`h + conv(h)` over 4 tokens, at sites that the letters name.
 
     `"A"`: the input of the attention. `"B"`: queries, keys and values, before norms and positions. `"C"`: the input of
-    the MLP. `"D"`: what the MLP's activation gets, of a gated MLP also the factor. The cache keeps 3 tokens for each,
-    in Transformers' own layer for convolutions beside keys and values.
+    the MLP. `"D"`: the input of the MLP's activation, and the factor of a gated MLP. The cache keeps 3 tokens for
+    each, in Transformers' own layer for convolutions beside keys and values.
     """
 
     name = "canon"
@@ -96,7 +96,7 @@ class Canon(AttentionPart):
         super().__init__(config, layer_idx)
         widths = self.widths(config)
         self.convolutions = nn.ModuleDict({name: ShortConvolution(width) for name, width in widths.items()})
-        # The number of each among the states of the cache layer; those of linear attention come first
+        # The number of each among the states of the cache layer, after linear attention's
         self.state_indices = {name: config.first_conv_state + index for index, name in enumerate(widths)}
 
     @classmethod
@@ -475,7 +475,7 @@ class ForgetGate(AttentionPart):
 
 
 class AttentionSink(AttentionPart):
-    """Backends read the logits from the layer, which is why this part has no hook."""
+    """Adds a sink to softmax. Backends read its logits from the layer, so the part does not need a hook."""
 
     name = "attention_sink"
     formula = "exp(s_j) / (exp(b_h) + sum_k exp(s_k))"
@@ -692,7 +692,7 @@ class NLQSharedLinear(nn.Linear):
 
 
 class AttentionGate(AttentionPart):
-    """A gate of the outputs. With `"value"`, one matrix for all heads reads the token's own value."""
+    """A gate of the outputs. The gate `"value"` reads the token's own value, by one matrix for all heads."""
 
     name = "attention_gate"
     formula = "y_i * sigmoid(x_i W_g), or y_i * sigmoid(v_i W_g)"
@@ -749,10 +749,10 @@ ATTENTION_PARTS = {part.name: part for part in _IN_ORDER_OF_HOOKS}
 
 
 def parts_of(config: PreTrainedConfig) -> list[type[AttentionPart]]:
-    """Returns the parts of a layer, whose configuration is given: those whose field is set, then the user's own.
+    """Returns the parts of a layer with this configuration: first those that a field turns on, then the user's own.
 
     Raises:
-        ValueError: for a name in `attention_parts` that no part has.
+        ValueError: for an unknown name in `attention_parts`.
     """
     values = {name: getattr(config, name) for name in ATTENTION_PARTS}
     parts = [ATTENTION_PARTS[name] for name, value in values.items() if value is not None and value is not False]
