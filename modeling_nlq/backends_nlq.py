@@ -261,7 +261,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
             f"{_choices(ATTENTION_BACKENDS)}"
         )
     for request in requests:
-        find_backend(requested, [index for index, own in enumerate(layers) if request in own], request)
+        numbers = [index for index, layer_requests in enumerate(layers) if request in layer_requests]
+        find_backend(requested, numbers, request)
     return requested
 
 
@@ -312,8 +313,8 @@ def _choices(backends: Iterable[str]) -> str:
 def _requests(config: NLQConfig) -> list[list[AttentionRequest]]:
     """Returns what each layer requests in any call, its attention and its cross-attention."""
     layers = [filter(None, (layer, layer.cross_attention_config)) for layer in config.distinct_layers]
-    found = [list(map(request_of, layer)) for layer in layers]
-    return found if config.is_heterogeneous else found * config.num_hidden_layers
+    requests = [list(map(request_of, layer)) for layer in layers]
+    return requests if config.is_heterogeneous else requests * config.num_hidden_layers
 
 
 def request_of(layer: NLQConfig) -> AttentionRequest:
@@ -431,7 +432,7 @@ def layer_mask(
             made[kind] = (make_mask(backend, row, layer, sequences, hidden_states, cache), None)
         mask, context = made[kind]
         if context is None and layer.needs_token_context:
-            made[kind] = (mask, sequences.token_context(cache, index, *layer.visible_keys, mask))
+            made[kind] = (mask, sequences.token_context(layer, cache, mask))
     return kind[0], *made[kind]
 
 

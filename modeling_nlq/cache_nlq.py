@@ -136,8 +136,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         if tokens_to_remove != 0:
             raise RuntimeError(
                 "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, "
-                "which "
-                "assisted decoding and prompt lookup need; generate without assistant_model and "
+                "which assisted decoding and prompt lookup need; generate without assistant_model and "
                 "prompt_lookup_num_tokens"
             )
 

@@ -217,9 +217,9 @@ class NLQConfigMixin:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         # diff with PreTrainedConfig, which sets what a caller gives later, without a check, and drops misspelt fields
         check_kernels(config_dict, "config.json")
-        given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
+        overrides = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
         cls.check_names(kwargs, warns=False)
-        return super().from_dict(config_dict | given, **kwargs)
+        return super().from_dict(config_dict | overrides, **kwargs)
 
     @classmethod
     def check_names(cls, keys: Iterable[str], is_saved: bool = False, warns: bool = True) -> None:
@@ -247,15 +247,15 @@ class NLQConfigMixin:
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
         halves = [getattr(self, name) for name in self.sub_configs] or [self]
-        own = dict.fromkeys(part for half in halves for part in half._own_parts().values() if part not in PARTS)
+        user_parts = dict.fromkeys(part for half in halves for part in half._own_parts().values() if part not in PARTS)
         # In memory all classes stay, so that a saved configuration can be loaded with another `is_causal`
         in_memory, self.auto_map = self.auto_map, saved_auto_map(save_directory, vars(self))
         try:
             result = super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             self.auto_map = in_memory
-        if own:
-            save_parts(save_directory, own)
+        if user_parts:
+            save_parts(save_directory, user_parts)
         return result
 
 
@@ -578,8 +578,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 
     def has_bias(self, part: Literal["query_key_value", "attention_output", "mlp"]) -> bool:
         """Tells whether the linear layers of a part have biases."""
-        own = getattr(self, f"{part}_bias")
-        return self.use_bias if own is None else own
+        has_bias = getattr(self, f"{part}_bias")
+        return self.use_bias if has_bias is None else has_bias
 
     def validate_layer_type(self):
         """Validates nothing: the types of the layers are not a field, they follow from the activations."""
@@ -647,16 +647,14 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             if rope_type not in ROPE_TYPES:
                 raise ValueError(
                     f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; angles that "
-                    "depend on "
-                    "the current length do not fit a cache"
+                    "depend on the current length do not fit a cache"
                 )
             # `proportional` rotates the rest too, by an angle of 0
             factor = 1.0 if rope_type == "proportional" else self.rope_parameters.get("partial_rotary_factor", 1.0)
             if not 0 < (rotated := int(self.head_dim * factor)) <= self.head_dim or rotated % 2:
                 raise ValueError(
                     f"head_dim={self.head_dim} times partial_rotary_factor={factor}, {rotated} rotated elements, must "
-                    "be even "
-                    "and above 0 with position_embedding='rope'"
+                    "be even and above 0 with position_embedding='rope'"
                 )
 
     def validate_rope(self):
@@ -706,8 +704,8 @@ def _check_layer(layer: NLQConfig) -> None:
         if PROJECTIONS[value].identity and heads * layer.head_dim != width:
             allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
             raise ValueError(
-                f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={width}, "
-                f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
+                f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={width}, not "
+                f"{heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
             )
     if (layer.projection_bottleneck_size or 0) < 1:
         raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size} must be at least 1")
@@ -725,14 +723,13 @@ def _check_layer(layer: NLQConfig) -> None:
         )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
-            f"attention_normalization='sum' needs weights that are never negative, but attention_activation="
-            f"{activation.name!r} can be; use 'length' or 'none'"
+            "attention_normalization='sum' needs weights that are never negative, but "
+            f"attention_activation={activation.name!r} can be; use 'length' or 'none'"
         )
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
             f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', "
-            "not "
-            f"{activation.name!r}"
+            f"not {activation.name!r}"
         )
     for pair in EXCLUSIONS:
         values = {name: getattr(layer, name) for name, _ in pair}

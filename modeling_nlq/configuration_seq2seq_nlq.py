@@ -141,8 +141,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
             if self.tie_word_embeddings and sizes[0] != sizes[1]:
                 raise ValueError(
                     f"tie_word_embeddings=True shares one embedding, but {name} is {sizes[0]} in the encoder and "
-                    f"{sizes[1]} in "
-                    "the decoder; use tie_word_embeddings=False"
+                    f"{sizes[1]} in the decoder; use tie_word_embeddings=False"
                 )
         if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
             raise ValueError(

@@ -52,8 +52,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if name not in KNOWN_ARGUMENTS and not isinstance(value, (bool, int, float, str, type(None))):
             raise ValueError(
                 f"{name}: NLQ models do not know this argument, and must not ignore a {type(value).__name__}; leave "
-                "it out. "
-                "If Transformers passed it, this release is too new: see docs/versions.md"
+                "it out. If Transformers passed it, this release is too new: see docs/versions.md"
             )
 
 
@@ -110,8 +109,7 @@ class NLQIntegrationMixin:
             name, saved, configured = min(loading_info.mismatched_keys)
             raise RuntimeError(
                 f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; "
-                "leave sizes "
-                "as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
+                "leave sizes as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
             )
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 

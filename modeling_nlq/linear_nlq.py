@@ -151,10 +151,10 @@ def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) 
     mirrored = LinearInputs(*states, inputs.count, inputs.is_valid.flip(-1), last - document_end.flip(-1), None)
     chunk_size = None if torch.compiler.is_exporting() else CHUNK_SIZE  # chunks would fix the length
     before, after = (_chunked_sums(each, None, chunk_size)[:2] for each in (inputs, mirrored))
-    own = (inputs.query * inputs.key[:, :, None]).sum(dim=-1)
+    self_sum = (inputs.query * inputs.key[:, :, None]).sum(dim=-1)
     rotated = (inputs.rotated_query * inputs.rotated_key[:, :, None]).sum(dim=-1, keepdim=True)
     numerator = before[0] + after[0].flip(-2) - rotated * inputs.value[:, :, None]
-    return divide(numerator, before[1] + after[1].flip(-1) - own)
+    return divide(numerator, before[1] + after[1].flip(-1) - self_sum)
 
 
 def state_of_source(key: torch.Tensor, value: torch.Tensor, is_valid: torch.Tensor | None) -> LinearState:

@@ -47,7 +47,7 @@ class LayerArgument:
         def move(leaf: Any) -> Any:
             return leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf
 
-        return replace(self, **{own.name: tree_map(move, getattr(self, own.name)) for own in fields(self)})
+        return replace(self, **{entry.name: tree_map(move, getattr(self, entry.name)) for entry in fields(self)})
 
 
 @dataclass
@@ -79,8 +79,8 @@ class Visibility(LayerArgument):
 
     def excluding_self(self) -> "Visibility":
         """Returns the visibility, in causal order, without each query's own token, which is its last key."""
-        own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
-        return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - own)
+        self_count = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
+        return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - self_count)
 
     def rows(self, start: int, end: int, key_length: int) -> "Visibility":
         """Returns the visibility of some queries, which see at most the first `key_length` keys."""
@@ -243,45 +243,32 @@ class Sequences(LayerArgument):
         """`position_ids` if documents are packed, else `None`. Transformers' masks and flash attention read them."""
         return None if self.segments is None else self.position_ids
 
-    def visibility(
-        self, cache: Cache | None, layer_idx: int, sliding_window: int | None = None, sees_own_key: bool = True
-    ) -> Visibility:
-        """Makes the visibility of a layer, which leaves out a 4-D or block mask of the caller.
+    def visibility(self, layer: nn.Module, cache: Cache | None) -> Visibility:
+        """Makes the visibility of an attention layer, before the tokens of this call are in the cache.
 
-        Args:
-            cache: the cache, before the tokens of this call.
-            layer_idx: the number of the layer. A cache of a window has forgotten the tokens before it.
-            sliding_window: the window of the layer.
-            sees_own_key: whether a query sees the key of its own token.
+        It leaves out a 4-D or block mask of the caller.
         """
-        key_length, key_offset = self.key_range(cache, layer_idx)
+        sliding_window, sees_own_key = layer.visible_keys
+        key_length, key_offset = self.key_range(layer, cache)
         query_length, device = self.position_ids.shape[-1], self.position_ids.device
         options = (self.padding_mask, self.segments, sliding_window, key_offset, self.is_causal)
         visibility = make_visibility(query_length, key_length, self.query_offset, device, *options)
         return visibility if sees_own_key else visibility.excluding_self()
 
-    def token_context(
-        self, cache: Cache | None, layer_idx: int, sliding_window: int | None, sees_own_key: bool, mask: Any
-    ) -> TokenContext:
-        """Returns the context of this call's tokens in a layer.
-
-        Args:
-            cache, layer_idx, sliding_window, sees_own_key: as in `visibility`.
-            mask: the mask that the layer's backend takes. A caller's own 4-D mask decides what is visible.
-        """
+    def token_context(self, layer: nn.Module, cache: Cache | None, mask: Any) -> TokenContext:
+        """Returns the context of this call's tokens in an attention layer, whose backend takes `mask`."""
         if self.is_paged:  # each request is one text without padding
-            count = self.position_ids[:, None] + 1
+            count, sliding_window = self.position_ids[:, None] + 1, layer.visible_keys[0]
             count = count if sliding_window is None else count.clamp(max=sliding_window)
             return TokenContext(count, self.position_ids)
-        visibility = self.visibility(cache, layer_idx, sliding_window)
+        visibility = self.visibility(layer, cache)
         of_keys = (None, None, None, None, visibility.key_is_valid)
         if self.source_length is None:
-            of_keys = self._positions(visibility, self.key_range(cache, layer_idx)[1])
+            of_keys = self._positions(visibility, self.key_range(layer, cache)[1])
         has_own_mask = is_dense(self.attention_mask) or isinstance(self.attention_mask, BlockMask)
-        if has_own_mask and isinstance(mask, torch.Tensor):
+        count = visibility.visible_count[:, None]
+        if has_own_mask and isinstance(mask, torch.Tensor):  # it alone says what is visible
             count = mask[..., : visibility.key_length].sum(dim=-1)
-        else:
-            count = (visibility if sees_own_key else visibility.excluding_self()).visible_count[:, None]
         return TokenContext(count, *of_keys, self.segments, has_own_mask)
 
     def _positions(self, visibility: Visibility, key_offset: int) -> tuple[torch.Tensor | None, ...]:
@@ -299,24 +286,27 @@ class Sequences(LayerArgument):
         is_valid = None if key_is_valid is None else key_is_valid[:, query_index]
         return key_position[:, query_index], key_position, query_index, is_valid, key_is_valid
 
-    def sees_all_keys(self, cache: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
-        """Tells whether every query sees all keys of a layer, with the arguments of `visibility`."""
+    def sees_all_keys(self, layer: nn.Module, cache: Cache | None) -> bool:
+        """Tells whether every query sees all keys of an attention layer."""
+        sliding_window, sees_own_key = layer.visible_keys
+        if not sees_own_key or self.attention_mask is not None:
+            return False
         if not self.is_causal:
             return self.padding_mask is None and self.segments is None and sliding_window is None
         if self.position_ids.shape[-1] > 1 or self.padding_mask is not None or not isinstance(self.query_offset, int):
             return False
         if is_tracing(self.position_ids):  # the number of keys would become a constant of the program
             return False
-        key_length, key_offset = self.key_range(cache, layer_idx)
+        key_length, key_offset = self.key_range(layer, cache)
         is_within = sliding_window is None or key_length <= sliding_window
         return key_length + key_offset == self.query_offset + 1 and is_within
 
-    def key_range(self, cache: Cache | None, layer_idx: int) -> tuple[int, int]:
-        """Returns the number of keys of a layer, and the number of tokens before the first key."""
+    def key_range(self, layer: nn.Module, cache: Cache | None) -> tuple[int, int]:
+        """Returns the number of keys of a layer, and of tokens before them that a window has forgotten."""
         query_length = self.position_ids.shape[-1]
         if self.source_length is not None:
             return self.source_length, 0
-        return (query_length, 0) if cache is None else cache.get_mask_sizes(query_length, layer_idx)
+        return (query_length, 0) if cache is None else cache.get_mask_sizes(query_length, layer.layer_idx)
 
 
 @dataclass
@@ -523,15 +513,15 @@ def _make_visibility_mask(
     layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
 ) -> Visibility | torch.Tensor | None:
     """Returns the mask of NLQ's own backends, `None` if every query sees all keys."""
-    if _sees_all_keys(layer, sequences, cache):
+    if sequences.sees_all_keys(layer, cache):
         return None
     mask = boolean_mask(sequences.attention_mask) if is_dense(sequences.attention_mask) else None
     if mask is not None and layer.visible_keys == (None, True):
         return mask
-    visibility = sequences.visibility(cache, layer.layer_idx, *layer.visible_keys)
+    visibility = sequences.visibility(layer, cache)
     if mask is None:
         return visibility
-    key_length, key_offset = sequences.key_range(cache, layer.layer_idx)
+    key_length, key_offset = sequences.key_range(layer, cache)
     if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
         tokens = sequences.query_offset + inputs_embeds.shape[1]
         if isinstance(tokens, int) and mask.shape[-1] < tokens:
@@ -549,7 +539,7 @@ def _make_dense_mask(
     """Returns the booleans that PyTorch's kernels take, or `None` for an order of keys that they know."""
     # Transformers packs documents in causal order only
     is_known = layer.is_causal or (sequences.source_length is None and sequences.segments is None)
-    if is_known and not is_dense(sequences.attention_mask) and not _sees_all_keys(layer, sequences, cache):
+    if is_known and not is_dense(sequences.attention_mask) and not sequences.sees_all_keys(layer, cache):
         return _make_transformers_mask(layer, sequences, inputs_embeds, cache)
     mask = _make_visibility_mask(layer, sequences, inputs_embeds, cache)
     return mask.dense() if isinstance(mask, Visibility) else mask
@@ -565,7 +555,7 @@ def _make_block_mask(
     block_mask = _make_transformers_mask(layer, sequences, inputs_embeds, cache, **options)
     if isinstance(sequences.attention_mask, BlockMask):
         return FlexMask(block_mask)
-    return FlexMask(block_mask, sequences.visibility(cache, layer.layer_idx, *layer.visible_keys).visible_count)
+    return FlexMask(block_mask, sequences.visibility(layer, cache).visible_count)
 
 
 def _make_transformers_mask(
@@ -582,13 +572,6 @@ def _make_transformers_mask(
         make, config = create_sliding_window_causal_mask, config.per_layer_config[layer.layer_idx]
     options |= {CACHE_NAME: cache, "position_ids": sequences.packed_position_ids, "layer_idx": layer.layer_idx}
     return make(config, inputs_embeds, mask, **options)
-
-
-def _sees_all_keys(layer: nn.Module, sequences: Sequences, cache: Cache | None) -> bool:
-    sliding_window, sees_own_key = layer.visible_keys
-    if not sees_own_key or sequences.attention_mask is not None:
-        return False
-    return sequences.sees_all_keys(cache, layer.layer_idx, sliding_window)
 
 
 # By what a backend takes. Linear attention reads a `Visibility` to know which keys enter its state

@@ -414,10 +414,10 @@ class NLQAttention(nn.Module):
                 call.states = from_columns(columns, owners)
         bias = None
         for part in self.parts_with("score_bias"):
-            own = part("score_bias", call, (call.states or {}).get(part.name))
+            part_bias = part("score_bias", call, (call.states or {}).get(part.name))
             # A bias of positions alone has one row for the whole batch
-            own = ScoreBias(*(one.expand(query_states.shape[0], -1, -1) for one in own))
-            bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
+            part_bias = ScoreBias(*(term.expand(query_states.shape[0], -1, -1) for term in part_bias))
+            bias = part_bias if bias is None else ScoreBias(bias.query + part_bias.query, bias.key + part_bias.key)
         for part in self.parts_with("change_cached_qkv"):
             attended = (query_states, key_states, value_states)
             query_states, key_states, value_states = part("change_cached_qkv", call, *attended)
@@ -822,7 +822,8 @@ class NLQModel(NLQPreTrainedModel):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> NLQModelOutput:
-        """
+        """Computes the last hidden states, `(batch, query, hidden)`.
+
         Args:
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
@@ -1026,9 +1027,9 @@ class NLQForMaskedLM(NLQLanguageModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """
+        """Computes logits, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, inputs_embeds: as in `NLQModel`.
             labels: `(batch, query)` token ids of the masked tokens; -100, elsewhere, is ignored.
 
         Returns:
@@ -1074,11 +1075,9 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
-        """
+        """Computes logits, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in
-                `NLQModel`.
-            encoder_hidden_states, encoder_attention_mask: as in `NLQModel`.
             labels: `(batch, query)` token ids, shifted inside; -100 is ignored.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
 
@@ -1111,9 +1110,9 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
-        """
+        """Computes logits of each row, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, kwargs: as in `NLQModel`.
             labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
 
         Returns:
@@ -1173,9 +1172,9 @@ class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedMode
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """
+        """Computes logits of each token, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, kwargs: as in `NLQModel`.
             labels: `(batch, query)` classes; -100 is ignored.
 
         Returns:

@@ -97,13 +97,13 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         decoder_position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """
+        """Computes the last hidden states of both halves; the cache is passed as to `NLQModel`.
+
         Args:
             input_ids, attention_mask, inputs_embeds, position_ids: the source, as in `NLQModel`; `(batch, source)`.
             encoder_outputs: what the encoder has returned for it, instead of `input_ids`; the mask is still needed.
             decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, decoder_position_ids: the target, shifted
                 right.
-            cache, past_key_values, use_cache: as in `NLQModel`.
 
         Returns:
             The decoder's last hidden state `(batch, query, hidden)`, the cache, and hidden states and attentions of
@@ -193,9 +193,9 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """
+        """Computes logits, and a loss from labels; the other arguments are `NLQSeq2SeqModel`'s.
+
         Args:
-            input_ids, ..., past_key_values, kwargs: as in `NLQSeq2SeqModel`.
             labels: `(batch, query)` token ids of the target; -100 is ignored. Without `decoder_input_ids`, they are
                 these shifted to the right.
             logits_to_keep: how many last positions get logits (0: all), or their indices.

@@ -273,24 +273,24 @@ class AttentionPart(nn.Module):
         Parameters of modules inside the part that `__init__` leaves at PyTorch's defaults, as in a plain `nn.Linear`,
         keep the model's initialisation.
         """
-        own = {name for name, _ in self.named_parameters(recurse=False)}
+        direct = {name for name, _ in self.named_parameters(recurse=False)}
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         inner = {
             name
             for name, value in tensors.items()
-            if not (name in own or value.is_meta or getattr(value, "_is_hf_initialized", False))
+            if not (name in direct or value.is_meta or getattr(value, "_is_hf_initialized", False))
         }
         if inner:
             inner -= self._default_parameters()
-        if not own | inner:
+        if not direct | inner:
             return
-        # Only parameters of its own take numbers from the model's random stream
-        with torch.random.fork_rng(devices=[], enabled=not own), torch.device("cpu"):
-            if not own:
+        # Only its direct parameters take numbers from the model's random stream
+        with torch.random.fork_rng(devices=[], enabled=not direct), torch.device("cpu"):
+            if not direct:
                 torch.default_generator.manual_seed(int(torch.randint(2**62, ())))
             fresh = type(self)(self.config, self.layer_idx)
         values = dict(fresh.named_parameters(remove_duplicate=False)) | dict(fresh.named_buffers())
-        for name in own | inner:
+        for name in direct | inner:
             init.copy_(tensors[name], values[name])
 
     @torch.no_grad()
@@ -303,7 +303,7 @@ class AttentionPart(nn.Module):
         names = set()
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):
             fresh = type(self)(self.config, self.layer_idx)
-            given = {
+            initial = {
                 name: (value.clone(), value._version) for name, value in fresh.named_parameters(remove_duplicate=False)
             }
             for path, module in list(fresh.named_modules())[1:]:
@@ -320,10 +320,10 @@ class AttentionPart(nn.Module):
                 before = {name: value._version for name, value in parameters.items()}
                 reset(module)
                 after = {name: value._version for name, value in parameters.items()}
-                unset = {name for name, value in parameters.items() if torch.equal(value, given[name][0])}
+                unset = {name for name, value in parameters.items() if torch.equal(value, initial[name][0])}
                 if not is_ours:
                     PreTrainedModel._init_weights(self, module)
-                    unset = {name for name in unset if given[name][1] == after[name] - before[name]}
+                    unset = {name for name in unset if initial[name][1] == after[name] - before[name]}
                     # Else Transformers leaves it
                     unset = {name for name in unset if parameters[name]._version > after[name]}
                 names |= unset

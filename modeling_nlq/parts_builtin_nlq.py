@@ -71,10 +71,10 @@ class ShortConvolution(nn.Module):
             sums = sums + term
         if is_valid is None:
             return sums.to(states.dtype), full[:, length:]
-        place = (is_valid.cumsum(dim=1)[:, kept:] - 1 - kept).clamp(min=0)[..., None]
+        index = (is_valid.cumsum(dim=1)[:, kept:] - 1 - kept).clamp(min=0)[..., None]
         last = is_valid.sum(dim=1)[:, None] + torch.arange(-kept, 0, device=states.device)
         latest = full.gather(1, last[..., None].expand(-1, -1, width))
-        return sums.gather(1, place.expand_as(states)).to(states.dtype), latest
+        return sums.gather(1, index.expand_as(states)).to(states.dtype), latest
 
 
 class Canon(AttentionPart):
@@ -135,8 +135,7 @@ class Canon(AttentionPart):
         if call.token_context.has_own_mask:
             raise ValueError(
                 "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; "
-                "give a "
-                "padding mask (batch, key), or position_ids of packed documents"
+                "give a padding mask (batch, key), or position_ids of packed documents"
             )
         index, earlier, cache_layer = self.state_indices[name], None, None
         if call.cache is not None:
@@ -177,7 +176,7 @@ class Canon(AttentionPart):
 
     def change_mlp_inner(self, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names = ("mlp_gate", "mlp_inner")[-len(states) :]
-        return tuple(self._convolve(name, call, own, is_split=True) for name, own in zip(names, states))
+        return tuple(self._convolve(name, call, channels, is_split=True) for name, channels in zip(names, states))
 
 
 class NLQRMSNorm(nn.RMSNorm):
@@ -274,8 +273,8 @@ class LengthScaling(AttentionPart):
         if activation.kind == "linear" or (activation.is_homogeneous and normalization == "sum"):
             raise ValueError(
                 f"attention_length_scaling={config.attention_length_scaling!r}: "
-                f"attention_activation={activation.name!r} "
-                f"normalised by {normalization!r} cancels a factor of the scores; use another activation or normaliser"
+                f"attention_activation={activation.name!r} normalised by {normalization!r} cancels a factor of the "
+                "scores; use another activation or normaliser"
             )
 
     def change_qkv(self, call: AttentionCall, query, key, value):
@@ -357,8 +356,8 @@ class ValueResidual(AttentionPart):
     def change_qkv(self, call: AttentionCall, query, key, value):
         if self.mixing_bias is None:
             return query, key, (call.first_values + value) * 0.5
-        first, own = shared_by_heads(self.mixing_bias, call.tp_mesh)
-        return query, key, first * call.first_values + own * value
+        first, own_share = shared_by_heads(self.mixing_bias, call.tp_mesh)
+        return query, key, first * call.first_values + own_share * value
 
 
 class SelectiveAttention(AttentionPart):
@@ -396,11 +395,11 @@ class SelectiveAttention(AttentionPart):
         if has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
                 "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which "
-                "assisted "
-                "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
+                "assisted decoding and prompt lookup need; generate without assistant_model and "
+                "prompt_lookup_num_tokens"
             )
-        own = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
-        selects = nn.functional.relu(scores[:, 0]).masked_fill(own | is_first.bool()[:, None], 0.0)
+        is_self = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
+        selects = nn.functional.relu(scores[:, 0]).masked_fill(is_self | is_first.bool()[:, None], 0.0)
         if visible is not None:
             selects = selects.masked_fill(~visible[:, 0], 0.0)
         if context.is_valid is not None:
@@ -580,8 +579,8 @@ class DifferentialAttention(AttentionPart):
         if self.is_v2:
             return torch.sigmoid(self.proj(call.hidden_states))
         first, second = (
-            torch.exp((one * other).sum(dtype=torch.promote_types(one.dtype, torch.float32)))
-            for one, other in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+            torch.exp((left * right).sum(dtype=torch.promote_types(left.dtype, torch.float32)))
+            for left, right in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
         )
         return first - second + self.lambda_init
 

@@ -26,7 +26,7 @@ _MODULES = {
 }
 _ORIGINS = (
     "modeling_nlq",
-    *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())),
+    *(f"{prefix}{module}" for prefix in ("modeling_nlq.", ".") for module in set(_MODULES.values())),
 )
 
 # By name and hash of the code. The latest of a name is what a new configuration means by it
@@ -171,15 +171,14 @@ def published_text(text: str, source: str) -> str:
         if foreign:
             raise ValueError(
                 f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may "
-                "write "
-                f"`from modeling_nlq import ...` with {', '.join(_MODULES)}"
+                f"write `from modeling_nlq import ...` with {', '.join(_MODULES)}"
             )
         if origin in _ORIGINS:
             aliases = {
                 module: [a for a in node.names if _MODULES[a.name] == module] for module in map(_MODULES.get, names)
             }
             new = "; ".join(
-                f"from .{module} import {', '.join(map(ast.unparse, own))}" for module, own in aliases.items()
+                f"from .{module} import {', '.join(map(ast.unparse, names))}" for module, names in aliases.items()
             )
             first, last = node.lineno - 1, node.end_lineno - 1
             line = lines[first][: node.col_offset] + new.encode() + lines[last][node.end_col_offset :]
@@ -207,7 +206,6 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
     """Returns the part of a name.
 
     Args:
-        name: its name.
         code: the hash of its code, or `None` for the latest.
 
     Raises:
@@ -220,8 +218,7 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
         return part
     raise ValueError(
         f"attention_parts: {name!r} (code {code}) is unknown here; if you trust its file, which lies beside the "
-        "model, load it "
-        "by load_attention_parts('FILE.py') or --parts FILE.py"
+        "model, load it by load_attention_parts('FILE.py') or --parts FILE.py"
     )
 
 
@@ -237,8 +234,7 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
         if part.__module__ not in _files:
             raise ValueError(
                 f"attention_parts: {part.name!r} is defined in no file, and a model cannot be saved without its code; "
-                "put the "
-                "class into a file, and load it by load_attention_parts"
+                "put the class into a file, and load it by load_attention_parts"
             )
         file, text = _files[part.__module__]
         if texts.setdefault(file, text) != text:
