@@ -122,7 +122,7 @@ class AttentionCall:
 
     def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs one of the `MLP_HOOKS`, which change what the MLP computes."""
-        return self.layer.change_mlp(hook, self, *states)
+        return self.layer.change_mlp(hook, self, *states) if self.layer.parts_with(hook) else states
 
 
 # Methods of this package and of PyTorch that give a module its initial values
