@@ -195,8 +195,6 @@ def _see_linear(
 ) -> Layer:
     """Measures a layer of linear attention."""
     query, key, value = layer.project(call)
-    options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
-    options["is_causal"] = layer.is_causal
     found = Layer(layer.activation.name, query.shape[1])
     found.missing = dict.fromkeys(
         ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction"), _NO_WEIGHTS
@@ -204,6 +202,8 @@ def _see_linear(
     found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     if call.source is not None:
         return found
+    options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
+    options["is_causal"] = layer.is_causal
     outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
     later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees itself alone
