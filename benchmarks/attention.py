@@ -24,8 +24,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, AttentionRequest
-from modeling_nlq.flex_nlq import FlexMask
-from modeling_nlq.masking_nlq import make_visibility
+from modeling_nlq.masking_nlq import FlexMask, make_visibility
 
 
 ELEMENTWISE = [name for name, activation in ATTENTION_ACTIVATIONS.items() if activation.is_elementwise]

@@ -3,12 +3,11 @@
 `attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot
 compute the activation of a layer is an error. It never computes softmax instead.
 
-This file decides which backend computes a layer: `choose_implementation` when a model is built or its backend is set,
-`find_backend` for each layer and call, `choose_paged_implementation` for continuous batching; and it makes the masks
-that a backend takes. A backend itself refuses tensors that it cannot take, such as a dtype or a device.
+`choose_implementation` runs when a model is built or its backend is set, `find_backend` for each layer and call, and
+`choose_paged_implementation` for continuous batching. A backend itself refuses tensors that it cannot take, such as a
+dtype or a device.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,24 +18,14 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    BlockMask,
-    create_bidirectional_mask,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-    packed_sequence_mask_function,
-    sdpa_mask,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import is_flash_attention_requested
 
 from .activations_nlq import AttentionActivation
-from .attention_nlq import chunked_attention_forward, eager_attention_forward
+from .attention_nlq import chunked_attention_forward, eager_attention_forward, flex_attention_with_log_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
-from .flex_nlq import FlexMask, flex_attention_with_log_forward
-from .integrations_nlq import CACHE_NAME
-from .masking_nlq import LayerMasks, Sequences, TokenContext, boolean_mask, read_sequences, read_source, read_visible
+from .linear_nlq import linear_attention
+from .masking_nlq import LayerMasks, Sequences, TokenContext, make_mask, read_sequences, read_visible
 from .ops_nlq import autocast_dtype, record_use
 from .parts_base_nlq import materialized_by
 from .parts_builtin_nlq import parts_of
@@ -48,7 +37,7 @@ def sdpa_with_sink_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
-    The sink is another key before all others, whose value is 0. A learned logit `b` needs another column: 1 in the
+    The sink is another key before all others, with the value 0. A learned logit `b` needs another column: 1 in the
     sink's key, 0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8,
     which CUDA's kernels need. This adds only the term `exp(b)` to the denominator, so it is exact.
 
@@ -146,8 +135,7 @@ class AttentionBackend:
         has_dropout: whether it drops weights in training.
         weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns
             `None` instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
-        mask: the mask that it takes: a `"visibility"`, or one that Transformers makes, `"dense"`, `"block"` (a
-            `FlexMask`) or `"padding"`.
+        mask: the mask that it takes, by its maker in `masking_nlq.MASK_MAKERS`.
         is_paged: whether it takes the paged cache of continuous batching, and then Transformers' own mask.
         has_float32: whether it computes float32.
         is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another
@@ -160,7 +148,7 @@ class AttentionBackend:
     materializes: Literal["rows", "all"] | None = None
     has_dropout: bool = True
     weights: Literal["returned", "omitted", "refused"] = "refused"
-    mask: Literal["visibility", "dense", "block", "padding"] = "visibility"
+    mask: Literal["visibility", "state", "dense", "block", "padding"] = "visibility"
     is_paged: bool = False
     has_float32: bool = True
     is_portable: bool = True
@@ -211,8 +199,7 @@ _flash_options = {
     "is_portable": False,
 }
 _flash_attention = AttentionBackend(flash_attention_forward, _is_softmax_without_sink, **_flash_options)
-# Capabilities assumed for attention functions that we do not know, such as kernels from the Hub: those of flash
-# attention
+# Attention functions that we do not know, such as kernels from the Hub, count as capable of what flash attention is
 _UNKNOWN_BACKEND = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
@@ -246,6 +233,7 @@ PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
 # The name where a backend's stands, for layers of that activation. They call `linear_nlq.py`, whatever
 # `attn_implementation` is
 LINEAR_ATTENTION = "linear_attention"
+_STATE = AttentionBackend(linear_attention, _always, weights="refused", mask="state")
 
 
 def choose_implementation(config: NLQConfig, requested: str | None) -> str | None:
@@ -262,11 +250,10 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     layers = _requests(config)
     requests = list(itertools.chain(*layers))
     if requested is None:
-        # With a bias, Transformers' choice would be `sdpa`, which needs a matrix of it
+        # Transformers would choose `sdpa` with a bias too, which takes it as a matrix
         is_plain = all(_is_softmax(request) and not request.bias and not request.materializes for request in requests)
         return None if is_plain else AUTOMATIC
-    # Transformers also knows the rows that the installed package added to its own table, which is not that of remote
-    # code
+    # Transformers also knows rows that the installed package added, which remote code lacks
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
     if requested not in (*ATTENTION_BACKENDS, *others):
         raise ValueError(
@@ -274,7 +261,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
             f"{_choices(ATTENTION_BACKENDS)}"
         )
     for request in requests:
-        find_backend(requested, [index for index, own in enumerate(layers) if request in own], request)
+        numbers = [index for index, layer_requests in enumerate(layers) if request in layer_requests]
+        find_backend(requested, numbers, request)
     return requested
 
 
@@ -282,14 +270,14 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
 
     Raises:
-        ValueError: if a layer is linear, if windows differ, or if the backend that is set takes no paged cache or
-            cannot compute some layer.
+        ValueError: if a layer is linear, if windows differ, or if the backend that is set cannot take a paged cache
+            or cannot compute some layer.
     """
     if config.add_cross_attention:
         raise ValueError("add_cross_attention=True has no continuous batching; use generate")
     layers = list(itertools.chain(*_requests(config)))
     for index, layer in enumerate(layers):
-        # A state has no place in the paged cache, and its masks do not say which key is the query's own
+        # The paged cache cannot hold a state, and its masks do not say which key is the query's own
         if layer.activation.kind == "linear" or not layer.activation.sees_own_key:
             name = layer.activation.name
             raise ValueError(f"attention_activation={name!r} (layer {index}) has no continuous batching; use generate")
@@ -312,7 +300,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 
 
 def supports_flash_attention(config: NLQConfig) -> bool:
-    """True if flash attention computes every layer, linear ones apart, which need no backend."""
+    """Tells whether flash attention computes every layer but linear ones, which do not call a backend."""
     requests = itertools.chain(*_requests(config))
     return all(_flash_attention.supports_layer(request) for request in requests if request.activation.kind != "linear")
 
@@ -325,8 +313,8 @@ def _choices(backends: Iterable[str]) -> str:
 def _requests(config: NLQConfig) -> list[list[AttentionRequest]]:
     """Returns what each layer requests in any call, its attention and its cross-attention."""
     layers = [filter(None, (layer, layer.cross_attention_config)) for layer in config.distinct_layers]
-    found = [list(map(request_of, layer)) for layer in layers]
-    return found if config.is_heterogeneous else found * config.num_hidden_layers
+    requests = [list(map(request_of, layer)) for layer in layers]
+    return requests if config.is_heterogeneous else requests * config.num_hidden_layers
 
 
 def request_of(layer: NLQConfig) -> AttentionRequest:
@@ -411,13 +399,24 @@ def make_layer_masks(
 
 
 def layer_mask(
-    layer: nn.Module, masks: LayerMasks, hidden_states: torch.Tensor, cache: Cache | None = None, **kwargs
+    layer: nn.Module,
+    masks: LayerMasks | torch.Tensor | None,
+    hidden_states: torch.Tensor,
+    cache: Cache | None = None,
+    source: torch.Tensor | None = None,
+    **kwargs,
 ) -> tuple[str, Any, TokenContext | None]:
-    """Returns backend, mask and token context of an attention layer, from `masks` or made here before it advances the
-    cache.
+    """Returns backend, mask and token context of an attention layer, before it advances the cache.
 
-    The other arguments are those of `make_layer_masks`.
+    Args:
+        layer: the attention layer.
+        masks: what the model made for all layers; or the mask of a caller who calls this layer alone.
+        hidden_states, cache, kwargs: as in `make_layer_masks`.
+        source: in cross-attention, the encoder's tokens.
     """
+    if not isinstance(masks, LayerMasks):
+        options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal, **kwargs}
+        masks = LayerMasks(read_sequences(hidden_states, masks, cache=cache, source=source, **options))
     sequences, made, index = masks.sequences, masks.made, layer.layer_idx
     if (kind := masks.kinds.get(index)) is None:
         cache = cache if sequences.source_length is None else None
@@ -429,119 +428,12 @@ def layer_mask(
         kind = masks.kinds[index] = (backend, *layer.visible_keys)
         if kind not in made:
             record_use("attention", backend)
-            made[kind] = (make_mask(backend, layer, sequences, hidden_states, cache), None)
+            row = _STATE if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND)
+            made[kind] = (make_mask(backend, row, layer, sequences, hidden_states, cache), None)
         mask, context = made[kind]
         if context is None and layer.needs_token_context:
-            made[kind] = (mask, sequences.token_context(cache, index, *layer.visible_keys, mask))
+            made[kind] = (mask, sequences.token_context(layer, cache, mask))
     return kind[0], *made[kind]
-
-
-def own_masks(
-    layer: nn.Module,
-    hidden_states: torch.Tensor,
-    attention_mask: Any = None,
-    cache: Cache | None = None,
-    source: torch.Tensor | None = None,
-    **kwargs,
-) -> LayerMasks:
-    """Returns the masks that the model made, or makes them for a layer that is called alone."""
-    if isinstance(attention_mask, LayerMasks):
-        return attention_mask
-    if source is not None:
-        return LayerMasks(read_source(hidden_states, source, attention_mask))
-    options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal}
-    return LayerMasks(read_sequences(hidden_states, attention_mask, cache=cache, **options, **kwargs))
-
-
-def make_mask(
-    backend: str, layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
-) -> Any:
-    """Makes the mask that a backend takes for a layer, and for every other layer with the same backend and visible
-    keys.
-
-    Args:
-        backend: a result of `find_backend`.
-        layer: the attention layer.
-        sequences: padding, packed documents and positions of this call.
-        inputs_embeds: `(batch, query, hidden)`.
-        cache: the cache, before the tokens of this call.
-
-    Raises:
-        ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
-    """
-    config, layer_idx, (sliding_window, sees_own_key) = layer.config, layer.layer_idx, layer.visible_keys
-    mask, is_linear = sequences.attention_mask, backend == LINEAR_ATTENTION
-    row = ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND)
-    if sequences.is_paged:
-        if is_linear or not row.is_paged:
-            raise ValueError(f"attn_implementation={config._attn_implementation!r} takes no paged cache")
-        # 0 where a query sees a key, and the dtype's lowest number elsewhere; flash attention takes none
-        return None if mask is None else mask == 0
-    is_exported = torch.compiler.is_exporting() and cache is not None and layer_idx < len(cache.layers)
-    if is_exported and cache.is_sliding[layer_idx] and cache.get_seq_length(layer_idx):
-        # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
-        raise ValueError(
-            f"sliding_window (layer {layer_idx}): export without cache, or with a DynamicCache() without a config"
-        )
-    kind = "visibility" if is_linear else row.mask
-    sees_all_keys = sees_own_key and mask is None and sequences.sees_all_keys(cache, layer_idx, sliding_window)
-    if kind in ("visibility", "dense") and sees_all_keys:
-        return None
-    make_visibility = functools.partial(sequences.visibility, cache, layer_idx, sliding_window, sees_own_key)
-    is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
-    is_block = isinstance(mask, BlockMask)
-    is_refused = is_dense and (is_linear or kind not in ("visibility", "dense"))
-    if is_refused or (is_block and (kind != "block" or sliding_window)):  # with a block mask, the window would be lost
-        given = "BlockMask" if is_block else "4-D mask"
-        raise ValueError(f"attention_mask: attn_implementation={backend!r} (layer {layer_idx}) takes no {given}")
-    if is_dense:
-        mask = boolean_mask(mask)
-        if sliding_window is None and sees_own_key:
-            return mask
-        key_length, key_offset = sequences.key_range(cache, layer_idx)
-        if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
-            tokens = sequences.query_offset + inputs_embeds.shape[1]
-            if isinstance(tokens, int) and mask.shape[-1] < tokens:
-                raise ValueError(
-                    f"attention_mask={tuple(mask.shape)} must have {tokens} keys, sliding_window={sliding_window}"
-                )
-            mask = mask[..., key_offset : key_offset + key_length]
-        # A static cache that is not full yet is longer
-        return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & make_visibility().dense()
-    is_cross = sequences.source_length is not None
-    # Transformers packs documents in causal order only
-    if kind == "visibility" or (
-        kind == "dense" and not layer.is_causal and (is_cross or sequences.segments is not None)
-    ):
-        return make_visibility() if kind == "visibility" else make_visibility().dense()
-    if is_cross and kind == "padding" and mask is not None:
-        # Flash attention takes the padding of queries and keys for the same
-        raise ValueError(
-            f"encoder_attention_mask: attn_implementation={backend!r} takes no padded source; use 'sdpa' or 'nlq'"
-        )
-    positions = sequences.packed_position_ids
-    if positions is not None and positions.shape[0] > 1 and is_flash_attention_requested(config):
-        raise ValueError(
-            f"attn_implementation={config._attn_implementation!r} takes packed documents in a batch of 1, not "
-            f"{positions.shape[0]}; flatten the batch (DataCollatorWithFlattening), or use 'sdpa'"
-        )
-    if backend == "flex_attention" and getattr(cache, "is_compileable", False):
-        # The block mask would read the length of the cache when the kernel runs, after the cache has grown
-        raise ValueError("attn_implementation='flex_attention' takes no static cache; use a dynamic one, or 'nlq'")
-    if sliding_window is not None:
-        config = config.per_layer_config[layer_idx]  # from which Transformers reads the window
-    # For an encoder they make a mask without order
-    make = create_causal_mask if sliding_window is None else create_sliding_window_causal_mask
-    options = {CACHE_NAME: cache, "position_ids": positions, "layer_idx": layer_idx}
-    if is_cross:  # of which its shape is read
-        source = inputs_embeds.new_empty(inputs_embeds.shape[0], sequences.source_length, 0)
-        make, options = create_bidirectional_mask, {"encoder_hidden_states": source}
-    if kind == "block" and not layer.is_causal and sequences.segments is not None:
-        options["and_mask_function"] = packed_sequence_mask_function(sequences.segments)
-    made = make(config, inputs_embeds, mask, **options)
-    if kind == "block":
-        return FlexMask(made, None if isinstance(mask, BlockMask) else make_visibility().visible_count)
-    return made
 
 
 def _of_nlq_models_only(*args, **kwargs):

@@ -1,6 +1,7 @@
 """The cache layer of linear attention, which stores a state, and the cache of an encoder's keys and values."""
 
 import hashlib
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,11 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
 )
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+
+# Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`
+CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 # The name of the cache layer in Transformers' table. The table belongs to the process, which may have loaded other
 # revisions of this file, so the name contains a hash of it.
@@ -63,7 +68,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """True for a static cache, whose number of tokens is a tensor. Compiling would fix a plain number."""
+        """True for a static cache, which counts its tokens by a tensor. Compiling would fix a plain number."""
         return self.max_cache_len is not None
 
     @property
@@ -131,8 +136,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         if tokens_to_remove != 0:
             raise RuntimeError(
                 "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, "
-                "which "
-                "assisted decoding and prompt lookup need; generate without assistant_model and "
+                "which assisted decoding and prompt lookup need; generate without assistant_model and "
                 "prompt_lookup_num_tokens"
             )
 
@@ -202,7 +206,7 @@ def cache_of_both(cache: Cache) -> EncoderDecoderCache:
     change.
 
     `generate` makes both halves from the decoder's configuration. With windows, states or a static length the other
-    half would forget keys, or have no place for them, so before its first use it is replaced.
+    half would forget keys or lack room for them, so it is replaced before its first use.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return EncoderDecoderCache(cache, DynamicCache())

@@ -1,4 +1,4 @@
-"""Configuration of NLQ, a GPT-style model whose query projection and attention activation are switches."""
+"""Configuration of NLQ, a GPT-style model with switches for query projection, attention activation and more."""
 
 # ruff: noqa: E402 - the version check comes before anything that an old Transformers lacks.
 from transformers.utils.versions import require_version
@@ -9,10 +9,11 @@ require_version(f"transformers>={MINIMUM_TRANSFORMERS}", "Upgrade with `pip inst
 
 import contextlib
 import copy
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,6 @@ from .parts_base_nlq import MLP_HOOKS, WEIGHT_HOOKS, AttentionPart
 from .parts_builtin_nlq import ATTENTION_PARTS, parts_of
 from .parts_nlq import PARTS
 from .parts_user_nlq import add_to_package, code_of, find_part, save_parts
-from .projections_nlq import PROJECTIONS
 
 
 if TYPE_CHECKING:
@@ -106,8 +106,7 @@ PER_LAYER_SWITCHES = (
     "cross_attention",
 )
 
-# What cross-attention has not, because the encoder's tokens have no order for it, or no values of the query's own
-# token
+# Switches that cross-attention does not support: they need token order or the query's own value
 WITHOUT_CROSS_ATTENTION = ("position_embedding", "sliding_window", "linear_attention_decay")
 WITHOUT_CROSS_ATTENTION += tuple(name for name, part in ATTENTION_PARTS.items() if part.of_own_tokens())
 # The switches that `cross_attention` may override
@@ -122,12 +121,47 @@ EXCLUSIONS = (
     (("parallax", None), ("differential_attention", None)),
     # Its sums would not move with the keys of a window's cache
     (("selective_attention", None), ("sliding_window", None)),
-    # A head reads the values of two groups, and a token has no value of its own there
+    # A head reads the values of two groups, so a token does not have one value of its own
     (("exclusive_attention", None), ("differential_attention", "v1")),
     (("attention_gate", "value"), ("differential_attention", "v1")),
 )
 
-# Not the types whose angles depend on the current length: cached keys would become wrong.
+
+@dataclass(frozen=True)
+class Projection:
+    """One row of the table of projections: the terms of the sum.
+
+    Attributes:
+        identity: adds the input `X` itself, so the output is as wide as the input.
+        linear: adds `X W`.
+        bottleneck: adds `f(X)`.
+        starts_at_zero: whether the output LayerNorm of `f` starts with gain and bias 0, so that `f = 0` at first.
+    """
+
+    identity: bool = False
+    linear: bool = False
+    bottleneck: bool = False
+    starts_at_zero: bool = False
+
+    def default_attention_scaling(self, head_dim: int) -> float:
+        """Returns the factor of the scores when this projection computes the queries.
+
+        With an identity term it is half of the usual factor. The paper has `Q(X) = (X + f(X)) / 2`; here the factor of
+        the scores contains the 1/2, and `Q(X) = X + f(X)`.
+        """
+        return (0.5 if self.identity else 1.0) / math.sqrt(head_dim)
+
+
+PROJECTIONS = {
+    "linear": Projection(linear=True),
+    "identity": Projection(identity=True),
+    "residual": Projection(identity=True, linear=True),
+    "nonlinear": Projection(identity=True, bottleneck=True),
+    "bottleneck": Projection(bottleneck=True),
+    "upcycled": Projection(linear=True, bottleneck=True, starts_at_zero=True),
+}
+
+# Types with angles that depend on the current length would make cached keys wrong, and are left out
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 # Keys that Transformers writes into config.json or reads from a configuration, beside the attributes of
@@ -153,7 +187,7 @@ LIBRARY_KEYS = {
 
 
 def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
-    """Raises `ValueError` if a file chooses a kernel from the Hub, whose code Transformers would download and run.
+    """Raises `ValueError` if a file chooses a kernel from the Hub: Transformers would download and run its code.
 
     Args:
         settings: the content of the file, or the value of `field`.
@@ -183,9 +217,9 @@ class NLQConfigMixin:
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         # diff with PreTrainedConfig, which sets what a caller gives later, without a check, and drops misspelt fields
         check_kernels(config_dict, "config.json")
-        given = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
+        overrides = {name: kwargs.pop(name) for name in cls.field_names() & kwargs.keys()}
         cls.check_names(kwargs, warns=False)
-        return super().from_dict(config_dict | given, **kwargs)
+        return super().from_dict(config_dict | overrides, **kwargs)
 
     @classmethod
     def check_names(cls, keys: Iterable[str], is_saved: bool = False, warns: bool = True) -> None:
@@ -213,15 +247,15 @@ class NLQConfigMixin:
     def save_pretrained(self, save_directory, *args, **kwargs):
         # diff with PreTrainedConfig: the files of parts that belong to no file of this code
         halves = [getattr(self, name) for name in self.sub_configs] or [self]
-        own = dict.fromkeys(part for half in halves for part in half._own_parts().values() if part not in PARTS)
+        user_parts = dict.fromkeys(part for half in halves for part in half._own_parts().values() if part not in PARTS)
         # In memory all classes stay, so that a saved configuration can be loaded with another `is_causal`
         in_memory, self.auto_map = self.auto_map, saved_auto_map(save_directory, vars(self))
         try:
             result = super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             self.auto_map = in_memory
-        if own:
-            save_parts(save_directory, own)
+        if user_parts:
+            save_parts(save_directory, user_parts)
         return result
 
 
@@ -263,8 +297,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             learned gains (and LayerNorms with `use_bias` biases).
         embedding_norm (`bool`, defaults to `False`): a norm of the embeddings, before the first block.
         final_logit_softcapping (`float`, *optional*): logits `c tanh(logits / c)`.
-        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; that of both
-            sub-layers' output projections is smaller by `sqrt(2 * num_hidden_layers)`.
+        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; divided
+            by `sqrt(2 * num_hidden_layers)` in the output projections of both sub-layers.
         embedding_dropout (`float`, defaults to 0.0): dropout probability after the embeddings.
         residual_dropout (`float`, defaults to 0.0): dropout probability of each sub-layer's output.
         attention_dropout (`float`, defaults to 0.0): dropout probability of the attention weights.
@@ -534,7 +568,7 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether learned positions are added to the token embeddings, which limits the length."""
+        """True if learned positions are added to the token embeddings, which limits the length."""
         return any(layer.position_embedding == "learned" for layer in self.distinct_layers)
 
     @property
@@ -544,8 +578,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 
     def has_bias(self, part: Literal["query_key_value", "attention_output", "mlp"]) -> bool:
         """Tells whether the linear layers of a part have biases."""
-        own = getattr(self, f"{part}_bias")
-        return self.use_bias if own is None else own
+        has_bias = getattr(self, f"{part}_bias")
+        return self.use_bias if has_bias is None else has_bias
 
     def validate_layer_type(self):
         """Validates nothing: the types of the layers are not a field, they follow from the activations."""
@@ -613,16 +647,14 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             if rope_type not in ROPE_TYPES:
                 raise ValueError(
                     f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; angles that "
-                    "depend on "
-                    "the current length do not fit a cache"
+                    "depend on the current length do not fit a cache"
                 )
             # `proportional` rotates the rest too, by an angle of 0
             factor = 1.0 if rope_type == "proportional" else self.rope_parameters.get("partial_rotary_factor", 1.0)
             if not 0 < (rotated := int(self.head_dim * factor)) <= self.head_dim or rotated % 2:
                 raise ValueError(
                     f"head_dim={self.head_dim} times partial_rotary_factor={factor}, {rotated} rotated elements, must "
-                    "be even "
-                    "and above 0 with position_embedding='rope'"
+                    "be even and above 0 with position_embedding='rope'"
                 )
 
     def validate_rope(self):
@@ -672,8 +704,8 @@ def _check_layer(layer: NLQConfig) -> None:
         if PROJECTIONS[value].identity and heads * layer.head_dim != width:
             allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
             raise ValueError(
-                f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={width}, "
-                f"not {heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
+                f"{name}={value!r} adds the input itself, so its output must have the width hidden_size={width}, not "
+                f"{heads} heads x head_dim={layer.head_dim}; use one of {allowed}, or another number of heads"
             )
     if (layer.projection_bottleneck_size or 0) < 1:
         raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size} must be at least 1")
@@ -691,14 +723,13 @@ def _check_layer(layer: NLQConfig) -> None:
         )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
-            f"attention_normalization='sum' needs weights that are never negative, but attention_activation="
-            f"{activation.name!r} can be; use 'length' or 'none'"
+            "attention_normalization='sum' needs weights that are never negative, but "
+            f"attention_activation={activation.name!r} can be; use 'length' or 'none'"
         )
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
             f"linear_attention_decay={layer.linear_attention_decay!r} needs attention_activation='linear_attention', "
-            "not "
-            f"{activation.name!r}"
+            f"not {activation.name!r}"
         )
     for pair in EXCLUSIONS:
         values = {name: getattr(layer, name) for name, _ in pair}
@@ -723,7 +754,7 @@ def _check_layer(layer: NLQConfig) -> None:
             field = f"{part.name}={value!r}" if (value := getattr(layer, part.name, None)) else part.name
             raise ValueError(f"{field} needs attention_activation={allowed}, not {activation.name!r}")
         part.check(layer)
-        # Linear attention has no scores and no weights, and its state is its own
+        # Linear attention does not compute scores or weights, and has a state instead
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(
                 f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not"
@@ -774,13 +805,12 @@ NLQConfig.register_for_auto_class()
 add_to_package(__name__)
 
 
-# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`. It does not read `auto_map`
-# there, and has no other way in that would not hide errors. The name stands for the Auto class, not for a class of
-# this revision: the Auto class finds the code that belongs to each folder, so several revisions in one process set the
-# same thing. It is set here because the server imports no other file of the model before. It is an attribute of the
-# module's class because Transformers makes a second module object of itself (`direct_transformers_import`), and the
-# server keeps the first. Elsewhere there is no such name, because MLflow treats any name found in `transformers` as
-# built in, and loads without `trust_remote_code`.
+# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])` and does not read `auto_map`
+# there. The name means the Auto class, which finds the code of each folder, so several revisions in one process agree.
+# It is set here because the server imports this file first. It is an attribute of the module's class because
+# Transformers makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
+# Only the server sees it, because MLflow takes any name in `transformers` for built in, and loads it without
+# `trust_remote_code`.
 def _served_class(module: ModuleType) -> type:
     if "transformers.cli.serve" in sys.modules:
         return AutoModelForCausalLM

@@ -43,10 +43,10 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
     Args:
         encoder (`dict` or `NLQConfig`, *optional*): the encoder; `is_causal=False` is set.
         decoder (`dict` or `NLQConfig`, *optional*): the decoder; `add_cross_attention=True` is set, and
-            `cross_attention_hidden_size` and `cross_attention_max_positions` to those of the encoder.
+            `cross_attention_hidden_size` and `cross_attention_max_positions` are read from the encoder.
         decoder_start_token_id (`int`, *optional*): the first token of the decoder; by default `bos_token_id`, or else
             `pad_token_id`.
-        bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default those of the decoder.
+        bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default the decoder's.
         tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token
             embedding.
         kwargs: fields of `NLQConfig` for both halves; a field in a half's own `dict` wins.
@@ -112,7 +112,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        """That of the decoder; set, it is that of both halves."""
+        """The decoder's vocabulary size. Setting it sets both halves'."""
         return self.decoder.vocab_size
 
     @vocab_size.setter
@@ -141,8 +141,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
             if self.tie_word_embeddings and sizes[0] != sizes[1]:
                 raise ValueError(
                     f"tie_word_embeddings=True shares one embedding, but {name} is {sizes[0]} in the encoder and "
-                    f"{sizes[1]} in "
-                    "the decoder; use tie_word_embeddings=False"
+                    f"{sizes[1]} in the decoder; use tie_word_embeddings=False"
                 )
         if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
             raise ValueError(

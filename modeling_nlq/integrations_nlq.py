@@ -1,8 +1,7 @@
-"""What other programs ask of a model: Transformers' releases, PEFT's adapters, parallelism and continuous batching."""
+"""Support for other programs: Transformers' releases, PEFT's adapters, parallelism and continuous batching."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,10 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousBatchingManager
-from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.deprecation import deprecate_kwarg
 
-from .parts_base_nlq import SplitByHeads
+from .cache_nlq import CACHE_NAME
 from .parts_builtin_nlq import parts_of
 
 
@@ -22,9 +20,6 @@ try:
     from peft.utils import constants as peft_constants
 except ImportError:
     peft_constants = None
-
-# Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`.
-CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
 def accept_both_cache_names(forward: Callable) -> Callable:
@@ -34,8 +29,8 @@ def accept_both_cache_names(forward: Callable) -> Callable:
     return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)(forward)
 
 
-# The tensors and objects that a call may pass beside those that `forward` names: read elsewhere, or without effect on
-# a result
+# Tensors and objects that a call may pass although `forward` does not name them. They are read elsewhere, or do not
+# change a result
 KNOWN_ARGUMENTS = {
     "cache_position",  # the cache knows it
     *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),  # read by `masking_nlq.read_sequences`
@@ -57,12 +52,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         if name not in KNOWN_ARGUMENTS and not isinstance(value, (bool, int, float, str, type(None))):
             raise ValueError(
                 f"{name}: NLQ models do not know this argument, and must not ignore a {type(value).__name__}; leave "
-                "it out. "
-                "If Transformers passed it, this release is too new: see docs/versions.md"
+                "it out. If Transformers passed it, this release is too new: see docs/versions.md"
             )
 
 
-# Queries and values, as for Llama. A model has those that its projections need.
+# Queries and values, as for Llama. A model contains only some of these layers
 DEFAULT_TARGETS = [f"{name}_{layer}" for name in "qv" for layer in ("proj", "bottleneck.fc1", "bottleneck.fc2")]
 # IA3 scales the output of keys and values, and the input of the MLP's last layer
 _IA3_FEEDFORWARD = ["mlp.fc2", "mlp.down_proj"]
@@ -82,7 +76,7 @@ def register_default_targets(model_type: str) -> None:
 
 
 def check_distribution(config: PreTrainedConfig, distributed_config: DistributedConfig) -> None:
-    """Raises `ValueError` if a model, whose `NLQConfig` is given, cannot be split in this way."""
+    """Raises `ValueError` if a model with this `NLQConfig` cannot be split in this way."""
     tp_size = distributed_config.tp_size
     if distributed_config.pp_size > 1:
         raise ValueError(f"pp_size={distributed_config.pp_size}: NLQ models have no pipeline stages; use tp_size")
@@ -99,7 +93,7 @@ def check_distribution(config: PreTrainedConfig, distributed_config: Distributed
 
 
 class NLQIntegrationMixin:
-    """What the models support, and what Transformers splits over processes; a base before `PreTrainedModel`."""
+    """Says what the models support, and splits them over processes; a base before `PreTrainedModel`."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -110,13 +104,12 @@ class NLQIntegrationMixin:
 
     @staticmethod
     def _finalize_model_loading(model, load_config, loading_info):
-        # diff with PreTrainedModel, whose error names no weight
+        # diff with PreTrainedModel: the error names the weight
         if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             name, saved, configured = min(loading_info.mismatched_keys)
             raise RuntimeError(
                 f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; "
-                "leave sizes "
-                "as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
+                "leave sizes as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
             )
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
@@ -129,21 +122,21 @@ class NLQIntegrationMixin:
         model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
         if mesh_manager is not None and distributed_config.tp_size > 1 and model.tp_plan:
             for module in model.modules():
-                if isinstance(module, SplitByHeads):
+                if hasattr(module, "tp_mesh"):
                     module.tp_mesh = mesh_manager.get_mesh("tp")
         return model
 
 
 class NLQGenerationMixin(GenerationMixin):
-    """Transformers' generation, whose continuous batching takes every attention activation with keys and values.
+    """Transformers' generation, and continuous batching of every attention activation with keys and values.
 
     Continuous batching is `generate_batch`, `init_continuous_batching` and Transformers' server. Transformers runs the
-    requests. This class chooses the attention that it uses meanwhile, and refuses requests that do not fit into the
-    learned positions, because a single failing request would stop the thread that serves all of them.
+    requests. This class chooses the attention that it uses meanwhile. It also refuses requests that do not fit into
+    the learned positions, because a single failing request would stop the thread that serves all of them.
     """
 
     def _get_static_cache_init_shape(self):
-        # diff with GenerationMixin: what parts keep beside the keys makes them wider, so the first keys say how wide
+        # diff with GenerationMixin: parts may widen the keys, and then the cache reads their width from the first ones
         has_states = any(
             part.has_hook("token_state") for layer in self.config.per_layer_config for part in parts_of(layer)
         )
@@ -152,8 +145,7 @@ class NLQGenerationMixin(GenerationMixin):
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs
     ) -> torch.Tensor | None:
-        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache, whose shape stays
-        # the same
+        # diff with Llama: the model makes the masks, from a padding mask that is as long as a static cache throughout
         if attention_mask is None:
             return None
         cache = past_key_values if cache is None else cache
@@ -168,8 +160,8 @@ class NLQGenerationMixin(GenerationMixin):
         model's own again.
 
         Raises:
-            ValueError: for linear attention, for windows that differ, and if the model's `attn_implementation` has no
-                continuous batching.
+            ValueError: for linear attention, for windows that differ, and if the model's `attn_implementation` cannot
+                do it.
         """
         original, paged = self.config._attn_implementation, self._choose_paged_implementation()
         if paged != original:
@@ -181,14 +173,13 @@ class NLQGenerationMixin(GenerationMixin):
             raise
         if paged != original:
             manager._original_attn_impl = original
-        # It may be that of an earlier call
+        # The manager may come from an earlier call
         if self.config.has_learned_positions and "add_request" not in vars(manager):
             manager.add_request = _keep_within_positions(manager, self.config)
         return manager
 
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args, **kwargs) -> dict:
-        """As in Transformers, after a check of the prompts: there, a prompt that fails ends the generation of all
-        others.
+        """Generates as in Transformers, after a check of the prompts: one that fails would end all others there.
 
         Raises:
             ValueError: for a prompt longer than the learned positions, and what `init_continuous_batching` refuses.
@@ -218,7 +209,7 @@ def _keep_within_positions(manager: ContinuousBatchingManager, config: PreTraine
     def add_request_within_positions(input_ids, request_id=None, max_new_tokens=None, *args, **kwargs):
         _check_prompt(input_ids, config)
         wanted = manager.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        possible = config.max_position_embeddings - len(input_ids) + 1  # the last token needs no position
+        possible = config.max_position_embeddings - len(input_ids) + 1  # the last token is not read
         return add_request(
             input_ids, request_id, possible if wanted is None else min(wanted, possible), *args, **kwargs
         )

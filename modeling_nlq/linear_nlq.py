@@ -6,7 +6,7 @@ output is
 
     o_i = sum_j decay^(t_i - t_j) (R_i psi(c q_i)) . (R_j psi(k_j)) v_j / sum_j decay^(t_i - t_j) psi(c q_i) . psi(k_j)
 
-over the keys that query `i` sees. `t` counts the tokens that are not padding. `R` are rotary positions, in the
+over the keys that query `i` sees. `t` counts the tokens but padding. `R` are rotary positions, in the
 numerator only (Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv
 2307.08621). Later tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers:
 `parallel_form`, quadratic in the length, is the readable reference; `chunked_form`, linear, is for training and
@@ -22,18 +22,32 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.utils.generic import maybe_autocast
 
 from .activations_nlq import counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
-from .projections_nlq import rotate
 
 
 # With heads of 64, the pairs within a chunk of this length cost about as much as reading the state
 CHUNK_SIZE = 64
 # Tokens computed at once: enough to use a whole device, and few enough to reuse memory between segments
 SEGMENT_SIZE = 2048
+
+
+def rotate(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotates queries and keys by their positions (Su et al. 2021, arXiv 2104.09864).
+
+    Args:
+        query, key: `(batch, heads, length, head_dim)`.
+        cos, sin: `(batch or 1, length, rotated)`. The first `rotated` elements of each head are rotated.
+    """
+    rotation = rotate_whole if cos.shape[-1] == query.shape[-1] else rotate_part
+    return rotation(query, key, cos, sin)
 
 
 class LinearInputs(NamedTuple):
@@ -67,7 +81,7 @@ def fixed_log_decay(num_heads: int) -> torch.Tensor:
 
 
 def initial_decay_bias(num_heads: int) -> torch.Tensor:
-    """Returns `(heads,)`, the numbers whose sigmoids are RetNet's rates."""
+    """Returns `(heads,)`, the logits of RetNet's rates."""
     exponent = 5.0 + torch.arange(num_heads, dtype=torch.float64)
     return exponent * math.log(2.0) + fixed_log_decay(num_heads)
 
@@ -116,7 +130,7 @@ def chunked_form(
     Args:
         inputs: the inputs of n tokens.
         state: the state of all tokens before them.
-        chunk_size: c, in tokens. `None` makes one chunk of all tokens, whose number an exported program leaves open.
+        chunk_size: c, in tokens. `None` makes one chunk of all tokens, for exported programs of any length.
     """
     numerator, denominator, state = _chunked_sums(inputs, state, chunk_size)
     return divide(numerator, denominator), state
@@ -137,10 +151,10 @@ def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) 
     mirrored = LinearInputs(*states, inputs.count, inputs.is_valid.flip(-1), last - document_end.flip(-1), None)
     chunk_size = None if torch.compiler.is_exporting() else CHUNK_SIZE  # chunks would fix the length
     before, after = (_chunked_sums(each, None, chunk_size)[:2] for each in (inputs, mirrored))
-    own = (inputs.query * inputs.key[:, :, None]).sum(dim=-1)
+    self_sum = (inputs.query * inputs.key[:, :, None]).sum(dim=-1)
     rotated = (inputs.rotated_query * inputs.rotated_key[:, :, None]).sum(dim=-1, keepdim=True)
     numerator = before[0] + after[0].flip(-2) - rotated * inputs.value[:, :, None]
-    return divide(numerator, before[1] + after[1].flip(-1) - own)
+    return divide(numerator, before[1] + after[1].flip(-1) - self_sum)
 
 
 def state_of_source(key: torch.Tensor, value: torch.Tensor, is_valid: torch.Tensor | None) -> LinearState:

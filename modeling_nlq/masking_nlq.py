@@ -1,5 +1,8 @@
-"""The keys that each query sees: causal order or none, windows, padding, packed documents, cached tokens, a caller's
-4-D mask.
+"""Masks: which keys each query sees, what a backend takes to say so, and how a backend reads it.
+
+`read_sequences` reads the arguments of a call of the model. `make_mask` makes from them what a backend takes.
+`read_mask` and `read_visible` are for backends. Causal order, windows, padding, packed documents, cached tokens and a
+caller's 4-D mask are decided here and nowhere else.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call).
 
@@ -15,13 +18,27 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 from transformers.generation.continuous_batching import PagedAttentionCache
-from transformers.masking_utils import BlockMask, find_packed_sequence_indices
+from transformers.masking_utils import (
+    BlockMask,
+    create_bidirectional_mask,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
+
+from .cache_nlq import CACHE_NAME
+
+
+# What masks are made of
 
 
 class LayerArgument:
-    """A dataclass among the arguments of a layer. A named tuple would become a plain one in programs that walk through
-    them.
+    """A dataclass among the arguments of a layer. Other programs can move its tensors.
+
+    A named tuple would become a plain one in programs that walk through the arguments.
     """
 
     def to(self, *args, **kwargs) -> Self:
@@ -30,7 +47,7 @@ class LayerArgument:
         def move(leaf: Any) -> Any:
             return leaf.to(*args, **kwargs) if hasattr(leaf, "to") else leaf
 
-        return replace(self, **{own.name: tree_map(move, getattr(self, own.name)) for own in fields(self)})
+        return replace(self, **{entry.name: tree_map(move, getattr(self, entry.name)) for entry in fields(self)})
 
 
 @dataclass
@@ -38,9 +55,8 @@ class Visibility(LayerArgument):
     """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
     Attributes:
-        last_key: `(batch or 1, query)`, the last key that each query may see: in causal order its own token, else the
-            last one of its packed document or its window. It never falls from query to query. `None` if no key is too
-            late.
+        last_key: `(batch or 1, query)`, the last key that each query may see: its own token in causal order, else the
+            end of its packed document or window. It never falls from query to query. `None` if no key is too late.
         key_length: number of keys, including those of a static cache that are still empty.
         visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
         key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
@@ -62,12 +78,12 @@ class Visibility(LayerArgument):
             )
 
     def excluding_self(self) -> "Visibility":
-        """Returns the visibility, in causal order, without the last key of each query, its own token."""
-        own = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
-        return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - own)
+        """Returns the visibility, in causal order, without each query's own token, which is its last key."""
+        self_count = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
+        return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - self_count)
 
     def rows(self, start: int, end: int, key_length: int) -> "Visibility":
-        """Returns the visibility of some queries, of which none sees a key after the first `key_length`."""
+        """Returns the visibility of some queries, which see at most the first `key_length` keys."""
         key_is_valid = None if self.key_is_valid is None else self.key_is_valid[:, :key_length]
         first_key, last_key = (None if key is None else key[:, start:end] for key in (self.first_key, self.last_key))
         return Visibility(last_key, key_length, self.visible_count[:, start:end], key_is_valid, first_key)
@@ -84,36 +100,6 @@ class Visibility(LayerArgument):
         if self.first_key is not None:
             visible = visible & (key_index >= self.first_key[:, None, :, None])
         return visible
-
-
-@dataclass
-class TokenContext(LayerArgument):
-    """What an attention part may ask about the tokens of one forward call, as one layer sees them.
-
-    Queries are the tokens of this call. Keys are these and the cached ones, in a static cache also places that are
-    still empty. What depends on an order of both is `None` in cross-attention, and all but the first two in continuous
-    batching.
-
-    Attributes:
-        visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
-        query_position: `(batch or 1, query)`, the number of tokens before each in its text or packed document. Padding
-            is not counted, nor are positions that the caller gives.
-        key_position: `(batch or 1, key)`, the same for keys, also those in the cache.
-        query_index: `(query,)`, each token's own index among the keys of the layer.
-        is_valid: `(batch, query)`, false for padding; `None` if there is none.
-        key_is_valid: `(batch, key)`, the same for keys.
-        document: `(batch, key)`, the number of each key's packed document; `None` if there are no packed documents.
-        has_own_mask: whether the caller gave a mask of queries and keys, which alone says what is visible.
-    """
-
-    visible_count: torch.Tensor
-    query_position: torch.Tensor | None = None
-    key_position: torch.Tensor | None = None
-    query_index: torch.Tensor | None = None
-    is_valid: torch.Tensor | None = None
-    key_is_valid: torch.Tensor | None = None
-    document: torch.Tensor | None = None
-    has_own_mask: bool = False
 
 
 def make_visibility(
@@ -139,7 +125,7 @@ def make_visibility(
         sliding_window: how many tokens a query sees at most, itself and those before it; without causal order that
             many on each side of itself; `None` for all.
         key_offset: number of tokens before the first key, which a cache of the window has forgotten.
-        is_causal: whether no query sees a later token.
+        is_causal: false for an encoder, whose queries see later tokens.
     """
     query_index = torch.arange(query_length, device=device) + (query_offset - key_offset)
     first_key, last_key = None, query_index[None] if is_causal else None
@@ -160,16 +146,17 @@ def make_visibility(
         if first_key is not None:
             count = count - (seen - key_is_valid.long())[:, first_key[0]]
         return Visibility(last_key, key_length, count, key_is_valid, first_key)
-    end = (
-        torch.full_like(query_index, key_length)[None] if last_key is None else last_key.clamp(max=key_length - 1) + 1
-    )
+    if last_key is None:
+        end = torch.full_like(query_index, key_length)[None]
+    else:
+        end = last_key.clamp(max=key_length - 1) + 1
     return Visibility(last_key, key_length, end if first_key is None else end - first_key, first_key=first_key)
 
 
 def _document_starts(segments: torch.Tensor, query_index: torch.Tensor) -> torch.Tensor:
     """Returns `(batch or 1, query)`, the first token of each token's packed document."""
     if torch.compiler.is_exporting():
-        # Counts the tokens before the document, because ONNX has no cumulative maximum
+        # Counts the tokens before the document, because ONNX lacks a cumulative maximum
         is_other = segments[:, None, :] != segments[:, :, None]
         return (is_other & (query_index < query_index[:, None])).sum(dim=-1)
     starts_here = torch.ones_like(segments, dtype=torch.bool)
@@ -177,11 +164,434 @@ def _document_starts(segments: torch.Tensor, query_index: torch.Tensor) -> torch
     return torch.where(starts_here, query_index, 0).cummax(dim=-1).values
 
 
+@dataclass
+class TokenContext(LayerArgument):
+    """The tokens of one forward call as one layer sees them, for attention parts.
+
+    Queries are the tokens of this call. Keys are these and the cached ones; a static cache also has keys that are
+    still empty. Fields that compare the order of queries and keys are `None` in cross-attention. In continuous
+    batching all but the first two are.
+
+    Attributes:
+        visible_count: `(batch or 1, 1 or heads, query)`, the number `n` of keys that each query sees.
+        query_position: `(batch or 1, query)`, the number of tokens before each in its text or packed document. It
+            counts neither padding nor positions that the caller gives.
+        key_position: `(batch or 1, key)`, the same for keys, also those in the cache.
+        query_index: `(query,)`, each token's own index among the keys of the layer.
+        is_valid: `(batch, query)`, false for padding; `None` without padding.
+        key_is_valid: `(batch, key)`, the same for keys.
+        document: `(batch, key)`, the number of each key's packed document; `None` without packed documents.
+        has_own_mask: whether the caller gave a mask of queries and keys, which alone says what is visible.
+    """
+
+    visible_count: torch.Tensor
+    query_position: torch.Tensor | None = None
+    key_position: torch.Tensor | None = None
+    query_index: torch.Tensor | None = None
+    is_valid: torch.Tensor | None = None
+    key_is_valid: torch.Tensor | None = None
+    document: torch.Tensor | None = None
+    has_own_mask: bool = False
+
+
+@dataclass
+class FlexMask(LayerArgument):
+    """The mask of `flex_attention`.
+
+    Attributes:
+        block_mask: Transformers' block mask.
+        visible_count: `(batch or 1, query)`, the number of keys that each query sees, or `None` if it is not known.
+    """
+
+    block_mask: BlockMask | None
+    visible_count: torch.Tensor | None = None
+
+
+# What the arguments of a call say
+
+
+@dataclass
+class Sequences(LayerArgument):
+    """The sequences of one call of the model; each layer makes its `Visibility` and `TokenContext` from them.
+
+    Attributes:
+        position_ids: `(batch or 1, query)`, the position of each token in its text.
+        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching it is Transformers'
+            own, and `None` for flash attention.
+        query_offset: number of tokens before the first query; a tensor if a static cache counts them.
+        padding_mask: `(batch, tokens)`, false for padding, or `None`.
+        segments: `(batch, query)`, the number of each token's packed document, or `None`.
+        last_position: the largest position where it is known without reading `position_ids`, else `None`.
+        is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees,
+            or for flash attention the arguments that Transformers passes to it.
+        is_causal: false for an encoder, whose queries see later tokens.
+        source_length: in cross-attention the number of the encoder's tokens, which are the keys; else `None`.
+    """
+
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor | BlockMask | None = None
+    query_offset: int | torch.Tensor = 0
+    padding_mask: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
+    last_position: int | None = None
+    is_paged: bool = False
+    is_causal: bool = True
+    source_length: int | None = None
+
+    @property
+    def packed_position_ids(self) -> torch.Tensor | None:
+        """`position_ids` if documents are packed, else `None`. Transformers' masks and flash attention read them."""
+        return None if self.segments is None else self.position_ids
+
+    def visibility(self, layer: nn.Module, cache: Cache | None) -> Visibility:
+        """Makes the visibility of an attention layer, before the tokens of this call are in the cache.
+
+        It leaves out a 4-D or block mask of the caller.
+        """
+        sliding_window, sees_own_key = layer.visible_keys
+        key_length, key_offset = self.key_range(layer, cache)
+        query_length, device = self.position_ids.shape[-1], self.position_ids.device
+        options = (self.padding_mask, self.segments, sliding_window, key_offset, self.is_causal)
+        visibility = make_visibility(query_length, key_length, self.query_offset, device, *options)
+        return visibility if sees_own_key else visibility.excluding_self()
+
+    def token_context(self, layer: nn.Module, cache: Cache | None, mask: Any) -> TokenContext:
+        """Returns the context of this call's tokens in an attention layer, whose backend takes `mask`."""
+        if self.is_paged:  # each request is one text without padding
+            count, sliding_window = self.position_ids[:, None] + 1, layer.visible_keys[0]
+            count = count if sliding_window is None else count.clamp(max=sliding_window)
+            return TokenContext(count, self.position_ids)
+        visibility = self.visibility(layer, cache)
+        of_keys = (None, None, None, None, visibility.key_is_valid)
+        if self.source_length is None:
+            of_keys = self._positions(visibility, self.key_range(layer, cache)[1])
+        has_own_mask = is_dense(self.attention_mask) or isinstance(self.attention_mask, BlockMask)
+        count = visibility.visible_count[:, None]
+        if has_own_mask and isinstance(mask, torch.Tensor):  # it alone says what is visible
+            count = mask[..., : visibility.key_length].sum(dim=-1)
+        return TokenContext(count, *of_keys, self.segments, has_own_mask)
+
+    def _positions(self, visibility: Visibility, key_offset: int) -> tuple[torch.Tensor | None, ...]:
+        """Returns the fields of a `TokenContext` from `query_position` to `key_is_valid`."""
+        device, key_length, key_is_valid = self.position_ids.device, visibility.key_length, visibility.key_is_valid
+        query_index = torch.arange(self.position_ids.shape[-1], device=device) + (self.query_offset - key_offset)
+        if self.segments is not None:  # without a cache, so the keys are the queries
+            key_position = query_index - _document_starts(self.segments, query_index)
+        elif self.padding_mask is None:
+            key_position = torch.arange(key_offset, key_offset + key_length, device=device)[None]
+        else:
+            end = key_offset + key_length
+            mask = nn.functional.pad(self.padding_mask.long(), (0, end))
+            key_position = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, key_offset:end]
+        is_valid = None if key_is_valid is None else key_is_valid[:, query_index]
+        return key_position[:, query_index], key_position, query_index, is_valid, key_is_valid
+
+    def sees_all_keys(self, layer: nn.Module, cache: Cache | None) -> bool:
+        """Tells whether every query sees all keys of an attention layer."""
+        sliding_window, sees_own_key = layer.visible_keys
+        if not sees_own_key or self.attention_mask is not None:
+            return False
+        if not self.is_causal:
+            return self.padding_mask is None and self.segments is None and sliding_window is None
+        if self.position_ids.shape[-1] > 1 or self.padding_mask is not None or not isinstance(self.query_offset, int):
+            return False
+        if is_tracing(self.position_ids):  # the number of keys would become a constant of the program
+            return False
+        key_length, key_offset = self.key_range(layer, cache)
+        is_within = sliding_window is None or key_length <= sliding_window
+        return key_length + key_offset == self.query_offset + 1 and is_within
+
+    def key_range(self, layer: nn.Module, cache: Cache | None) -> tuple[int, int]:
+        """Returns the number of keys of a layer, and of tokens before them that a window has forgotten."""
+        query_length = self.position_ids.shape[-1]
+        if self.source_length is not None:
+            return self.source_length, 0
+        return (query_length, 0) if cache is None else cache.get_mask_sizes(query_length, layer.layer_idx)
+
+
+@dataclass
+class LayerMasks(LayerArgument):
+    """The backend, the mask and the token context of every layer in one call of the model.
+
+    All layers get the same object as their `attention_mask`, and each reads its own entry. So a program that calls
+    the layers one by one with the arguments of the first, as layer-wise quantizers do, computes what the model
+    computes. A layer that another program has wrapped, and so hidden from the model, adds its own entry.
+
+    Attributes:
+        sequences: padding, packed documents and positions of the call.
+        kinds: the backend of each layer and its `visible_keys`, by its number.
+        made: the mask that the backend takes, and the context if a layer needs it, by such a kind.
+    """
+
+    sequences: Sequences
+    kinds: dict[int, tuple] = field(default_factory=dict)
+    made: dict[tuple, tuple[Any, TokenContext | None]] = field(default_factory=dict)
+
+
+def read_sequences(
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | BlockMask | None = None,
+    position_ids: torch.Tensor | None = None,
+    cache: Cache | PagedAttentionCache | None = None,
+    use_cache: bool | None = None,
+    layer_idx: int = 0,
+    is_causal: bool = True,
+    source: torch.Tensor | None = None,
+    **kwargs,
+) -> Sequences:
+    """Reads padding, packed documents and positions from the arguments of one call of the model.
+
+    Args:
+        inputs_embeds: `(batch, query, hidden)`.
+        attention_mask: `(batch, key)`, 0 for padding; or `(batch, 1 or heads, query, key)`; or a block mask.
+        position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there
+            is a mask or a cache.
+        cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other
+            arguments are Transformers' own.
+        use_cache: whether the caller wants a cache.
+        layer_idx: the layer that is called, if it is called alone.
+        is_causal: false for an encoder, whose queries see later tokens.
+        source: in cross-attention the encoder's tokens, `(batch, key, hidden)`. The mask is theirs then, and the
+            other arguments are not read.
+        kwargs: others of the call. `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` need `position_ids`, and are not
+            read.
+
+    Raises:
+        ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to
+            be cached.
+    """
+    (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
+    if source is not None:
+        sizes = {"batch": len(source), "query_length": source.shape[1], "query_offset": 0, "is_causal": False}
+        padding_mask = _check_mask(attention_mask, **sizes, name="encoder_attention_mask")
+        if _hides_nothing(padding_mask):
+            attention_mask = padding_mask = None
+        positions, length = torch.arange(query_length, device=device)[None], source.shape[1]
+        return Sequences(positions, attention_mask, padding_mask=padding_mask, is_causal=False, source_length=length)
+    if isinstance(cache, PagedAttentionCache):
+        return Sequences(position_ids, attention_mask, is_paged=True)
+    if position_ids is not None:
+        position_ids = position_ids.expand(batch, query_length)
+    query_offset = 0 if cache is None else cache.get_seq_length(layer_idx)
+    padding_mask = _check_mask(attention_mask, batch, query_length, query_offset, is_causal)
+    if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
+        query_offset = query_offset.to(device)
+
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
+        if kwargs.get(name) is not None and position_ids is None:
+            raise ValueError(f"{name}: packed documents are found by their position_ids; give these too")
+    segments = None
+    # Transformers too reads one document per row with a mask or a cache: `generate` leaves out a mask of ones
+    if attention_mask is None and cache is None:
+        segments = find_packed_documents(position_ids)
+        if use_cache:
+            refuse_packed(segments, "cannot be cached; set use_cache=False, or give a mask if each row is one text")
+    if _hides_nothing(padding_mask):
+        attention_mask = padding_mask = None  # a mask costs time
+
+    last_position = None
+    if position_ids is None and padding_mask is None and isinstance(query_offset, int):
+        last_position = query_offset + query_length - 1
+    if position_ids is None:
+        query_index = torch.arange(query_length, device=device) + query_offset
+        position_ids = query_index[None]
+        if padding_mask is not None:
+            position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, query_index]
+    options = (query_offset, padding_mask, segments, last_position)
+    return Sequences(position_ids, attention_mask, *options, is_causal=is_causal)
+
+
+def is_dense(attention_mask: Any) -> bool:
+    """Tells whether a caller's mask is one of queries and keys, `(batch, 1 or heads, query, key)`."""
+    return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
+
+
+def _hides_nothing(padding_mask: torch.Tensor | None) -> bool:
+    return padding_mask is not None and not is_tracing(padding_mask) and bool(padding_mask.all())
+
+
+def _check_mask(
+    attention_mask: torch.Tensor | BlockMask | None,
+    batch: int,
+    query_length: int,
+    query_offset: int | torch.Tensor,
+    is_causal: bool,
+    name: str = "attention_mask",
+) -> torch.Tensor | None:
+    """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
+    if attention_mask is None or isinstance(attention_mask, BlockMask):
+        return None
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, not a {type(attention_mask).__name__}")
+    shape = tuple(attention_mask.shape)
+    if attention_mask.ndim not in (2, 4):
+        raise ValueError(f"{name}={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
+    if attention_mask.ndim == 4:
+        return None
+    seen = query_offset + query_length
+    # A static cache has a longer mask
+    if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen or (shape[1] > seen and not is_causal)):
+        raise ValueError(f"{name}={shape} must be (batch, key)={(batch, seen)}, cached positions included")
+    return attention_mask
+
+
+def find_packed_documents(position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the number `(batch, query)` of each token's document, or `None` if each row is one document."""
+    if position_ids is None or position_ids.shape[-1] <= 1:
+        return None
+    return find_packed_sequence_indices(position_ids)
+
+
+def refuse_packed(segments: torch.Tensor | None, reason: str) -> None:
+    """Raises `ValueError` for packed documents, which a traced program cannot tell from others."""
+    if segments is not None and not is_tracing(segments):
+        raise ValueError(f"packed documents (position_ids that restart, without an attention_mask) {reason}")
+
+
+# What a backend takes
+
+
+def make_mask(
+    name: str, backend: Any, layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
+) -> Visibility | FlexMask | torch.Tensor | None:
+    """Makes the mask that a backend takes for a layer, and for others with the same backend and visible keys.
+
+    Args:
+        name: the backend's name.
+        backend: its row of the table, an `AttentionBackend`, whose `mask` chooses among `MASK_MAKERS`.
+        layer: the attention layer.
+        sequences: padding, packed documents and positions of this call.
+        inputs_embeds: `(batch, query, hidden)`.
+        cache: the cache, before the tokens of this call.
+
+    Raises:
+        ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
+    """
+    _check_backend(name, backend, layer, sequences, cache)
+    if sequences.is_paged:
+        # 0 where a query sees a key, and the dtype's lowest number elsewhere; flash attention gets none
+        return None if sequences.attention_mask is None else sequences.attention_mask == 0
+    return MASK_MAKERS[backend.mask](layer, sequences, inputs_embeds, cache)
+
+
+def _check_backend(name: str, backend: Any, layer: nn.Module, sequences: Sequences, cache: Cache | None) -> None:
+    """Raises `ValueError` for a mask, a cache or packed documents that the backend of a layer cannot use."""
+    index, mask, kind = layer.layer_idx, sequences.attention_mask, backend.mask
+    asked = layer.config._attn_implementation
+    if sequences.is_paged:
+        if not backend.is_paged:
+            raise ValueError(f"attn_implementation={asked!r} takes no paged cache")
+        return
+    is_exported = torch.compiler.is_exporting() and cache is not None and index < len(cache.layers)
+    if is_exported and cache.is_sliding[index] and cache.get_seq_length(index):
+        # A program would keep the sample's number of tokens, which this layer of the cache counts by a plain number
+        raise ValueError(
+            f"sliding_window (layer {index}): export without cache, or with a DynamicCache() without a config"
+        )
+    if is_dense(mask) and kind not in ("visibility", "dense"):
+        raise ValueError(f"attention_mask: attn_implementation={name!r} (layer {index}) takes no 4-D mask")
+    # A block mask would replace the window
+    if isinstance(mask, BlockMask) and (kind != "block" or layer.sliding_window):
+        raise ValueError(f"attention_mask: attn_implementation={name!r} (layer {index}) takes no BlockMask")
+    if kind == "padding" and sequences.source_length is not None and mask is not None:
+        # Flash attention reads one padding for queries and keys
+        raise ValueError(
+            f"encoder_attention_mask: attn_implementation={name!r} takes no padded source; use 'sdpa' or 'nlq'"
+        )
+    rows = 1 if sequences.segments is None else len(sequences.position_ids)
+    if kind == "padding" and rows > 1 and is_flash_attention_requested(layer.config):
+        raise ValueError(
+            f"attn_implementation={asked!r} takes packed documents in a batch of 1, not {rows}; flatten the batch "
+            "(DataCollatorWithFlattening), or use 'sdpa'"
+        )
+    if kind == "block" and getattr(cache, "is_compileable", False):
+        # The block mask would read the length of the cache when the kernel runs, after the cache has grown
+        raise ValueError(f"attn_implementation={name!r} takes no static cache; use a dynamic one, or 'nlq'")
+
+
+def _make_visibility_mask(
+    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
+) -> Visibility | torch.Tensor | None:
+    """Returns the mask of NLQ's own backends, `None` if every query sees all keys."""
+    if sequences.sees_all_keys(layer, cache):
+        return None
+    mask = boolean_mask(sequences.attention_mask) if is_dense(sequences.attention_mask) else None
+    if mask is not None and layer.visible_keys == (None, True):
+        return mask
+    visibility = sequences.visibility(layer, cache)
+    if mask is None:
+        return visibility
+    key_length, key_offset = sequences.key_range(layer, cache)
+    if mask.shape[-1] != key_length:  # it covers what the cache of the window has forgotten too
+        tokens = sequences.query_offset + inputs_embeds.shape[1]
+        if isinstance(tokens, int) and mask.shape[-1] < tokens:
+            raise ValueError(
+                f"attention_mask={tuple(mask.shape)} must have {tokens} keys, sliding_window={layer.sliding_window}"
+            )
+        mask = mask[..., key_offset : key_offset + key_length]
+    # A static cache that is not full yet is longer
+    return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & visibility.dense()
+
+
+def _make_dense_mask(
+    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
+) -> torch.Tensor | None:
+    """Returns the booleans that PyTorch's kernels take, or `None` for an order of keys that they know."""
+    # Transformers packs documents in causal order only
+    is_known = layer.is_causal or (sequences.source_length is None and sequences.segments is None)
+    if is_known and not is_dense(sequences.attention_mask) and not sequences.sees_all_keys(layer, cache):
+        return _make_transformers_mask(layer, sequences, inputs_embeds, cache)
+    mask = _make_visibility_mask(layer, sequences, inputs_embeds, cache)
+    return mask.dense() if isinstance(mask, Visibility) else mask
+
+
+def _make_block_mask(
+    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
+) -> FlexMask:
+    """Returns the mask of `flex_attention`, with the number of keys that each query sees."""
+    options = {}
+    if not layer.is_causal and sequences.segments is not None:
+        options["and_mask_function"] = packed_sequence_mask_function(sequences.segments)
+    block_mask = _make_transformers_mask(layer, sequences, inputs_embeds, cache, **options)
+    if isinstance(sequences.attention_mask, BlockMask):
+        return FlexMask(block_mask)
+    return FlexMask(block_mask, sequences.visibility(layer, cache).visible_count)
+
+
+def _make_transformers_mask(
+    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None, **options
+) -> torch.Tensor | BlockMask | None:
+    """Returns what Transformers makes for the attention implementation of the configuration."""
+    config, mask = layer.config, sequences.attention_mask
+    if sequences.source_length is not None:
+        source = inputs_embeds.new_empty(len(inputs_embeds), sequences.source_length, 0)  # its shape is read
+        return create_bidirectional_mask(config, inputs_embeds, mask, encoder_hidden_states=source)
+    # Both make a mask without causal order for an encoder
+    make = create_causal_mask
+    if layer.sliding_window is not None:
+        make, config = create_sliding_window_causal_mask, config.per_layer_config[layer.layer_idx]
+    options |= {CACHE_NAME: cache, "position_ids": sequences.packed_position_ids, "layer_idx": layer.layer_idx}
+    return make(config, inputs_embeds, mask, **options)
+
+
+# By what a backend takes. Linear attention reads a `Visibility` to know which keys enter its state
+MASK_MAKERS = {
+    "visibility": _make_visibility_mask,
+    "state": _make_visibility_mask,
+    "dense": _make_dense_mask,
+    "block": _make_block_mask,
+    "padding": _make_transformers_mask,
+}
+
+
+# How a backend reads its mask
+
+
 def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     """Converts a caller's 4-D mask `(batch, 1 or heads, query, key)` to booleans, true where a query sees a key.
 
-    An additive mask may contain 0 (visible) and large negative numbers (hidden) only. Most activations give a bias no
-    meaning.
+    An additive mask may contain 0 (visible) and large negative numbers (hidden) only, because most activations give a
+    bias no meaning.
 
     Raises:
         ValueError: if a floating-point mask contains other numbers.
@@ -192,8 +602,7 @@ def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     if not is_tracing(attention_mask) and not (hidden | (attention_mask == 0)).all():
         raise ValueError(
             "attention_mask: a 4-D floating-point mask must hold only 0 (visible) and the dtype's lowest number "
-            "(hidden); "
-            "additive biases are not supported"
+            "(hidden); additive biases are not supported"
         )
     return ~hidden
 
@@ -201,7 +610,7 @@ def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
 def read_mask(
     attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool = True
 ) -> tuple[Visibility | torch.Tensor, torch.Tensor]:
-    """Checks the mask argument of a backend, and makes one if there is none.
+    """Checks the mask argument of a backend, and makes one if it is `None`.
 
     Args:
         attention_mask: a `Visibility`, a 4-D mask, or `None`. Without a mask, several queries see the keys up to their
@@ -236,9 +645,7 @@ def read_mask(
 def read_visible(
     attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | int]:
-    """Reads the mask argument of a backend that takes booleans.
-
-    The arguments are those of `read_mask`.
+    """Reads the mask argument of a backend that takes booleans, with the arguments of `read_mask`.
 
     Returns:
         A boolean mask, or `None` if every query sees all keys; and how many keys each query sees, as in `read_mask` or
@@ -248,261 +655,3 @@ def read_visible(
         return None, key.shape[2]
     visible, visible_count = read_mask(attention_mask, query, key, is_causal)
     return visible.dense() if isinstance(visible, Visibility) else visible, visible_count
-
-
-@dataclass
-class Sequences(LayerArgument):
-    """The sequences of one call of the model, from which each layer gets its `Visibility` and `TokenContext`.
-
-    Attributes:
-        position_ids: `(batch or 1, query)`, the position of each token in its text.
-        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching Transformers' own, or
-            for flash attention `None`.
-        query_offset: number of tokens before the first query; a tensor if a static cache counts them.
-        padding_mask: `(batch, tokens)`, false for padding, or `None`.
-        segments: `(batch, query)`, the number of each token's packed document, or `None`.
-        last_position: the largest position where it is known without reading `position_ids`, else `None`.
-        is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees,
-            or for flash attention the arguments that Transformers passes to it.
-        is_causal: whether no token sees a later one.
-        source_length: in cross-attention the number of the encoder's tokens, which are the keys; else `None`.
-    """
-
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor | BlockMask | None = None
-    query_offset: int | torch.Tensor = 0
-    padding_mask: torch.Tensor | None = None
-    segments: torch.Tensor | None = None
-    last_position: int | None = None
-    is_paged: bool = False
-    is_causal: bool = True
-    source_length: int | None = None
-
-    @property
-    def packed_position_ids(self) -> torch.Tensor | None:
-        """`position_ids` if documents are packed, which Transformers' masks and flash attention find by them, else
-        `None`.
-        """
-        return None if self.segments is None else self.position_ids
-
-    def visibility(
-        self, cache: Cache | None, layer_idx: int, sliding_window: int | None = None, sees_own_key: bool = True
-    ) -> Visibility:
-        """Makes the visibility of a layer, apart from a 4-D or block mask of the caller.
-
-        Args:
-            cache: the cache, before the tokens of this call.
-            layer_idx: the number of the layer. A cache of a window has forgotten the tokens before it.
-            sliding_window: the window of the layer.
-            sees_own_key: whether a query sees the key of its own token.
-        """
-        key_length, key_offset = self.key_range(cache, layer_idx)
-        query_length, device = self.position_ids.shape[-1], self.position_ids.device
-        options = (self.padding_mask, self.segments, sliding_window, key_offset, self.is_causal)
-        visibility = make_visibility(query_length, key_length, self.query_offset, device, *options)
-        return visibility if sees_own_key else visibility.excluding_self()
-
-    def token_context(
-        self, cache: Cache | None, layer_idx: int, sliding_window: int | None, sees_own_key: bool, mask: Any
-    ) -> TokenContext:
-        """Returns the context of this call's tokens in a layer.
-
-        Args:
-            cache, layer_idx, sliding_window, sees_own_key: as in `visibility`.
-            mask: the mask that the layer's backend takes. A caller's own 4-D mask decides what is visible.
-        """
-        if self.is_paged:  # each request is one text without padding
-            count = self.position_ids[:, None] + 1
-            return TokenContext(
-                count if sliding_window is None else count.clamp(max=sliding_window), self.position_ids
-            )
-        visibility = self.visibility(cache, layer_idx, sliding_window)
-        of_keys = (None, None, None, None, visibility.key_is_valid)
-        if self.source_length is None:
-            of_keys = self._positions(visibility, self.key_range(cache, layer_idx)[1])
-        caller_mask = self.attention_mask
-        has_own_mask = caller_mask is not None and not (
-            isinstance(caller_mask, torch.Tensor) and caller_mask.ndim == 2
-        )
-        if has_own_mask and isinstance(mask, torch.Tensor):
-            count = mask[..., : visibility.key_length].sum(dim=-1)
-        else:
-            count = (visibility if sees_own_key else visibility.excluding_self()).visible_count[:, None]
-        return TokenContext(count, *of_keys, self.segments, has_own_mask)
-
-    def _positions(self, visibility: Visibility, key_offset: int) -> tuple[torch.Tensor | None, ...]:
-        """Returns the fields of a `TokenContext` from `query_position` to `key_is_valid`."""
-        device, key_length, key_is_valid = self.position_ids.device, visibility.key_length, visibility.key_is_valid
-        query_index = torch.arange(self.position_ids.shape[-1], device=device) + (self.query_offset - key_offset)
-        if self.segments is not None:  # without a cache, so the keys are the queries
-            key_position = query_index - _document_starts(self.segments, query_index)
-        elif self.padding_mask is None:
-            key_position = torch.arange(key_offset, key_offset + key_length, device=device)[None]
-        else:
-            end = key_offset + key_length
-            mask = nn.functional.pad(self.padding_mask.long(), (0, end))
-            key_position = (mask.cumsum(dim=-1) - 1).clamp(min=0)[:, key_offset:end]
-        is_valid = None if key_is_valid is None else key_is_valid[:, query_index]
-        return key_position[:, query_index], key_position, query_index, is_valid, key_is_valid
-
-    def sees_all_keys(self, cache: Cache | None, layer_idx: int, sliding_window: int | None) -> bool:
-        """Tells whether every query sees all keys of a layer; the arguments are those of `visibility`."""
-        if not self.is_causal:
-            return self.padding_mask is None and self.segments is None and sliding_window is None
-        if self.position_ids.shape[-1] > 1 or self.padding_mask is not None or not isinstance(self.query_offset, int):
-            return False
-        if is_tracing(self.position_ids):  # the number of keys would become a constant of the program
-            return False
-        key_length, key_offset = self.key_range(cache, layer_idx)
-        return key_length + key_offset == self.query_offset + 1 and (
-            sliding_window is None or key_length <= sliding_window
-        )
-
-    def key_range(self, cache: Cache | None, layer_idx: int) -> tuple[int, int]:
-        """Returns the number of keys of a layer, and the number of tokens before the first key."""
-        query_length = self.position_ids.shape[-1]
-        if self.source_length is not None:
-            return self.source_length, 0
-        return (query_length, 0) if cache is None else cache.get_mask_sizes(query_length, layer_idx)
-
-
-@dataclass
-class LayerMasks(LayerArgument):
-    """The backend, the mask and the token context of every layer in one call of the model.
-
-    All layers get the same object as their `attention_mask`, and each takes what is its own. So a program that calls
-    the layers one by one with the arguments of the first, as layer-wise quantizers do, computes what the model
-    computes. A layer that the model could not ask, because a program has wrapped it, adds its own.
-
-    Attributes:
-        sequences: padding, packed documents and positions of the call.
-        kinds: the backend of each layer and its `visible_keys`, by its number.
-        made: the mask that the backend takes, and the context if a layer needs it, by such a kind.
-    """
-
-    sequences: Sequences
-    kinds: dict[int, tuple] = field(default_factory=dict)
-    made: dict[tuple, tuple[Any, TokenContext | None]] = field(default_factory=dict)
-
-
-def read_sequences(
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | BlockMask | None = None,
-    position_ids: torch.Tensor | None = None,
-    cache: Cache | PagedAttentionCache | None = None,
-    use_cache: bool | None = None,
-    layer_idx: int = 0,
-    is_causal: bool = True,
-    **kwargs,
-) -> Sequences:
-    """Finds padding, packed documents and positions in the arguments of one call of the model.
-
-    Args:
-        inputs_embeds: `(batch, query, hidden)`.
-        attention_mask: `(batch, key)`, 0 for padding; or `(batch, 1 or heads, query, key)`; or a block mask.
-        position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there
-            is a mask or a cache.
-        cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other
-            arguments are Transformers' own.
-        use_cache: whether the caller asked for a cache.
-        layer_idx: the layer that is called, if it is called alone.
-        is_causal: whether no token sees a later one.
-        kwargs: others of the call. `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` need `position_ids`, and are not
-            read.
-
-    Raises:
-        ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to
-            be cached.
-    """
-    if isinstance(cache, PagedAttentionCache):
-        return Sequences(position_ids, attention_mask, is_paged=True)
-    (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
-    if position_ids is not None:
-        position_ids = position_ids.expand(batch, query_length)
-    query_offset = 0 if cache is None else cache.get_seq_length(layer_idx)
-    padding_mask = _check_mask(attention_mask, batch, query_length, query_offset, is_causal)
-    if isinstance(query_offset, torch.Tensor):  # a static cache counts on its device
-        query_offset = query_offset.to(device)
-
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"):
-        if kwargs.get(name) is not None and position_ids is None:
-            raise ValueError(f"{name}: packed documents are found by their position_ids; give these too")
-    segments = None
-    # As in Transformers, a mask or a cache means one document per row: `generate` leaves out a mask of ones
-    if attention_mask is None and cache is None:
-        segments = find_packed_documents(position_ids)
-        if use_cache:
-            refuse_packed(segments, "cannot be cached; set use_cache=False, or give a mask if each row is one text")
-    if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
-        attention_mask = padding_mask = None  # it hides nothing, and a mask costs time
-
-    last_position = None
-    if position_ids is None and padding_mask is None and isinstance(query_offset, int):
-        last_position = query_offset + query_length - 1
-    if position_ids is None:
-        query_index = torch.arange(query_length, device=device) + query_offset
-        position_ids = query_index[None]
-        if padding_mask is not None:
-            position_ids = (padding_mask.long().cumsum(dim=-1) - 1).clamp(min=0)[:, query_index]
-    return Sequences(
-        position_ids, attention_mask, query_offset, padding_mask, segments, last_position, is_causal=is_causal
-    )
-
-
-def read_source(
-    hidden_states: torch.Tensor, source: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> Sequences:
-    """Finds what the queries of cross-attention see.
-
-    Args:
-        hidden_states: `(batch, query, hidden)`, the decoder's tokens.
-        source: `(batch, key, hidden)`, the encoder's.
-        attention_mask: `(batch, key)`, 0 for the padding of the source; or `(batch, 1 or heads, query, key)`.
-
-    Raises:
-        ValueError: for another shape.
-    """
-    batch, length = source.shape[:2]
-    padding_mask = _check_mask(attention_mask, batch, length, 0, False, name="encoder_attention_mask")
-    if padding_mask is not None and not is_tracing(padding_mask) and padding_mask.all():
-        attention_mask = padding_mask = None
-    positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-    return Sequences(positions, attention_mask, padding_mask=padding_mask, is_causal=False, source_length=length)
-
-
-def _check_mask(
-    attention_mask: torch.Tensor | BlockMask | None,
-    batch: int,
-    query_length: int,
-    query_offset: int | torch.Tensor,
-    is_causal: bool,
-    name: str = "attention_mask",
-) -> torch.Tensor | None:
-    """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
-    if attention_mask is None or isinstance(attention_mask, BlockMask):
-        return None
-    if not isinstance(attention_mask, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor, not a {type(attention_mask).__name__}")
-    shape = tuple(attention_mask.shape)
-    if attention_mask.ndim not in (2, 4):
-        raise ValueError(f"{name}={shape} must be (batch, key) or (batch, 1 or heads, query, key)")
-    if attention_mask.ndim == 4:
-        return None
-    seen = query_offset + query_length
-    # Of a static cache the mask is longer
-    if isinstance(query_offset, int) and (shape[0] != batch or shape[1] < seen or (shape[1] > seen and not is_causal)):
-        raise ValueError(f"{name}={shape} must be (batch, key)={(batch, seen)}, cached positions included")
-    return attention_mask
-
-
-def find_packed_documents(position_ids: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the number `(batch, query)` of each token's document, or `None` if each row is one document."""
-    if position_ids is None or position_ids.shape[-1] <= 1:
-        return None
-    return find_packed_sequence_indices(position_ids)
-
-
-def refuse_packed(segments: torch.Tensor | None, reason: str) -> None:
-    """Raises `ValueError` for packed documents, which a traced program cannot tell from others."""
-    if segments is not None and not is_tracing(segments):
-        raise ValueError(f"packed documents (position_ids that restart, without an attention_mask) {reason}")

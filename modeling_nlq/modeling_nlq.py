@@ -1,7 +1,7 @@
 """NLQ models: GPT-style decoders and encoders with a configurable query projection, activation and block."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
+from .activations_nlq import AttentionActivation, get_attention_activation
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .backends_nlq import (
     ATTENTION_BACKENDS,
@@ -40,27 +41,40 @@ from .backends_nlq import (
     choose_paged_implementation,
     layer_mask,
     make_layer_masks,
-    own_masks,
     supports_flash_attention,
 )
-from .cache_nlq import LinearState, cache_of_both
-from .configuration_nlq import AUTOMATIC, NLQConfig
+from .cache_nlq import CACHE_NAME, LinearState, cache_of_both
+from .configuration_nlq import AUTOMATIC, PROJECTIONS, NLQConfig
 from .integrations_nlq import (
-    CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
     accept_both_cache_names,
     check_arguments,
     register_default_targets,
 )
-from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, state_of_source
+from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, rotate, state_of_source
 from .loss_nlq import causal_lm_loss
-from .masking_nlq import LayerMasks, Sequences, read_sequences, read_source, refuse_packed
+from .masking_nlq import LayerMasks, Sequences, read_sequences, refuse_packed
 from .ops_nlq import autocast_dtype
-from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, from_columns, own_heads, to_columns
+from .parts_base_nlq import (
+    HOOKS,
+    MLP_HOOKS,
+    AttentionCall,
+    AttentionPart,
+    ScoreBias,
+    from_columns,
+    materialized_by,
+    own_heads,
+    to_columns,
+)
+from .parts_builtin_nlq import parts_of
 from .parts_user_nlq import add_to_package
-from .projections_nlq import NLQAttentionProjections
 
+
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+else:
+    FSDPModule = ()  # `isinstance` of it is never true
 
 logger = logging.get_logger(__name__)
 
@@ -113,65 +127,155 @@ def make_norm(config: NLQConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, **options)
 
 
-class NLQAttentionLayer(NLQAttentionProjections):
-    """A call of an attention layer. The kinds of attention compute what lies between the projections, `attend`."""
+class NLQBottleneck(nn.Module):
+    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381).
 
-    def forward(
+    The default `r = d / 2` gives it `d^2 + O(d)` parameters, as many as the matrix it replaces.
+
+    Args:
+        input_size: d.
+        output_size: width of the output.
+        bottleneck_size: r.
+        activation: a name in Transformers' `ACT2FN`.
+        use_bias: whether `W1`, `W2` and the output LayerNorm have biases.
+        eps: the epsilon of both norms.
+        starts_at_zero: whether the output LayerNorm starts with gain and bias 0.
+    """
+
+    def __init__(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
-        cache: Cache | None = None,
-        first_values: torch.Tensor | None = None,
-        source: torch.Tensor | None = None,
-        mlp_hook: tuple[str, AttentionCall] | None = None,
-        mlp_factor: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend has
-        them.
+        input_size: int,
+        output_size: int,
+        bottleneck_size: int,
+        activation: str,
+        use_bias: bool,
+        eps: float,
+        starts_at_zero: bool = False,
+    ):
+        super().__init__()
+        self.input_norm = nn.RMSNorm(input_size, eps=eps)
+        self.fc1 = nn.Linear(input_size, bottleneck_size, bias=use_bias)
+        self.activation = ACT2FN[activation]
+        self.fc2 = nn.Linear(bottleneck_size, output_size, bias=use_bias)
+        self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
+        self.output_norm.starts_at_zero = starts_at_zero  # read by `_init_weights`
 
-        `first_values` and `source` are those of `AttentionCall`. A layer with `returns_values` returns its values too,
-        `(batch, query, groups, head_dim)`. With `mlp_hook`, the last arguments of `change_mlp`, the inputs are states
-        of the MLP: `mlp_factor` is the other one of a gated MLP, returned behind the weights.
-        """
-        if mlp_hook is not None:
-            return self.change_mlp(hidden_states, mlp_factor, *mlp_hook)
-        masks = own_masks(self, hidden_states, attention_mask, cache, source, **kwargs)
-        if first_values is None and self.needs_first_values:
-            raise ValueError(
-                f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states"
-            )
-        name, mask, token_context = layer_mask(self, masks, hidden_states, cache, **kwargs)
-        call = self.make_call(hidden_states, token_context, first_values, cache, source)
-        attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
-        if attn_weights is not None:
-            for part in self.parts_with("change_returned_weights"):
-                attn_weights = part("change_returned_weights", call, attn_weights)
-        output = self.project_output(call, attn_output)
-        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, input)` -> `(batch, length, output)`."""
+        return self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states)))))
 
 
-class NLQAttention(NLQAttentionLayer):
-    """Multi-head attention with any activation of the scores, computed by any backend."""
+def make_terms(layer: NLQConfig, name: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
+    """Makes the terms with weights of one projection, `None` for one that it lacks.
+
+    Args:
+        layer: the configuration of the layer.
+        name: `"query"`, `"key"` or `"value"`.
+    """
+    projection, linear, bottleneck = PROJECTIONS[getattr(layer, f"{name}_projection")], None, None
+    is_query = name == "query"
+    input_size = layer.hidden_size if is_query else layer.key_value_input_size
+    output_size = (layer.num_query_heads if is_query else layer.num_key_value_heads) * layer.head_dim
+    if projection.linear:
+        linear = nn.Linear(input_size, output_size, bias=layer.has_bias("query_key_value"))
+    if projection.bottleneck:
+        bottleneck = NLQBottleneck(
+            input_size,
+            output_size,
+            bottleneck_size=layer.projection_bottleneck_size,
+            activation=layer.projection_activation,
+            use_bias=layer.use_bias,
+            eps=layer.layer_norm_eps,
+            starts_at_zero=projection.starts_at_zero,
+        )
+    return linear, bottleneck
+
+
+class NLQAttention(nn.Module):
+    """Multi-head attention with any projections, any activation of the scores and any backend.
+
+    Linear attention and cross-attention override some of its methods. The parts of the layer change what passes
+    through, in the order of their table.
+    """
+
+    tp_mesh = None  # the processes that share the heads
 
     def __init__(self, config: NLQConfig, layer_idx: int):
-        super().__init__(config, layer_idx)
+        super().__init__()
+        # Only the global configuration has the current attention implementation. The switches come from the layer's
+        # own copy, which is read here once
+        self.config = config
         layer = self.layer_config(config, layer_idx)
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_heads = layer.num_query_heads
+        self.num_key_value_groups = self.num_heads // config.num_key_value_heads
+        self.scaling = layer.score_scaling
         self.attention_dropout = config.attention_dropout
         self.is_causal = layer.is_causal
         self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
-        # Which keys a query sees: the window, and whether that of its own token is among them
-        self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
+        self.has_rotary_positions = layer.position_embedding == "rope"
+        self.attention_activation = layer.attention_activation
         self.attention_normalization = layer.attention_normalization
         self.attention_sink = layer.attention_sink
+        self.output_scaling = layer.attention_output_scaling
+        # Which keys a query sees: the window, and whether its own token's key is among them
+        self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
+
+        # diff with Llama: a projection is a sum of terms. A plain linear one has the name that Transformers, PEFT and
+        # quantizers know, and a term that is missing is `None`
+        terms = ("query", "key", "value")
+        self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in terms}
+        self.q_proj, self.q_bottleneck = make_terms(layer, "query")
+        self.k_proj, self.k_bottleneck = make_terms(layer, "key")
+        self.v_proj, self.v_bottleneck = make_terms(layer, "value")
+        output_size = config.num_attention_heads * self.head_dim
+        self.o_proj = nn.Linear(output_size, config.hidden_size, bias=config.has_bias("attention_output"))
+        self.o_proj.ends_sublayer = True  # read by `_init_weights`
         # `bias` in its name keeps it out of Trainer's weight decay
         self.sink_bias = nn.Parameter(torch.zeros(self.num_heads)) if layer.attention_sink == "learned" else None
+        self._add_parts(layer)
+
+    def _add_parts(self, layer: NLQConfig) -> None:
+        """Makes the parts of the layer, and the modules that it holds for them under names of its own."""
+        self.q_norm = self.k_norm = self.head_proj = None
+        self.output_activation = self.gate_proj = self.value_gate_proj = None
+        parts = {}
+        for part in parts_of(layer):
+            if part.needs_first_values and self.layer_idx == 0:
+                continue  # they are its own
+            for name, module in part.layer_modules(layer).items():
+                setattr(self, name, module)
+            parts[part.name] = part(layer, self.layer_idx)
+        self.parts = nn.ModuleDict(parts)
+        # Names, because copies of the layer on other devices have other modules
+        self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
+        self.has_score_bias = bool(self._names_by_hook["score_bias"])
+        self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
+        self.materializes = materialized_by(parts.values())
+        self.needs_token_context = any(part.needs_token_context for part in parts.values())
+        self.needs_first_values = any(part.needs_first_values for part in parts.values())
+        self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
+        # The first layer hands its values on where another one reads them
+        is_first = self.layer_idx == 0 and not layer.is_cross_attention
+        self.returns_values = is_first and self.config.needs_first_values
+
+    @staticmethod
+    def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
+        """Returns the switches of the layer."""
+        return config.per_layer_config[layer_idx]
 
     def initialize(self) -> None:
         """Sets the initial values of the layer's own parameters."""
         if self.sink_bias is not None:
             init.zeros_(self.sink_bias)
+
+    @property
+    def activation(self) -> AttentionActivation:
+        """The row of the table, read by name: a registered function may be replaced, and few functions can be
+        pickled.
+        """
+        return get_attention_activation(self.attention_activation)
 
     @property
     def normalization(self) -> str:
@@ -185,13 +289,103 @@ class NLQAttention(NLQAttentionLayer):
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return None if self.attention_sink is None else 0.0
 
+    def parts_with(self, hook: str) -> Sequence[AttentionPart]:
+        """Returns the parts that have a hook, in order."""
+        names = self._names_by_hook[hook]
+        return [self.parts[name] for name in names] if names else ()
+
     def attention_request(self, *of_call) -> AttentionRequest:
-        """Returns what this layer needs from a backend in one call, whose fields of an `AttentionRequest` follow
-        `dropout`.
+        """Returns what this layer needs from a backend in one call. The arguments are the fields of an
+        `AttentionRequest` after `dropout`.
         """
         dropout = self.attention_dropout if self.training else 0.0
         parts = (self.has_score_bias, self.materializes)
         return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: LayerMasks | torch.Tensor | None = None,
+        cache: Cache | None = None,
+        first_values: torch.Tensor | None = None,
+        source: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ...]:
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend
+        returns them.
+
+        `first_values` and `source` are described at `AttentionCall`. A layer with `returns_values` also returns its
+        values, `(batch, query, groups, head_dim)`.
+        """
+        if first_values is None and self.needs_first_values:
+            raise ValueError(
+                f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states"
+            )
+        # diff with Llama: the model makes the masks of all layers, and chooses their backends
+        name, mask, token_context = layer_mask(self, attention_mask, hidden_states, cache, source, **kwargs)
+        call = self.make_call(hidden_states, token_context, first_values, cache, source)
+        attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
+        if attn_weights is not None:
+            for part in self.parts_with("change_returned_weights"):
+                attn_weights = part("change_returned_weights", call, attn_weights)
+        for part in self.parts_with("change_output"):
+            attn_output = part("change_output", call, attn_output)
+        output = self.o_proj(attn_output.flatten(2))
+        return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
+
+    def make_call(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
+        """Makes the record of a call; the arguments are its first fields."""
+        call = AttentionCall(self, hidden_states, *args)
+        for part in self.parts_with("change_input"):
+            call.hidden_states = part("change_input", call, call.hidden_states)
+        return call
+
+    def own_positions(self, position_embeddings: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
+        """Returns cosines and sines of rotary positions, or `None` for a layer without them."""
+        return position_embeddings if self.has_rotary_positions else None
+
+    def project(
+        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns query, key and value of the new tokens, `(batch, heads or groups, length, head_dim)` each.
+
+        Args:
+            call: the call, with the input of the layer, `(batch, length, hidden)`. Its `values` are set.
+            position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each; `rotated` is
+                `head_dim` or a part of it.
+        """
+        query_states = self._sum_terms("query", self.q_proj, self.q_bottleneck, call.hidden_states)
+        states = (query_states, *self.project_source(call, query_states))
+        for part in self.parts_with("change_qkv"):
+            states = part("change_qkv", call, *states)
+        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
+        query_states, key_states, value_states = (each.transpose(1, 2) for each in states)
+        call.values = value_states if call.source is None else None  # not the encoder's
+        if position_embeddings is not None:
+            query_states, key_states = rotate(query_states, key_states, *position_embeddings)
+        return query_states, key_states, value_states
+
+    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns key and value of the new tokens, `(batch, length, groups, head_dim)` each."""
+        source = call.hidden_states if call.source is None else call.source
+        return (
+            self._sum_terms("key", self.k_proj, self.k_bottleneck, source),
+            self._sum_terms("value", self.v_proj, self.v_bottleneck, source),
+        )
+
+    def _sum_terms(
+        self, name: str, linear: nn.Module | None, bottleneck: nn.Module | None, hidden_states: torch.Tensor
+    ) -> torch.Tensor:
+        """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, the sum of a projection's terms."""
+        terms = [own_heads(hidden_states, self.tp_mesh, dim=-1)] if self.projections[name].identity else []
+        if linear is not None:
+            terms.append(linear(hidden_states))
+        if bottleneck is not None:
+            terms.append(own_heads(bottleneck(hidden_states), self.tp_mesh, dim=-1))
+        states = sum(terms[1:], start=terms[0])
+        # `unflatten` takes longer
+        return states.view(*states.shape[:-1], states.shape[-1] // self.head_dim, self.head_dim)
 
     def prepare(
         self,
@@ -203,7 +397,7 @@ class NLQAttention(NLQAttentionLayer):
 
         Args:
             call, position_embeddings: as in `project`. The new tokens are added to the cache of the call.
-            arguments: those of flash attention, which a paged cache changes.
+            arguments: the keyword arguments of flash attention, which a paged cache changes.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
         cache, owners = call.cache, self.parts_with("token_state")
@@ -220,10 +414,10 @@ class NLQAttention(NLQAttentionLayer):
                 call.states = from_columns(columns, owners)
         bias = None
         for part in self.parts_with("score_bias"):
-            own = part("score_bias", call, (call.states or {}).get(part.name))
-            # Of positions there is one row
-            own = ScoreBias(*(one.expand(query_states.shape[0], -1, -1) for one in own))
-            bias = own if bias is None else ScoreBias(bias.query + own.query, bias.key + own.key)
+            part_bias = part("score_bias", call, (call.states or {}).get(part.name))
+            # A bias of positions alone has one row for the whole batch
+            part_bias = ScoreBias(*(term.expand(query_states.shape[0], -1, -1) for term in part_bias))
+            bias = part_bias if bias is None else ScoreBias(bias.query + part_bias.query, bias.key + part_bias.key)
         for part in self.parts_with("change_cached_qkv"):
             attended = (query_states, key_states, value_states)
             query_states, key_states, value_states = part("change_cached_qkv", call, *attended)
@@ -232,7 +426,7 @@ class NLQAttention(NLQAttentionLayer):
     def update_cache(
         self, cache: Cache, key_states: torch.Tensor, value_states: torch.Tensor, arguments: dict | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values to the cache, and returns those of all tokens."""
+        """Adds keys and values to the cache, and returns the keys and values of all tokens."""
         # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It
         # also changes the arguments that flash attention gets
         more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
@@ -246,7 +440,7 @@ class NLQAttention(NLQAttentionLayer):
         mask: Any,
         kwargs: dict,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` has
+        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` returns
         them.
         """
         query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
@@ -262,6 +456,9 @@ class NLQAttention(NLQAttentionLayer):
                 attention_interface = in_full_precision(attention_interface)
         else:
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        sliding_window = self.sliding_window
+        if sliding_window and not self.is_causal:
+            sliding_window += 1  # flash attention, which alone reads it, counts an encoder's own token
 
         return attention_interface(
             self,
@@ -271,29 +468,33 @@ class NLQAttention(NLQAttentionLayer):
             mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            # For flash attention, which counts an encoder's own token; the other masks have it
-            sliding_window=self.sliding_window
-            if self.is_causal or not self.sliding_window
-            else self.sliding_window + 1,
+            sliding_window=sliding_window,
             **kwargs,
         )
 
+    def change_mlp(self, hook: str, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Runs one of the `MLP_HOOKS` of the layer's parts on states of the MLP, for the decoder layer."""
+        for part in self.parts_with(hook):
+            changed = part(hook, call, *states)
+            states = changed if isinstance(changed, tuple) else (changed,)
+        return states
 
-class NLQLinearAttention(NLQAttentionLayer):
-    """Linear attention, which stores a state instead of keys and values and needs no backend."""
 
-    sliding_window = None
-    visible_keys = (None, True)
+class NLQLinearAttention(NLQAttention):
+    """Linear attention, which stores a state instead of keys and values and does not call a backend."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.is_causal = config.is_causal
         self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
             self.decay_bias = nn.Parameter(
                 initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype())
             )
+
+    def initialize(self) -> None:
+        if self.linear_attention_decay == "learned":
+            init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
     @property
     def log_decay(self) -> torch.Tensor | None:
@@ -308,10 +509,6 @@ class NLQLinearAttention(NLQAttentionLayer):
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def attention_request(self, weights: bool, *of_call) -> AttentionRequest:
-        """Returns what the layer would need from a backend, of which it asks none: no weights."""
-        return AttentionRequest(self.activation, weights=weights)
-
     def attend(
         self,
         call: AttentionCall,
@@ -320,7 +517,7 @@ class NLQLinearAttention(NLQAttentionLayer):
         mask: Any,
         kwargs: dict,
     ) -> tuple[torch.Tensor, None]:
-        """As in `NLQAttention`, without weights."""
+        """Computes the heads' outputs as in `NLQAttention`, without weights."""
         length, cache, cache_layer, state = call.hidden_states.shape[1], call.cache, None, None
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         if cache is not None:
@@ -333,7 +530,7 @@ class NLQLinearAttention(NLQAttentionLayer):
             state = cache_layer.get_state()
         elif mask is not None:
             mask.check(length, length)
-        if self.needs_exact_output:  # its type is that of the values
+        if self.needs_exact_output:  # the output gets the type of the values
             value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
         attn_output, state = linear_attention(
             query_states,
@@ -351,14 +548,9 @@ class NLQLinearAttention(NLQAttentionLayer):
             cache_layer.set_state(state, length)
         return attn_output, None
 
-    def initialize(self) -> None:
-        """Sets the initial values of the layer's own parameters."""
-        if self.linear_attention_decay == "learned":
-            init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
-
-class CrossAttentionMixin:
-    """Keys and values are projected from an encoder's tokens, with a cache once for all calls."""
+class NLQCrossAttention(NLQAttention):
+    """Attention of a decoder's tokens to an encoder's, with keys and values that are projected once for a cache."""
 
     @staticmethod
     def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
@@ -372,13 +564,14 @@ class CrossAttentionMixin:
         source = source[:, :0] if self.has_source(cache) else source
         return super().make_call(hidden_states, token_context, first_values, cache, source)
 
-    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> list[torch.Tensor]:
+    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.has_source(call.cache):
             return super().project_source(call, query_states)
         # No call of the projections: quantized layers and some adapters fail without tokens
-        states = query_states[:, :0, :: self.num_key_value_groups]
         is_own_type = self.projections["value"].identity
-        return [states.to(call.source.dtype if is_own_type else autocast_dtype(call.source))] * 2
+        dtype = call.source.dtype if is_own_type else autocast_dtype(call.source)
+        states = query_states[:, :0, :: self.num_key_value_groups].to(dtype)
+        return states, states
 
     def update_cache(
         self, cache: EncoderDecoderCache, key_states: torch.Tensor, value_states: torch.Tensor, *_
@@ -391,12 +584,8 @@ class CrossAttentionMixin:
         return half.update(key_states, value_states, index)
 
 
-class NLQCrossAttention(CrossAttentionMixin, NLQAttention):
-    """Attention of a decoder's tokens to those of an encoder."""
-
-
-class NLQLinearCrossAttention(CrossAttentionMixin, NLQLinearAttention):
-    """The same for linear attention, which stores the sums over the encoder's tokens."""
+class NLQLinearCrossAttention(NLQCrossAttention):
+    """Linear attention to an encoder's tokens, which stores the sums over them."""
 
     def attend(self, call: AttentionCall, position_embeddings: None, name: str, mask: Any, kwargs: dict):
         query_states, key_states, value_states = self.project(call)
@@ -422,7 +611,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
     | `"output"` | `x = r(x + norm(F(a(x))))` |
     | `"sandwich"` | `x = r(x + norm(F(a(norm(x)))))`, with two norms |
 
-    With `parallel_residual`, all read the same `x`, and all outputs are added to it at once.
+    All sub-layers read the same `x` with `parallel_residual`, and all outputs are added to it at once.
     """
 
     def __init__(self, config: NLQConfig, layer_idx: int):
@@ -434,13 +623,12 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
         self.has_mlp_hooks = self.self_attn.has_mlp_hooks
         self.mlp = MLPS[config.mlp_type](config)
-        # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. `mlp_norm` is that of a
-        # single sum
+        # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. A single sum has `mlp_norm`
         self.is_post_norm = config.norm_position == "post"
         has_two_sums = self.is_post_norm and not config.parallel_residual
         has_input_norm = config.norm_position in ("pre", "sandwich")
         has_output_norm = config.norm_position in ("output", "sandwich")
-        # What a block does not have is `None`: a module that does nothing would still cost a call for each token
+        # A missing module is `None`, because a module that does nothing would still cost a call for each token
         self.self_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
         self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else None
         self.self_attn_output_norm = make_norm(config) if has_output_norm else None
@@ -452,14 +640,16 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
             self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
-        self.sublayer_activation = _function(config.sublayer_activation)
-        self.residual_activation = _function(config.residual_activation)
+        self.sublayer_activation = make_activation(config.sublayer_activation)
+        self.residual_activation = make_activation(config.residual_activation)
 
-    def _before(self, hidden_states: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        return _apply(self.sublayer_activation, hidden_states if self.is_post_norm else _apply(norm, hidden_states))
+    def _sublayer_input(self, residual: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Returns what a sub-layer reads: `a(x)` with post-norm, else `a(norm(x))`."""
+        return call_if_set(self.sublayer_activation, residual if self.is_post_norm else call_if_set(norm, residual))
 
-    def _after(self, hidden_states: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        return _apply(self.residual_activation, _apply(norm, hidden_states) if self.is_post_norm else hidden_states)
+    def _residual_output(self, total: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+        """Returns what becomes of a residual sum: `r(norm(x))` with post-norm, else `r(x)`."""
+        return call_if_set(self.residual_activation, call_if_set(norm, total) if self.is_post_norm else total)
 
     def forward(
         self,
@@ -477,53 +667,62 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
 
         `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
         """
-        # diff with Llama: the first tensors are no keywords, because reentrant gradient checkpointing differentiates
-        # no others
+        # diff with Llama: the first tensors are positional, because reentrant gradient checkpointing differentiates
+        # only those
         if isinstance(hidden_states, tuple):
             raise ValueError(
                 "hidden_states: the first layer returns them and first_values; give each later layer these two"
             )
-        residual, masks = hidden_states, attention_mask
-        if self.has_mlp_hooks:
-            masks = own_masks(self.self_attn, hidden_states, attention_mask, cache, **kwargs)
-            *_, token_context = layer_mask(self.self_attn, masks, hidden_states, cache, **kwargs)
+        residual, mlp_call = hidden_states, None
+        if self.has_mlp_hooks:  # before the attention advances the cache
+            *_, token_context = layer_mask(self.self_attn, attention_mask, hidden_states, cache, **kwargs)
+            mlp_call = AttentionCall(self.self_attn, hidden_states, token_context, cache=cache)
         output, _, *values = self.self_attn(
-            self._before(hidden_states, self.self_attn_norm),
-            attention_mask=masks,
+            self._sublayer_input(hidden_states, self.self_attn_norm),
+            attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             cache=cache,
             first_values=first_values,
             **kwargs,
         )
-        hidden_states = residual + _apply(self.dropout, _apply(self.self_attn_output_norm, output))
+        hidden_states = residual + call_if_set(self.dropout, call_if_set(self.self_attn_output_norm, output))
         if not self.parallel_residual:
-            residual = hidden_states = self._after(hidden_states, self.self_attn_norm)
+            residual = hidden_states = self._residual_output(hidden_states, self.self_attn_norm)
         if self.cross_attn is not None:
             output, _ = self.cross_attn(
-                self._before(residual, self.cross_attn_norm),
+                self._sublayer_input(residual, self.cross_attn_norm),
                 attention_mask=encoder_attention_mask,
                 cache=encoder_cache,
                 source=encoder_hidden_states,
                 **{**kwargs, "position_ids": None},  # flash attention reads packed documents from them
             )
-            hidden_states = hidden_states + _apply(self.dropout, _apply(self.cross_attn_output_norm, output))
+            hidden_states = hidden_states + call_if_set(self.dropout, call_if_set(self.cross_attn_output_norm, output))
             if not self.parallel_residual:
-                residual = hidden_states = self._after(hidden_states, self.cross_attn_norm)
-        inputs, call = self._before(residual, self.mlp_norm), None
-        if self.has_mlp_hooks:
-            call = AttentionCall(self.self_attn, inputs, token_context, cache=cache)
-            (inputs,) = call.change_mlp("change_mlp_input", inputs)
-        output = self.mlp(inputs) if call is None else self.mlp(inputs, call)
-        hidden_states = hidden_states + _apply(self.dropout, _apply(self.mlp_output_norm, output))
-        hidden_states = self._after(hidden_states, self.mlp_norm)
+                residual = hidden_states = self._residual_output(hidden_states, self.cross_attn_norm)
+        output = self._run_mlp(self._sublayer_input(residual, self.mlp_norm), mlp_call)
+        hidden_states = hidden_states + call_if_set(self.dropout, call_if_set(self.mlp_output_norm, output))
+        hidden_states = self._residual_output(hidden_states, self.mlp_norm)
         return (hidden_states, *values) if values else hidden_states
 
+    def _run_mlp(self, hidden_states: torch.Tensor, call: AttentionCall | None) -> torch.Tensor:
+        """`(batch, query, hidden)` -> the same shape; `call` if parts of the layer work on the MLP."""
+        if call is None:
+            return self.mlp(hidden_states)
+        if isinstance(self.self_attn, FSDPModule) and "change_mlp" not in vars(self.self_attn):
+            # The attention holds the parameters of its parts, and FSDP2 may have taken them away after its call
+            register_fsdp_forward_method(self.self_attn, "change_mlp")
+        call.hidden_states = hidden_states
+        (hidden_states,) = call.change_mlp("change_mlp_input", hidden_states)
+        return self.mlp(hidden_states, call)
 
-def _function(name: str | None) -> nn.Module | None:
+
+def make_activation(name: str | None) -> nn.Module | None:
+    """Makes the activation of a name in `ACT2FN`, or returns `None` for `None`."""
     return None if name is None else ACT2FN[name]
 
 
-def _apply(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
+def call_if_set(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Returns what the module computes, or its input if the module is `None`."""
     return hidden_states if module is None else module(hidden_states)
 
 
@@ -581,7 +780,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
 
 
 class NLQModelOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """Without the `()` that `capture_outputs` returns as `cross_attentions` of a model that has none."""
+    """Leaves out the empty `cross_attentions` that `capture_outputs` returns for a model without them."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if not (isinstance(value, tuple) and not value):
@@ -623,13 +822,14 @@ class NLQModel(NLQPreTrainedModel):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> NLQModelOutput:
-        """
+        """Computes the last hidden states, `(batch, query, hidden)`.
+
         Args:
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
             position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding.
-                Where they do not rise by one, a new packed document begins, which sees nothing of the documents before
-                it. With an `attention_mask`, even of all ones, or with a cache, each row is one text.
+                Where they do not rise by one, a new packed document begins, which does not see those before it. Each
+                row is one text if there is a cache or an `attention_mask`, even of all ones.
             cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned. In
                 continuous batching it is paged.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
@@ -641,7 +841,7 @@ class NLQModel(NLQPreTrainedModel):
         Raises:
             ValueError: for no input or two, for packed documents together with a cache or with cross-attention, for an
                 encoder's tokens that are missing or not expected, for positions beyond the learned ones, for a cache
-                under gradient checkpointing or in an encoder, for two caches, for another `is_causal` than that of the
+                under gradient checkpointing or in an encoder, for two caches, for an `is_causal` that differs from the
                 configuration, and for an unknown argument that holds a tensor or an object.
         """
         if cache is not None and past_key_values is not None and cache is not past_key_values:
@@ -649,7 +849,7 @@ class NLQModel(NLQPreTrainedModel):
         cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
         is_causal = self.config.is_causal
-        # Continuous batching says so too where it gives a mask, which is causal
+        # Continuous batching passes it with its causal mask
         if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
         if is_causal != self.is_causal:
@@ -677,7 +877,7 @@ class NLQModel(NLQPreTrainedModel):
         layers = list(self.layers)[: self.config.num_hidden_layers]
         options = {"is_causal": is_causal, **kwargs}
         sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options)
-        # diff with Llama: not while training. Whoever computes a layer again in backward would update the cache again
+        # diff with Llama: not while training, where computing a layer again in backward would update the cache again
         wants_cache = self.config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
             cache = DynamicCache(config=self.config)
@@ -689,7 +889,7 @@ class NLQModel(NLQPreTrainedModel):
         position_embeddings = None
         if self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
-        hidden_states = self.dropout(_apply(self.embed_norm, hidden_states))
+        hidden_states = self.dropout(call_if_set(self.embed_norm, hidden_states))
 
         # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or
         # replaced it
@@ -697,7 +897,7 @@ class NLQModel(NLQPreTrainedModel):
         masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
         if encoder_hidden_states is not None:
             refuse_packed(sequences.segments, "would all see the encoder's tokens; give one text per row")
-            source = read_source(inputs_embeds, encoder_hidden_states, encoder_attention_mask)
+            source = read_sequences(inputs_embeds, encoder_attention_mask, source=encoder_hidden_states)
             encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
         first_values = None
         for layer in layers:
@@ -738,7 +938,7 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError(f"encoder_hidden_states={shape} must be {expected}")
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
-        """Returns `use_cache`, or `False` under gradient checkpointing, whose backward would update it again."""
+        """Returns `use_cache`, or `False` under gradient checkpointing: its backward would update the cache again."""
         is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in (self, *self.layers))
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
@@ -751,8 +951,8 @@ class NLQModel(NLQPreTrainedModel):
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
         """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
         if sequences.is_paged:
-            # In continuous batching no request has such positions, but the tokens of Transformers' warm-up, and a
-            # token that it computes before it knows that a request has ended. Their outputs are not used
+            # In continuous batching only the tokens of Transformers' warm-up have such positions, and one that it
+            # computes before it knows that a request has ended. Their outputs are not used
             return sequences.position_ids.clamp(max=self.config.max_position_embeddings - 1)
         last_position = sequences.last_position
         if last_position is None:
@@ -773,7 +973,7 @@ def without_last(outputs: ModelOutput) -> dict[str, Any]:
 
 
 def cap_logits(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Returns `c tanh(logits / c)`, or the logits if there is no cap."""
+    """Returns `c tanh(logits / c)`, or the logits if the cap is `None`."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
@@ -827,9 +1027,9 @@ class NLQForMaskedLM(NLQLanguageModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """
+        """Computes logits, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, inputs_embeds: as in `NLQModel`.
             labels: `(batch, query)` token ids of the masked tokens; -100, elsewhere, is ignored.
 
         Returns:
@@ -875,11 +1075,9 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
-        """
+        """Computes logits, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values: as in
-                `NLQModel`.
-            encoder_hidden_states, encoder_attention_mask: as in `NLQModel`.
             labels: `(batch, query)` token ids, shifted inside; -100 is ignored.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
 
@@ -912,15 +1110,15 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
-        """
+        """Computes logits of each row, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, kwargs: as in `NLQModel`.
             labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
 
         Returns:
             The loss, if labels are given, and logits `(batch, labels)` of the token of each row that
-            `classifier_pooling` names, or the mean over its tokens. What is padding says `attention_mask`, or without
-            a mask of tokens `config.pad_token_id`: the tokens of an encoder then do not see it either.
+            `classifier_pooling` names, or the mean over its tokens. Padding is read from `attention_mask`, or without
+            one from `config.pad_token_id`, and then an encoder's tokens do not see it either.
 
         Raises:
             ValueError: for the last tokens of several rows with neither.
@@ -932,8 +1130,8 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
         pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
-        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` have
-        # no ids
+        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` come
+        # without ids
         is_token = torch.ones_like(logits[..., 0], dtype=torch.bool)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
@@ -956,9 +1154,9 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
             if (num_items := kwargs.get("num_items_in_batch")) is not None:
                 # The mean over this call becomes its share of the mean over all calls of an optimizer step
                 loss = loss * (labels.ne(-100).sum() / num_items)
-        found = without_last(outputs)
-        found.pop("cross_attentions", None)  # this output has no place for them
-        return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **found)
+        others = without_last(outputs)
+        others.pop("cross_attentions", None)  # this output lacks such a field
+        return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **others)
 
 
 class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedModel):
@@ -974,9 +1172,9 @@ class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedMode
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """
+        """Computes logits of each token, and a loss from labels; the other arguments are `NLQModel`'s.
+
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, kwargs: as in `NLQModel`.
             labels: `(batch, query)` classes; -100 is ignored.
 
         Returns:
@@ -995,8 +1193,7 @@ class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
     accepts_loss_kwargs = False
 
 
-# Trainer's label smoothing shifts the labels of models whose class names it finds in these tables only, and pipelines
-# warn about models that are not in them.
+# Trainer's label smoothing shifts labels only if these tables name the class, and pipelines warn about other models.
 for _names, _class in (
     (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NLQForCausalLM),
     (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, NLQForMaskedLM),

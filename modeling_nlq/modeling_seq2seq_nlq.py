@@ -1,4 +1,4 @@
-"""An NLQ encoder and decoder: cross-attention whose queries, activation and matrices are configured."""
+"""An NLQ encoder and decoder, with cross-attention that is configured as self-attention is."""
 
 import torch
 from torch import nn
@@ -11,10 +11,10 @@ from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 
 from .backends_nlq import choose_implementation, supports_flash_attention
+from .cache_nlq import CACHE_NAME
 from .configuration_nlq import AUTOMATIC
 from .configuration_seq2seq_nlq import NLQSeq2SeqConfig
 from .integrations_nlq import (
-    CACHE_NAME,
     NLQGenerationMixin,
     NLQIntegrationMixin,
     accept_both_cache_names,
@@ -43,7 +43,7 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         return requested_attention or AUTOMATIC
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """As in Transformers, and the decoder's embedding too if it is one of its own."""
+        """Resizes the embeddings as in Transformers, and an embedding of the decoder's own too."""
         if not self.config.tie_word_embeddings:
             self.base_model.decoder.resize_token_embeddings(*args, **kwargs)
         return super().resize_token_embeddings(*args, **kwargs)
@@ -97,17 +97,17 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         decoder_position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """
+        """Computes the last hidden states of both halves; the cache is passed as to `NLQModel`.
+
         Args:
             input_ids, attention_mask, inputs_embeds, position_ids: the source, as in `NLQModel`; `(batch, source)`.
             encoder_outputs: what the encoder has returned for it, instead of `input_ids`; the mask is still needed.
             decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, decoder_position_ids: the target, shifted
                 right.
-            cache, past_key_values, use_cache: as in `NLQModel`.
 
         Returns:
-            The decoder's last hidden state `(batch, query, hidden)`, the cache, and what the flags ask for of both
-            halves.
+            The decoder's last hidden state `(batch, query, hidden)`, the cache, and hidden states and attentions of
+            both halves if the flags say so.
 
         Raises:
             ValueError: without the decoder's tokens, and as `NLQModel`.
@@ -170,7 +170,7 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
 
     def generate_batch(self, *args, **kwargs):
-        """Raises `ValueError`: continuous batching has no place for the encoder's tokens."""
+        """Raises `ValueError`: continuous batching cannot keep the encoder's tokens."""
         raise ValueError("an encoder and decoder has no continuous batching; use generate")
 
     init_continuous_batching = generate_batch
@@ -193,9 +193,9 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """
+        """Computes logits, and a loss from labels; the other arguments are `NLQSeq2SeqModel`'s.
+
         Args:
-            input_ids, ..., past_key_values, kwargs: as in `NLQSeq2SeqModel`.
             labels: `(batch, query)` token ids of the target; -100 is ignored. Without `decoder_input_ids`, they are
                 these shifted to the right.
             logits_to_keep: how many last positions get logits (0: all), or their indices.

@@ -1,11 +1,10 @@
-"""What a part of an attention layer is: what it may read and change, and what it answers.
+"""The base class of the parts of an attention layer, and what a part may read and change.
 
-A part is a module. Everything that the model, the configuration, the backends, the cache, the FLOPs and the conversion
-want to know of it, they ask it. `parts_builtin_nlq.py` has the parts that come with NLQ, in the order in which they
-are applied.
+A part is a module. Model, configuration, backends, cache, FLOPs and conversion learn everything about it from its
+attributes and methods. `parts_builtin_nlq.py` has the parts that come with NLQ, in the order of their hooks.
 
 Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and
-those of this call), head_dim.
+the tokens of this call), head_dim.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,16 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # Under tensor parallelism, linear layers are split by the plan of the configuration, and each process computes some of
-# the heads. Tensors that stay whole are cut where the heads begin: the identity term and `f`, whose norms need whole
-# rows, and parameters with a part for each head. Their gradients are whole on every process.
-
-
-class SplitByHeads(nn.Module):
-    """A module of which each process computes its own heads. `tp_mesh` has the processes that share the heads, or is
-    `None`.
-    """
-
-    tp_mesh: "DeviceMesh | None" = None
+# the heads. Tensors that stay whole are cut where the heads begin: the identity term, `f`, because its norms need
+# whole rows, and parameters with a part for each head. Their gradients are whole on every process. A module that cuts
+# has an attribute `tp_mesh`: the processes that share the heads, or `None`.
 
 
 def own_heads(states: torch.Tensor, mesh: "DeviceMesh | None", dim: int) -> torch.Tensor:
@@ -88,7 +80,7 @@ class AttentionCall:
     """One call of an attention layer, as its parts see it.
 
     Attributes:
-        layer: the attention layer, an `NLQAttentionProjections`.
+        layer: the attention layer, an `NLQAttention`.
         hidden_states: `(batch, query, hidden)`, its input.
         token_context: positions, padding and visible-key counts of its tokens. Only parts with `needs_token_context`
             may read it.
@@ -97,13 +89,13 @@ class AttentionCall:
         cache: the cache of the call, or `None`.
         values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
             `change_qkv`.
-        source: `(batch, key, hidden)`, the tokens of an encoder that keys and values are projected from; none of them
-            where the cache has those of all. `None` in self-attention, where they are `hidden_states`.
+        source: `(batch, key, hidden)`, the tokens of an encoder that keys and values are projected from; empty if the
+            cache has their keys and values already. `None` in self-attention, which projects `hidden_states`.
         states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after
             the cache.
     """
 
-    layer: SplitByHeads
+    layer: nn.Module
     hidden_states: torch.Tensor
     token_context: TokenContext | None = None
     first_values: torch.Tensor | None = None
@@ -118,9 +110,7 @@ class AttentionCall:
         return self.layer.tp_mesh
 
     def store_state(self, name: str, state: torch.Tensor) -> None:
-        """Puts another state of all keys, `(batch, groups, key, ...)`, in the place of the one that a part has in the
-        cache.
-        """
+        """Replaces a part's state of all keys, `(batch, groups, key, ...)`, in the cache."""
         self.states[name] = state
         layer = self.cache.layers[self.layer.layer_idx]
         states = [self.states[part.name] for part in self.layer.parts_with("token_state")]
@@ -131,18 +121,11 @@ class AttentionCall:
             layer.keys = torch.cat([keys, columns], dim=-1)  # not in place: a gradient may need the old state
 
     def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs one of the `MLP_HOOKS`, by a call of the attention layer: FSDP may hold parameters of its parts until
-        then.
-        """
-        if not self.layer.parts_with(hook):
-            return states
-        # Tensors in no tuple, because reentrant checkpointing of the attention layer differentiates only those
-        first, *factors = states
-        first, _, *factors = self.layer(first, mlp_hook=(hook, self), mlp_factor=factors[0] if factors else None)
-        return (first, *factors)
+        """Runs one of the `MLP_HOOKS`, which change what the MLP computes."""
+        return self.layer.change_mlp(hook, self, *states) if self.layer.parts_with(hook) else states
 
 
-# What gives a module its initial values: of this package, or of PyTorch
+# Methods of this package and of PyTorch that give a module its initial values
 _RESETS = ("initialize", "reset_parameters", "_reset_parameters")
 
 
@@ -154,15 +137,15 @@ class _EqualDraws(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class AttentionPart(SplitByHeads):
-    """What an attention layer may have beside its projections, positions and activation.
+class AttentionPart(nn.Module):
+    """One change of an attention layer, beside its projections, positions and activation.
 
     A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The
     others cost nothing. The hooks run in this order: `change_input`, the projections, `change_qkv`, rotary positions,
     `token_state`, the cache, `score_bias`, `change_cached_qkv`, the scores, `change_scores`, the attention weights,
     `change_weights` (`change_returned_weights` if they are returned), `change_output`, the output projection; and in
-    the MLP after the attention, `change_mlp_input` and `change_mlp_inner`. With `change_scores`, a layer needs all of
-    its scores in memory; with `change_weights`, the weights of some queries at a time. The layer calls the part for
+    the MLP after the attention, `change_mlp_input` and `change_mlp_inner`. A layer holds all of its scores in memory
+    for `change_scores`, and the weights of some queries at a time for `change_weights`. The layer calls the part for
     each hook, because offloading, ZeRO-3 and FSDP give a module its parameters when it is called. So a hook reads
     parameters of its own part only, and calls other modules.
 
@@ -177,15 +160,15 @@ class AttentionPart(SplitByHeads):
             is then computed in float32, except by flash attention, which cannot.
         activations: the attention activations that it can have; all if empty.
         causal_only: whether it needs an order of the tokens, so that an encoder (`is_causal=False`) cannot have it.
-        needs_own_value: whether it reads `call.values`, of which cross-attention has none.
+        needs_own_value: whether it reads `call.values`, which cross-attention lacks.
         supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it
             notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
-        start: how `nlq convert` adds it to a trained layer, which must compute what it did without the part: `"zero"`,
-            all its parameters are 0; or the reason why there is no such start. `start_without_effect` may do something
-            else.
+        start: how `nlq convert` adds it to a trained layer without changing the outputs: `"zero"` sets all its
+            parameters to 0; any other text is the reason why it cannot. `start_without_effect` may do something else.
     """
 
+    tp_mesh = None
     name: ClassVar[str] = ""
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""
@@ -219,7 +202,7 @@ class AttentionPart(SplitByHeads):
         """Runs the hook of this name, or `measure`. A part cannot override it."""
         return getattr(self, hook)(*inputs)
 
-    # What the configuration asks of the class; `config` is the `NLQConfig` of one layer
+    # Class methods for the configuration; `config` is the `NLQConfig` of one layer
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
@@ -232,7 +215,7 @@ class AttentionPart(SplitByHeads):
 
     @classmethod
     def product_cost(cls, config: PreTrainedConfig) -> float:
-        """Returns by which factor the part multiplies the cost of the products with keys and values."""
+        """Returns the factor by which the part multiplies the cost of the products with keys and values."""
         return 1.0
 
     @classmethod
@@ -248,7 +231,7 @@ class AttentionPart(SplitByHeads):
 
     @classmethod
     def refuse_paged(cls, config: PreTrainedConfig) -> str | None:
-        """Returns the reason why continuous batching, whose cache is paged, cannot have the part, if there is one."""
+        """Returns the reason why continuous batching cannot have the part, with its paged cache, or `None`."""
         if cls.has_hook("token_state") or cls.has_hook("score_bias") or cls.conv_states(config):
             return "the paged cache has no place for what it keeps, and its keys belong to several texts"
         return "the paged cache has keys and values of other shapes" if cls.has_hook("change_cached_qkv") else None
@@ -290,24 +273,24 @@ class AttentionPart(SplitByHeads):
         Parameters of modules inside the part that `__init__` leaves at PyTorch's defaults, as in a plain `nn.Linear`,
         keep the model's initialisation.
         """
-        own = {name for name, _ in self.named_parameters(recurse=False)}
+        direct = {name for name, _ in self.named_parameters(recurse=False)}
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         inner = {
             name
             for name, value in tensors.items()
-            if not (name in own or value.is_meta or getattr(value, "_is_hf_initialized", False))
+            if not (name in direct or value.is_meta or getattr(value, "_is_hf_initialized", False))
         }
         if inner:
             inner -= self._default_parameters()
-        if not own | inner:
+        if not direct | inner:
             return
-        # Only parameters of its own take numbers from the model's random stream
-        with torch.random.fork_rng(devices=[], enabled=not own), torch.device("cpu"):
-            if not own:
+        # Only its direct parameters take numbers from the model's random stream
+        with torch.random.fork_rng(devices=[], enabled=not direct), torch.device("cpu"):
+            if not direct:
                 torch.default_generator.manual_seed(int(torch.randint(2**62, ())))
             fresh = type(self)(self.config, self.layer_idx)
         values = dict(fresh.named_parameters(remove_duplicate=False)) | dict(fresh.named_buffers())
-        for name in own | inner:
+        for name in direct | inner:
             init.copy_(tensors[name], values[name])
 
     @torch.no_grad()
@@ -320,7 +303,7 @@ class AttentionPart(SplitByHeads):
         names = set()
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):
             fresh = type(self)(self.config, self.layer_idx)
-            given = {
+            initial = {
                 name: (value.clone(), value._version) for name, value in fresh.named_parameters(remove_duplicate=False)
             }
             for path, module in list(fresh.named_modules())[1:]:
@@ -337,10 +320,10 @@ class AttentionPart(SplitByHeads):
                 before = {name: value._version for name, value in parameters.items()}
                 reset(module)
                 after = {name: value._version for name, value in parameters.items()}
-                unset = {name for name, value in parameters.items() if torch.equal(value, given[name][0])}
+                unset = {name for name, value in parameters.items() if torch.equal(value, initial[name][0])}
                 if not is_ours:
                     PreTrainedModel._init_weights(self, module)
-                    unset = {name for name in unset if given[name][1] == after[name] - before[name]}
+                    unset = {name for name in unset if initial[name][1] == after[name] - before[name]}
                     # Else Transformers leaves it
                     unset = {name for name in unset if parameters[name]._version > after[name]}
                 names |= unset
@@ -351,10 +334,8 @@ class AttentionPart(SplitByHeads):
         output.
         """
 
-    def start_without_effect(self, layer: SplitByHeads) -> str | None:
-        """Makes a trained layer compute what it computed without the part (`nlq convert`), or returns why there is no
-        way.
-        """
+    def start_without_effect(self, layer: nn.Module) -> str | None:
+        """Makes a trained layer compute what it computed without the part, or returns why it cannot."""
         if self.start != "zero":
             return self.start
         for parameter in self.parameters():
@@ -368,7 +349,7 @@ class AttentionPart(SplitByHeads):
         """
         return {}
 
-    # Hooks of a call. These do not run: a layer calls those of `has_hook`
+    # Default hooks. A layer calls only those that a part overrides
 
     def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
         """Changes the input of the layer, `(batch, query, hidden)`, which the other hooks then read."""
@@ -406,7 +387,7 @@ class AttentionPart(SplitByHeads):
         """Changes the weights of some queries before they meet the values. A layer has one such part.
 
         Args:
-            call: the call, of which only the layer may be read: the queries may be some of those of the call.
+            call: the call. Only its layer may be read, because the queries may be some of the call's queries.
             weights: `(batch, heads, query, key)`.
             own_columns: `(batch, heads, query, ...)`, what the part put after the queries' columns in
                 `change_cached_qkv`.
@@ -428,7 +409,7 @@ class AttentionPart(SplitByHeads):
         """Changes what the MLP's activation gets, `(batch, query, intermediate)`: of a gated MLP, gate and factor."""
 
 
-# Hooks of scores and weights, which linear attention has not
+# Hooks of scores and weights, which linear attention does not have
 WEIGHT_HOOKS = (
     "token_state",
     "score_bias",
@@ -456,9 +437,8 @@ _UNITS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
 
-    In half precision a number takes several columns, each of which holds what it can of the rest, in a unit of its
-    own. The gradient passes through the last column, whose unit is 1: that of a column in units of 2^16 would overflow
-    float16.
+    In half precision a number takes several columns. Each one holds as much of the rest as its unit allows. The
+    gradient passes through the last column, in units of 1, because in units of 2^16 it would overflow float16.
     """
     rest, columns = torch.cat(states, dim=-1), []
     for unit in _UNITS.get(dtype, (1.0,))[:-1]:

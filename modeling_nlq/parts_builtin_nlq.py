@@ -1,6 +1,6 @@
 """The attention parts that come with NLQ, and their table. `NLQConfig` has a field for each of them.
 
-Shapes are those of `parts_base_nlq.py`.
+`parts_base_nlq.py` explains the shapes.
 """
 
 import math
@@ -18,7 +18,6 @@ from .parts_base_nlq import (
     AttentionCall,
     AttentionPart,
     ScoreBias,
-    SplitByHeads,
     own_heads,
     shared_by_heads,
     sum_over_processes,
@@ -48,11 +47,11 @@ class ShortConvolution(nn.Module):
         Args:
             states: `(batch, query, width)`, or some of the channels where several processes share the heads.
             earlier: `(batch, 3, width)`, the last tokens before, 0 for none; `None` is 0.
-            context: that of the call. Padding is passed over, wherever it is.
+            context: the context of the call. Padding is passed over, wherever it is.
             mesh: the processes that share the heads, or `None`.
 
         Returns:
-            The sums in the shape of `states`, and the last 3 tokens that are no padding, `(batch, 3, width)`.
+            The sums in the shape of `states`, and the last 3 tokens without padding, `(batch, 3, width)`.
         """
         (batch, length, width), kept = states.shape, KERNEL - 1
         if earlier is None:
@@ -72,18 +71,18 @@ class ShortConvolution(nn.Module):
             sums = sums + term
         if is_valid is None:
             return sums.to(states.dtype), full[:, length:]
-        place = (is_valid.cumsum(dim=1)[:, kept:] - 1 - kept).clamp(min=0)[..., None]
+        index = (is_valid.cumsum(dim=1)[:, kept:] - 1 - kept).clamp(min=0)[..., None]
         last = is_valid.sum(dim=1)[:, None] + torch.arange(-kept, 0, device=states.device)
         latest = full.gather(1, last[..., None].expand(-1, -1, width))
-        return sums.gather(1, place.expand_as(states)).to(states.dtype), latest
+        return sums.gather(1, index.expand_as(states)).to(states.dtype), latest
 
 
 class Canon(AttentionPart):
     """`h + conv(h)` over 4 tokens, at sites that the letters name.
 
     `"A"`: the input of the attention. `"B"`: queries, keys and values, before norms and positions. `"C"`: the input of
-    the MLP. `"D"`: what the MLP's activation gets, of a gated MLP also the factor. The cache keeps 3 tokens for each,
-    in Transformers' own layer for convolutions beside keys and values.
+    the MLP. `"D"`: the input of the MLP's activation, and the factor of a gated MLP. The cache keeps 3 tokens for
+    each, in Transformers' own layer for convolutions beside keys and values.
     """
 
     name = "canon"
@@ -97,7 +96,7 @@ class Canon(AttentionPart):
         super().__init__(config, layer_idx)
         widths = self.widths(config)
         self.convolutions = nn.ModuleDict({name: ShortConvolution(width) for name, width in widths.items()})
-        # The number of each among the states of the cache layer; those of linear attention come first
+        # The number of each among the states of the cache layer, after linear attention's
         self.state_indices = {name: config.first_conv_state + index for index, name in enumerate(widths)}
 
     @classmethod
@@ -136,8 +135,7 @@ class Canon(AttentionPart):
         if call.token_context.has_own_mask:
             raise ValueError(
                 "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; "
-                "give a "
-                "padding mask (batch, key), or position_ids of packed documents"
+                "give a padding mask (batch, key), or position_ids of packed documents"
             )
         index, earlier, cache_layer = self.state_indices[name], None, None
         if call.cache is not None:
@@ -178,11 +176,13 @@ class Canon(AttentionPart):
 
     def change_mlp_inner(self, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         names = ("mlp_gate", "mlp_inner")[-len(states) :]
-        return tuple(self._convolve(name, call, own, is_split=True) for name, own in zip(names, states))
+        return tuple(self._convolve(name, call, channels, is_split=True) for name, channels in zip(names, states))
 
 
-class NLQRMSNorm(SplitByHeads, nn.RMSNorm):
+class NLQRMSNorm(nn.RMSNorm):
     """RMSNorm of each head, with one gain for all heads."""
+
+    tp_mesh = None
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """`(batch, length, heads, head_dim)` -> the same shape."""
@@ -190,8 +190,10 @@ class NLQRMSNorm(SplitByHeads, nn.RMSNorm):
         return nn.functional.rms_norm(heads, self.normalized_shape, weight, self.eps)
 
 
-class NLQAllHeadsRMSNorm(SplitByHeads, nn.RMSNorm):
+class NLQAllHeadsRMSNorm(nn.RMSNorm):
     """RMSNorm over the width of all heads, with a gain for each element (OLMo 2, arXiv 2501.00656)."""
+
+    tp_mesh = None
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
         """As in `NLQRMSNorm`."""
@@ -206,8 +208,10 @@ class NLQAllHeadsRMSNorm(SplitByHeads, nn.RMSNorm):
         return states.to(heads.dtype).view(heads.shape)
 
 
-class NLQL2Norm(SplitByHeads):
+class NLQL2Norm(nn.Module):
     """Unit-length heads, times a learned scale per head if `num_heads` is given (arXiv 2010.04245)."""
+
+    tp_mesh = None
 
     def __init__(self, head_dim: int, num_heads: int | None = None):
         super().__init__()
@@ -269,8 +273,8 @@ class LengthScaling(AttentionPart):
         if activation.kind == "linear" or (activation.is_homogeneous and normalization == "sum"):
             raise ValueError(
                 f"attention_length_scaling={config.attention_length_scaling!r}: "
-                f"attention_activation={activation.name!r} "
-                f"normalised by {normalization!r} cancels a factor of the scores; use another activation or normaliser"
+                f"attention_activation={activation.name!r} normalised by {normalization!r} cancels a factor of the "
+                "scores; use another activation or normaliser"
             )
 
     def change_qkv(self, call: AttentionCall, query, key, value):
@@ -352,8 +356,8 @@ class ValueResidual(AttentionPart):
     def change_qkv(self, call: AttentionCall, query, key, value):
         if self.mixing_bias is None:
             return query, key, (call.first_values + value) * 0.5
-        first, own = shared_by_heads(self.mixing_bias, call.tp_mesh)
-        return query, key, first * call.first_values + own * value
+        first, own_share = shared_by_heads(self.mixing_bias, call.tp_mesh)
+        return query, key, first * call.first_values + own_share * value
 
 
 class SelectiveAttention(AttentionPart):
@@ -391,11 +395,11 @@ class SelectiveAttention(AttentionPart):
         if has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
                 "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which "
-                "assisted "
-                "decoding and prompt lookup need; generate without assistant_model and prompt_lookup_num_tokens"
+                "assisted decoding and prompt lookup need; generate without assistant_model and "
+                "prompt_lookup_num_tokens"
             )
-        own = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
-        selects = nn.functional.relu(scores[:, 0]).masked_fill(own | is_first.bool()[:, None], 0.0)
+        is_self = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
+        selects = nn.functional.relu(scores[:, 0]).masked_fill(is_self | is_first.bool()[:, None], 0.0)
         if visible is not None:
             selects = selects.masked_fill(~visible[:, 0], 0.0)
         if context.is_valid is not None:
@@ -470,7 +474,7 @@ class ForgetGate(AttentionPart):
 
 
 class AttentionSink(AttentionPart):
-    """Backends read the logits from the layer, which is why this part has no hook."""
+    """Adds a sink to softmax. Backends read its logits from the layer, so the part does not need a hook."""
 
     name = "attention_sink"
     formula = "exp(s_j) / (exp(b_h) + sum_k exp(s_k))"
@@ -575,8 +579,8 @@ class DifferentialAttention(AttentionPart):
         if self.is_v2:
             return torch.sigmoid(self.proj(call.hidden_states))
         first, second = (
-            torch.exp((one * other).sum(dtype=torch.promote_types(one.dtype, torch.float32)))
-            for one, other in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+            torch.exp((left * right).sum(dtype=torch.promote_types(left.dtype, torch.float32)))
+            for left, right in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
         )
         return first - second + self.lambda_init
 
@@ -623,10 +627,12 @@ class ExclusiveAttention(AttentionPart):
         return (by_group - along * direction).to(call.values.dtype).flatten(2, 3)
 
 
-class NLQHeadProjection(SplitByHeads):
+class NLQHeadProjection(nn.Module):
     """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the
     identity.
     """
+
+    tp_mesh = None
 
     def __init__(self, num_heads: int, head_dim: int):
         super().__init__()
@@ -673,8 +679,10 @@ class OutputActivation(AttentionPart):
         return call.layer.output_activation(heads)
 
 
-class NLQSharedLinear(SplitByHeads, nn.Linear):
+class NLQSharedLinear(nn.Linear):
     """A linear layer that all heads use."""
+
+    tp_mesh = None
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` -> `(..., out_features)`."""
@@ -683,7 +691,7 @@ class NLQSharedLinear(SplitByHeads, nn.Linear):
 
 
 class AttentionGate(AttentionPart):
-    """A gate of the outputs. With `"value"`, one matrix for all heads reads the token's own value."""
+    """A gate of the outputs. The gate `"value"` reads the token's own value, by one matrix for all heads."""
 
     name = "attention_gate"
     formula = "y_i * sigmoid(x_i W_g), or y_i * sigmoid(v_i W_g)"
@@ -740,10 +748,10 @@ ATTENTION_PARTS = {part.name: part for part in _IN_ORDER_OF_HOOKS}
 
 
 def parts_of(config: PreTrainedConfig) -> list[type[AttentionPart]]:
-    """Returns the parts of a layer, whose configuration is given: those whose field is set, then the user's own.
+    """Returns the parts of a layer with this configuration: first those that a field turns on, then the user's own.
 
     Raises:
-        ValueError: for a name in `attention_parts` that no part has.
+        ValueError: for an unknown name in `attention_parts`.
     """
     values = {name: getattr(config, name) for name in ATTENTION_PARTS}
     parts = [ATTENTION_PARTS[name] for name, value in values.items() if value is not None and value is not False]

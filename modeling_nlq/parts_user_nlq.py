@@ -19,20 +19,20 @@ from .parts_base_nlq import AttentionPart
 from .parts_nlq import PARTS
 
 
-# What a file may import of this package: names that every saved model brings, and their modules
+# The names of this package that a file may import, because every saved model brings them, and their modules
 _MODULES = {
     **dict.fromkeys(("AttentionCall", "AttentionPart", "ScoreBias", "TokenContext"), "parts_base_nlq"),
     "register_attention_activation": "activations_nlq",
 }
 _ORIGINS = (
     "modeling_nlq",
-    *(f"{place}{module}" for place in ("modeling_nlq.", ".") for module in set(_MODULES.values())),
+    *(f"{prefix}{module}" for prefix in ("modeling_nlq.", ".") for module in set(_MODULES.values())),
 )
 
 # By name and hash of the code. The latest of a name is what a new configuration means by it
 _registered: dict[tuple[str, str], type[AttentionPart]] = {}
 _latest: dict[str, str] = {}
-# By module: name of the file, and its text as it is published
+# Name and published text of a file, by module
 _files: dict[str, tuple[str, str]] = {}
 # The modules that register activations
 _registering: set[str] = set()
@@ -41,8 +41,8 @@ _registering: set[str] = set()
 def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
 
-    A configuration remembers the code that it was made with. A model whose part is defined in a notebook or a script
-    can be used, but not saved: put the class into a file, and load it by `load_attention_parts`.
+    A configuration remembers the code that it was made with. A part of a notebook or a script can be used, but its
+    model cannot be saved: put the class into a file, and load it by `load_attention_parts`.
 
     Args:
         part: a subclass of `AttentionPart`.
@@ -51,8 +51,8 @@ def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
         The class itself.
 
     Raises:
-        ValueError: if it is no such class, its name is no identifier or one that modules use, or it overrides
-            `forward`.
+        ValueError: if it is not such a class, its name is not an identifier or is one that modules use, or it
+            overrides `forward`.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
@@ -85,8 +85,8 @@ def load_attention_parts(source: str | Path, text: str | None = None) -> list[ty
         The parts. The same text is run once in a process.
 
     Raises:
-        ValueError: if there is no such file, it cannot be run, imports something else of this package, or defines no
-            part and no activation.
+        ValueError: if the file cannot be read or run, imports something else of this package, or defines neither a
+            part nor an activation.
     """
     path = Path(source)
     if (
@@ -149,10 +149,10 @@ def _run(name: str, file: str, text: str) -> ModuleType:
 
 
 def published_text(text: str, source: str) -> str:
-    """Returns the text of a file of parts as it lies beside a saved model, where this package may be missing.
+    """Returns the text of a file of parts as it is saved with a model, where this package may be missing.
 
     Raises:
-        ValueError: if it is no Python, or imports what a saved model does not bring.
+        ValueError: if it is not valid Python, or imports what a saved model does not bring.
     """
     text = text.replace("\r\n", "\n")
     try:
@@ -171,15 +171,14 @@ def published_text(text: str, source: str) -> str:
         if foreign:
             raise ValueError(
                 f"{source}, line {node.lineno}: a file of parts cannot import {foreign[0]}; of this package it may "
-                "write "
-                f"`from modeling_nlq import ...` with {', '.join(_MODULES)}"
+                f"write `from modeling_nlq import ...` with {', '.join(_MODULES)}"
             )
         if origin in _ORIGINS:
             aliases = {
                 module: [a for a in node.names if _MODULES[a.name] == module] for module in map(_MODULES.get, names)
             }
             new = "; ".join(
-                f"from .{module} import {', '.join(map(ast.unparse, own))}" for module, own in aliases.items()
+                f"from .{module} import {', '.join(map(ast.unparse, names))}" for module, names in aliases.items()
             )
             first, last = node.lineno - 1, node.end_lineno - 1
             line = lines[first][: node.col_offset] + new.encode() + lines[last][node.end_col_offset :]
@@ -207,11 +206,10 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
     """Returns the part of a name.
 
     Args:
-        name: its name.
         code: the hash of its code, or `None` for the latest.
 
     Raises:
-        ValueError: if there is none, or only one with other code.
+        ValueError: if it is unknown, or known with other code only.
     """
     for part in PARTS:
         if part.name == name and code in (None, code_of(part)):
@@ -220,8 +218,7 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
         return part
     raise ValueError(
         f"attention_parts: {name!r} (code {code}) is unknown here; if you trust its file, which lies beside the "
-        "model, load it "
-        "by load_attention_parts('FILE.py') or --parts FILE.py"
+        "model, load it by load_attention_parts('FILE.py') or --parts FILE.py"
     )
 
 
@@ -237,8 +234,7 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
         if part.__module__ not in _files:
             raise ValueError(
                 f"attention_parts: {part.name!r} is defined in no file, and a model cannot be saved without its code; "
-                "put the "
-                "class into a file, and load it by load_attention_parts"
+                "put the class into a file, and load it by load_attention_parts"
             )
         file, text = _files[part.__module__]
         if texts.setdefault(file, text) != text:

@@ -89,7 +89,7 @@ def test_configuration_imports_no_kernels(tmp_path):
     command = [sys.executable, "-c", WITHOUT_THIS_PACKAGE + script, str(tmp_path / "saved")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    tables = {"activations_nlq", "cache_nlq", "configuration_nlq", "masking_nlq", "projections_nlq"}
+    tables = {"activations_nlq", "cache_nlq", "configuration_nlq", "masking_nlq"}
     parts = {f"{part.__module__.rpartition('.')[2]}" for part in ATTENTION_PARTS.values()}
     assert set(done.stdout.split()) == tables | parts | {
         "parts_base_nlq",

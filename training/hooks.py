@@ -10,21 +10,21 @@ from transformers.utils import ModelOutput
 from modeling_nlq.backends_nlq import layer_mask
 from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.masking_nlq import Visibility, make_visibility
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall
-from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 
 # Gets the layer, its call, and cosines and sines of rotary positions, or `None`
-Receive = Callable[[NLQAttentionProjections, AttentionCall, tuple[torch.Tensor, torch.Tensor] | None], None]
+Receive = Callable[[NLQAttention, AttentionCall, tuple[torch.Tensor, torch.Tensor] | None], None]
 
 
-def attention_layers(model: nn.Module) -> list[NLQAttentionProjections]:
+def attention_layers(model: nn.Module) -> list[NLQAttention]:
     """The attention layers of an NLQ model, first to last.
 
     Raises:
         ValueError: if there are none.
     """
-    layers = [module for module in model.modules() if isinstance(module, NLQAttentionProjections)]
+    layers = [module for module in model.modules() if isinstance(module, NLQAttention)]
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no NLQ attention layers, so its attention cannot be shown or recorded"
@@ -47,9 +47,7 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
     """
     layers = attention_layers(model)
 
-    def before(layer: NLQAttentionProjections, positional: tuple, keywords: dict) -> None:
-        if "mlp_hook" in keywords:
-            return
+    def before(layer: NLQAttention, positional: tuple, keywords: dict) -> None:
         *_, token_context = layer_mask(layer, keywords["attention_mask"], *positional)
         positions = layer.own_positions(keywords.get("position_embeddings"))
         inputs = (*positional, token_context, keywords.get("first_values"), None, keywords.get("source"))
@@ -73,7 +71,7 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
 
 
 def visibility_of(
-    layer: NLQAttentionProjections, query: torch.Tensor, key: torch.Tensor, segments: torch.Tensor | None = None
+    layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, segments: torch.Tensor | None = None
 ) -> Visibility:
     """Which keys each query of a layer sees in texts without padding.
 

@@ -10,7 +10,8 @@ from transformers import DynamicCache, GenerationMixin
 from transformers.utils import logging
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
-from modeling_nlq.integrations_nlq import CACHE_NAME, KNOWN_ARGUMENTS
+from modeling_nlq.cache_nlq import CACHE_NAME
+from modeling_nlq.integrations_nlq import KNOWN_ARGUMENTS
 
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5]])

@@ -20,10 +20,11 @@ from support.flex_stand_in import dense_flex_attention
 from support.grids import parametrize_grid
 from torch.nn.attention.flex_attention import create_block_mask
 
-from modeling_nlq import flex_nlq
+from modeling_nlq import attention_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
+from modeling_nlq.attention_nlq import log_function
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
-from modeling_nlq.flex_nlq import FlexMask, log_function
+from modeling_nlq.masking_nlq import FlexMask
 
 
 FLEX_LAYOUTS = {
@@ -65,7 +66,7 @@ class TestHere:
     def test_formulas(self, monkeypatch, activation, normalization, name):
         """The uncompiled function does return a log-sum-exp: the natural logarithm that the formula takes it for."""
         if normalization != "sum":
-            monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
+            monkeypatch.setattr(attention_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
         layout = LAYOUTS[name]
         states = [tensor.detach() for tensor in layout.states()]
         actual = run_flex(layout, layer_for(layout, activation, normalization), states)
@@ -97,8 +98,8 @@ class TestElsewhere:
 
     @pytest.fixture(autouse=True)
     def stand_in(self, monkeypatch):
-        monkeypatch.setattr(flex_nlq, "compile_friendly_flex_attention", dense_flex_attention)
-        monkeypatch.setattr(flex_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
+        monkeypatch.setattr(attention_nlq, "compile_friendly_flex_attention", dense_flex_attention)
+        monkeypatch.setattr(attention_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
 
     @parametrize_grid({"activation, normalization": COMBINATIONS, "layout": FLEX_LAYOUTS}, strength=1)
     def test_formulas(self, activation, normalization, layout):

@@ -18,11 +18,11 @@ from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfi
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQModel, NLQSeq2SeqConfig
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
-from modeling_nlq.integrations_nlq import CACHE_NAME
+from modeling_nlq.cache_nlq import CACHE_NAME
 from modeling_nlq.masking_nlq import TokenContext
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionPart, from_columns, to_columns
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, ShortConvolution
-from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 
 pytestmark = pytest.mark.thin(3)
@@ -39,7 +39,7 @@ def test_table_is_complete():
 def checkpoint_attention(model):
     """Reentrant checkpointing differentiates no tensor that is inside of a tuple."""
     wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
-    is_attention = lambda module: isinstance(module, NLQAttentionProjections)  # noqa: E731
+    is_attention = lambda module: isinstance(module, NLQAttention)  # noqa: E731
     apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=is_attention)
     model.enable_input_require_grads()
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modeling_nlq import NLQConfig
+from modeling_nlq import PROJECTIONS, NLQConfig
+from modeling_nlq.modeling_nlq import NLQAttention, NLQBottleneck
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
-from modeling_nlq.projections_nlq import PROJECTIONS, NLQAttentionProjections, NLQBottleneck
 
 
 # Parts of a model that have a field for their biases
@@ -33,8 +33,8 @@ class LayerChange:
 
     before: NLQConfig
     after: NLQConfig
-    source: NLQAttentionProjections
-    target: NLQAttentionProjections
+    source: NLQAttention
+    target: NLQAttention
 
     def differs(self, field: str) -> bool:
         """Tells whether a field changes its value."""

@@ -8,8 +8,8 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.linear_nlq import linear_attention
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall
-from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 from ..hooks import observe_calls, visibility_of
 from .measures import (
@@ -139,7 +139,7 @@ def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
     layers: list[Layer] = []
 
     def receive(
-        layer: NLQAttentionProjections,
+        layer: NLQAttention,
         call: AttentionCall,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
@@ -159,7 +159,7 @@ def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
 
 
 def _see_weights(
-    layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
     """Measures a layer that has weights."""
     query, key, value, bias = layer.prepare(call, position_embeddings)
@@ -191,12 +191,10 @@ def _see_weights(
 
 
 def _see_linear(
-    layer: NLQAttentionProjections, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
+    layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
     """Measures a layer of linear attention."""
     query, key, value = layer.project(call)
-    options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
-    options["is_causal"] = layer.is_causal
     found = Layer(layer.activation.name, query.shape[1])
     found.missing = dict.fromkeys(
         ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction"), _NO_WEIGHTS
@@ -204,6 +202,8 @@ def _see_linear(
     found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     if call.source is not None:
         return found
+    options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
+    options["is_causal"] = layer.is_causal
     outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
     later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees itself alone

@@ -16,7 +16,6 @@ from modeling_nlq.attention_nlq import scores_and_weights
 from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall, ScoreBias
-from modeling_nlq.projections_nlq import NLQAttentionProjections
 
 from ..hooks import observe_calls, visibility_of
 
@@ -67,7 +66,7 @@ def attention_statistics(
         segments = find_packed_sequence_indices(inputs["position_ids"])
     records: list[dict[str, float]] = []
 
-    def record(layer: NLQAttentionProjections, call: AttentionCall, position_embeddings) -> None:
+    def record(layer: NLQAttention, call: AttentionCall, position_embeddings) -> None:
         if layer.activation.kind == "linear":
             records.append({})
             return

@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 import modeling_nlq
 from modeling_nlq.backends_nlq import find_backend
-from modeling_nlq.modeling_nlq import NLQAttentionLayer
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..card import base_model_of, render
@@ -216,7 +216,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 def _announcement(run: _Run) -> str:
     """Says what is trained, on how much text, where, and by which attention backends, compiled now if need be."""
     model, arguments, tokens, backends = run.trainer.model, run.trainer.args, run.blocks["train"].tokens, {}
-    for layer in (module for module in model.modules() if isinstance(module, NLQAttentionLayer)):
+    for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
         parameter = next(layer.parameters())
         tensors = (arguments.device, parameter.dtype, max(run.recipe.sample_lengths), layer.head_dim)
         name = find_backend(
