@@ -151,13 +151,18 @@ def make_empty_folder(path: Path) -> None:
     make_folder(path)
 
 
-def check_no_symlinks(paths: Iterable[Path]) -> None:
-    """Raises `ValueError` if a path is a link, because libraries would follow it; those of huggingface_hub's cache may
-    stay.
+def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
+    """Raises `ValueError` if a path is a link, because libraries would follow it.
+
+    Args:
+        paths: where to look.
+        allow_hub: allow the links to files that huggingface_hub makes in its cache.
     """
     for path in paths:
-        if path.is_symlink() and _hub_blob(path) is None:
-            raise ValueError(_LINK.format(path))
+        if path.is_symlink():
+            if not allow_hub:
+                raise ValueError(_LINK.format(path))
+            open_file(path).close()  # what it points to may be a link to another place
 
 
 def paths_below(folder: Path) -> list[Path]:

@@ -190,7 +190,7 @@ def check_model_folder(name: str) -> None:
     if not os.path.isdir(name):
         return
     folder = resolve_user_path(name)
-    check_no_symlinks([*folder.iterdir(), *folder.glob("additional_chat_templates/*")])
+    check_no_symlinks([*folder.iterdir(), *folder.glob("additional_chat_templates/*")], allow_hub=True)
     for index in folder.glob("*.index.json"):
         shards = read_json(index).get("weight_map")
         for file in {*map(str, shards.values())} if isinstance(shards, dict) else ():

@@ -97,8 +97,11 @@ class TestLinks:
         blob = tmp_path / "models--a" / "blobs" / "0a"
         blob.unlink()
         blob.symlink_to(tmp_path / "models--b" / "0a")
-        with pytest.raises(ValueError, match="0a is a symbolic link"):
-            disk.read_text(file)
+        for read in (disk.read_text, lambda path: disk.check_no_symlinks([path], allow_hub=True)):
+            with pytest.raises(ValueError, match="0a is a symbolic link"):
+                read(file)
+        with pytest.raises(ValueError, match="config.json is a symbolic link"), RunFolder(file.parent, None).held():
+            raise AssertionError
 
     @pytest.mark.parametrize("plan", [RECIPE_FILE, COMPARISON_FILE, None])
     @pytest.mark.parametrize(
@@ -195,6 +198,26 @@ def test_files_of_libraries_have_the_usual_permissions(tmp_path, umask, mode):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == mode
+
+
+def test_libraries_read_a_folder_after_it_is_checked():
+    """`from_pretrained` follows links: it stands in `with source_named(...)`, or reads what this package wrote."""
+    own = {"checking.py", "checkpoints.py", "publishing.py", "adapter.py"}
+    for file in (REPOSITORY / "training").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        checked = [
+            node for node in ast.walk(tree) if isinstance(node, ast.With) and "source_named" in ast.unparse(node)
+        ]
+        calls, inside = (
+            {
+                ast.unparse(node)
+                for root in roots
+                for node in ast.walk(root)
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
+            }
+            for roots in ([tree], checked)
+        )
+        assert file.name in own or calls == inside, file
 
 
 def test_nothing_else_opens_writes_or_deletes():

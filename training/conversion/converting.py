@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..card import base_model_of, render
@@ -24,7 +24,7 @@ from ..files import (
     is_nonempty,
     model_files,
 )
-from ..models import check_model_folder, read_record, source_named
+from ..models import check_model_folder, load_tokenizer, read_record, source_named
 from ..parameters import size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
@@ -253,7 +253,7 @@ def _load_tokenizer(
     elif name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
         return None
     else:
-        tokenizer = AutoTokenizer.from_pretrained(name or source, trust_remote_code=False)
+        tokenizer = load_tokenizer(name or source)
     check_vocabulary(tokenizer, name or source, model.config)
     # A classifier of sequences reads its answer off the last token that is not padding: its own stays
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
+from ..models import source_named
 from ..text import one_line
 
 
@@ -146,7 +147,10 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
     """
     path = gguf.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=str(path.resolve()), trust_remote_code=False)
+        with source_named(str(path.parent)):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path.parent, gguf_file=str(path.resolve()), trust_remote_code=False
+            )
     except Exception as error:  # of many kinds, because the reader expects every field to be there
         raise ValueError(
             f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer"

@@ -35,7 +35,8 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
     Raises:
         ValueError: if it is of a kind that cannot be converted.
     """
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+    with source_named(source):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     check_kernels(config, source)
     if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):
         raise ValueError(f"it is a model of type {config.model_type!r}; only {', '.join(known)} can be converted")
