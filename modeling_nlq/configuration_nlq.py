@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -152,6 +153,13 @@ LIBRARY_KEYS = {
 }
 
 
+_FLASH_ATTENTION = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn",
+}
+
+
 def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
     """Raises `ValueError` if a file chooses a kernel from the Hub, whose code Transformers would download and run.
 
@@ -160,10 +168,13 @@ def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
         source: the file, for the message.
         field: such as `attn_implementation`.
     """
-    if field is not None and isinstance(settings, str) and "/" in settings:
-        raise ValueError(
-            f"{source}: {field}={settings!r} is code from the Hub; a file cannot choose it, pass it as an argument"
-        )
+    if field is not None and isinstance(settings, str):
+        # Transformers fetches FlashAttention too, unless it is installed
+        package = next((package for name, package in _FLASH_ATTENTION.items() if name in settings), None)
+        if "/" in settings or (package is not None and find_spec(package) is None):
+            raise ValueError(
+                f"{source}: {field}={settings!r} is code from the Hub; a file cannot choose it, pass it as an argument"
+            )
     fields = vars(settings) if isinstance(settings, PreTrainedConfig) else settings
     for name, value in fields.items() if isinstance(fields, dict) else ():
         check_kernels(value, source, name if "_implementation" in str(name) else field)

@@ -239,14 +239,6 @@ def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
     return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
-def model_files(folder: Path) -> list[Path]:
-    """The files of a saved model: weights, settings, code, tokenizer and records, without the card; raises as
-    `code_files`.
-    """
-    code = {path for path in code_files(folder) if path.is_file()}
-    return sorted(code | files_in(folder, (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)))
-
-
 def code_files(folder: Path) -> set[Path]:
     """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing.
 

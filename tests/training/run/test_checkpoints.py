@@ -119,6 +119,7 @@ class TestCheckpoints:
             ("optimizer.pt", b"", "is damaged (optimizer.pt is not as it was written)"),
             ("checksums.json", None, "is incomplete"),
             ("checksums.json", b"{}", "is incomplete"),
+            ("checksums.json", b'{"trainer_state.json": "", "../../recipe.yaml": ""}', "is damaged (.*"),
             ("checksums.json", b"[", "is damaged (.*checksums.json"),
         ],
     )
