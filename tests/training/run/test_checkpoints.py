@@ -1,6 +1,7 @@
 """How a run goes on after an interruption: with the same data, processes and best weights, or not at all."""
 
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -130,6 +131,16 @@ class TestCheckpoints:
         if content is not None:
             (folder / name).write_bytes(content)
         assert re.match(re.escape(fault).replace(r"\.\*", ".*"), fault_of(folder))
+
+    def test_an_optimizer_that_is_code(self, interrupted, recipe_file, tmp_path):
+        """PyTorch refuses it, and advises to run it."""
+        checkpoint = shutil.copytree(interrupted, tmp_path / "run") / "checkpoint-4"
+        (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(PowerCut()))
+        sums = json.loads((checkpoint / "checksums.json").read_text())
+        sums["optimizer.pt"] = checkpoints._checksum(checkpoint / "optimizer.pt")
+        (checkpoint / "checksums.json").write_text(json.dumps(sums))
+        with pytest.raises(ValueError, match="checkpoint-4 is damaged, or holds code besides tensors"):
+            train(recipe_file, output_dir=tmp_path / "run")
 
     def test_checkpoints_are_complete_models(self, run):
         folder = run[0] / "checkpoint-4"
