@@ -153,13 +153,6 @@ LIBRARY_KEYS = {
 }
 
 
-_FLASH_ATTENTION = {
-    "flash_attention_2": "flash_attn",
-    "flash_attention_3": "flash_attn_interface",
-    "flash_attention_4": "flash_attn",
-}
-
-
 def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
     """Raises `ValueError` if a file chooses a kernel from the Hub, whose code Transformers would download and run.
 
@@ -170,8 +163,8 @@ def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
     """
     if field is not None and isinstance(settings, str):
         # Transformers fetches FlashAttention too, unless it is installed
-        package = next((package for name, package in _FLASH_ATTENTION.items() if name in settings), None)
-        if "/" in settings or (package is not None and find_spec(package) is None):
+        package = "flash_attn_interface" if "flash_attention_3" in settings else "flash_attn"
+        if "/" in settings or ("flash_attention_" in settings and find_spec(package) is None):
             raise ValueError(
                 f"{source}: {field}={settings!r} is code from the Hub; a file cannot choose it, pass it as an argument"
             )

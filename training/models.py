@@ -179,7 +179,7 @@ def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = F
     for name in filter(is_saved_model if trust else os.path.isdir, models):
         if path := _find_beside(name, "parts_nlq.py"):
             for module in sorted(relative_imports(path)):
-                own = path.with_name(f"{module}.py")
+                own = _find_beside(name, f"{module}.py") or path.with_name(f"{module}.py")
                 run_parts(own, read_text(own), only_known=not trust)  # the text's hash says whether it runs
 
 
