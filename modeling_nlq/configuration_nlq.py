@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -194,10 +195,13 @@ def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
         source: the file, for the message.
         field: such as `attn_implementation`.
     """
-    if field is not None and isinstance(settings, str) and "/" in settings:
-        raise ValueError(
-            f"{source}: {field}={settings!r} is code from the Hub; a file cannot choose it, pass it as an argument"
-        )
+    if field is not None and isinstance(settings, str):
+        # Transformers fetches FlashAttention too, unless it is installed
+        package = "flash_attn_interface" if "flash_attention_3" in settings else "flash_attn"
+        if "/" in settings or ("flash_attention_" in settings and find_spec(package) is None):
+            raise ValueError(
+                f"{source}: {field}={settings!r} is code from the Hub; a file cannot choose it, pass it as an argument"
+            )
     fields = vars(settings) if isinstance(settings, PreTrainedConfig) else settings
     for name, value in fields.items() if isinstance(fields, dict) else ():
         check_kernels(value, source, name if "_implementation" in str(name) else field)

@@ -151,13 +151,18 @@ def make_empty_folder(path: Path) -> None:
     make_folder(path)
 
 
-def check_no_symlinks(paths: Iterable[Path]) -> None:
-    """Raises `ValueError` if a path is a link, because libraries would follow it; those of huggingface_hub's cache may
-    stay.
+def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
+    """Raises `ValueError` if a path is a link, because libraries would follow it.
+
+    Args:
+        paths: where to look.
+        allow_hub: allow the links to files that huggingface_hub makes in its cache.
     """
     for path in paths:
-        if path.is_symlink() and _hub_blob(path) is None:
-            raise ValueError(_LINK.format(path))
+        if path.is_symlink():
+            if not allow_hub:
+                raise ValueError(_LINK.format(path))
+            open_file(path).close()  # what it points to may be a link to another place
 
 
 def paths_below(folder: Path) -> list[Path]:
@@ -172,7 +177,14 @@ def files_below(folder: Path) -> list[str]:
 
 
 def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
-    """Adds names of files to the manifest of a folder, which is created if it does not exist."""
+    """Adds names of files to the manifest of a folder, which is created if it does not exist.
+
+    Raises:
+        ValueError: for a name with a control character, such as the end of a line of the manifest.
+    """
+    for name in names:
+        if not name.isprintable():
+            raise ValueError(f"{folder}: {name!r} has characters that no file written by nlq may have in its name")
     with open_file(folder / MANIFEST, "a") as file:
         file.write("".join(f"{name}\n" for name in names).encode())
 
@@ -183,7 +195,7 @@ def read_manifest(folder: Path) -> list[str] | None:
     """
     if not os.path.lexists(folder / MANIFEST):
         return None
-    return list(filter(_is_inside, read_text(folder / MANIFEST).splitlines()))
+    return list(filter(_is_inside, read_text(folder / MANIFEST).split("\n")))
 
 
 def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
@@ -210,8 +222,18 @@ def _register(folder: Path, names: Sequence[str]) -> None:
 
 
 def _manifest_folder(folder: Path) -> Path | None:
-    """Returns the nearest folder with a manifest: `folder` or one of its parents."""
-    return next((root for root in (folder, *folder.parents) if os.path.lexists(root / MANIFEST)), None)
+    """Returns the nearest folder with a manifest, `folder` or one of its parents; `None` for a temporary folder.
+
+    A parent may be shared: a manifest there counts if it is a file of this user, or of the owner of its folder.
+    """
+    for root in (folder, *folder.parents):
+        if root.name.endswith(UNFINISHED):
+            return None
+        with suppress(OSError):
+            there = os.lstat(root / MANIFEST)
+            if stat.S_ISREG(there.st_mode) and there.st_uid in (getattr(os, "geteuid", int)(), os.stat(root).st_uid):
+                return root
+    return None
 
 
 def _default_mode(folder: Path) -> int:

@@ -73,9 +73,14 @@ def data_format(path: str | Path) -> str | None:
     return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
 
 
+def yaml_text(content: dict[str, Any]) -> str:
+    """Returns a mapping as YAML, in its own order."""
+    return yaml.dump(content, Dumper=_YamlDumper, sort_keys=False)
+
+
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    """Writes a mapping as YAML in its own order, whole or not at all."""
-    write_text(path, yaml.dump(content, Dumper=_YamlDumper, sort_keys=False))
+    """Writes a mapping as YAML, whole or not at all."""
+    write_text(path, yaml_text(content))
 
 
 def is_nonempty(path: Path) -> bool:
@@ -237,14 +242,6 @@ def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
     """The files of a folder by patterns."""
     return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-
-
-def model_files(folder: Path) -> list[Path]:
-    """The files of a saved model: weights, settings, code, tokenizer and records, without the card; raises as
-    `code_files`.
-    """
-    code = {path for path in code_files(folder) if path.is_file()}
-    return sorted(code | files_in(folder, (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS)))
 
 
 def code_files(folder: Path) -> set[Path]:

@@ -127,13 +127,18 @@ def weights_fingerprint(name: str) -> dict[str, str]:
 def read_record(name: str, file: str) -> dict[str, Any] | None:
     """The content of a JSON or YAML file beside a saved model, a folder or a Hub name; `None` if there is none."""
     try:
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        path = _find_beside(name, file)
     except OSError:  # no such folder, or no such model on the Hub
         return None
     if path is None:
         return None
-    place = resolve_user_path(Path(path).parent) / file
-    return read_yaml(place) if file.endswith(".yaml") else read_json(place)
+    return read_yaml(path) if file.endswith(".yaml") else read_json(path)
+
+
+def _find_beside(name: str, file: str) -> Path | None:
+    """Returns the path of a file beside a saved model, itself perhaps a link, or `None` if there is none."""
+    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return path and resolve_user_path(Path(path).parent) / file
 
 
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
@@ -172,11 +177,10 @@ def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = F
     for file in files:
         run_parts(file)
     for name in filter(is_saved_model if trust else os.path.isdir, models):
-        if path := cached_file(name, "parts_nlq.py", _raise_exceptions_for_missing_entries=False):
-            for module in sorted(relative_imports(resolve_user_path(path))):
-                own = cached_file(name, f"{module}.py")
-                text = read_text(resolve_user_path(own))  # its hash says whether it runs
-                run_parts(own, text, only_known=not trust)
+        if path := _find_beside(name, "parts_nlq.py"):
+            for module in sorted(relative_imports(path)):
+                own = _find_beside(name, f"{module}.py") or path.with_name(f"{module}.py")
+                run_parts(own, read_text(own), only_known=not trust)  # the text's hash says whether it runs
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -190,7 +194,7 @@ def check_model_folder(name: str) -> None:
     if not os.path.isdir(name):
         return
     folder = resolve_user_path(name)
-    check_no_symlinks([*folder.iterdir(), *folder.glob("additional_chat_templates/*")])
+    check_no_symlinks([*folder.iterdir(), *folder.glob("additional_chat_templates/*")], allow_hub=True)
     for index in folder.glob("*.index.json"):
         shards = read_json(index).get("weight_map")
         for file in {*map(str, shards.values())} if isinstance(shards, dict) else ():

@@ -98,8 +98,11 @@ class TestLinks:
         blob = tmp_path / "models--a" / "blobs" / "0a"
         blob.unlink()
         blob.symlink_to(tmp_path / "models--b" / "0a")
-        with pytest.raises(ValueError, match="0a is a symbolic link"):
-            disk.read_text(file)
+        for read in (disk.read_text, lambda path: disk.check_no_symlinks([path], allow_hub=True)):
+            with pytest.raises(ValueError, match="0a is a symbolic link"):
+                read(file)
+        with pytest.raises(ValueError, match=r"config\.json is a symbolic link"), RunFolder(file.parent, None).held():
+            raise AssertionError
 
     @pytest.mark.parametrize("plan", [RECIPE_FILE, COMPARISON_FILE, None])
     @pytest.mark.parametrize(
@@ -120,8 +123,19 @@ class TestLinks:
 
 class TestRecord:
     @pytest.mark.parametrize("plan", [RECIPE_FILE, COMPARISON_FILE])
-    @pytest.mark.parametrize("others", [(), ("tokenizer.json",), ("model.safetensors", "config.json")])
+    @pytest.mark.parametrize(
+        "others",
+        [
+            (),
+            ("tokenizer.json",),
+            ("model.safetensors", "config.json"),
+            (METRICS_FILE,),
+            ("checkpoint-7-trainer_state.json",),
+            ("results.json", "models.json"),
+        ],
+    )
     def test_a_plan_of_the_user_stays(self, tmp_path, plan, others):
+        """Also beside files with names of ours, but not with our fields."""
         for name in (plan, *others):
             (tmp_path / name).write_text("name: a  # mine")
         before = {path.name: path.read_text() for path in tmp_path.iterdir()}
@@ -160,8 +174,14 @@ class TestRecord:
 
     def test_folders_that_were_made_before_there_were_records(self, tmp_path):
         for name in (RECIPE_FILE, METRICS_FILE, "tokenizer.json", "notes.txt"):
-            (tmp_path / name).write_text("{}")
-        with RunFolder(tmp_path).held():
+            (tmp_path / name).write_text('{"tokens_seen": 1, "processes": 1}')
+        (tmp_path / RECIPE_FILE).write_text("{model: m, switches: {}, training: {}}")
+        place = RunFolder(tmp_path)
+        with pytest.raises(ValueError, match="a run of another recipe"), place.held():
+            place.claim_run(Recipe("other"), 1, True)
+        assert disk.read_manifest(tmp_path) is None
+        with place.held():
+            place.claim_run(Recipe("m"), 1, True)
             disk.write_text(tmp_path / "tokenizer.json", "new")
             disk.delete(tmp_path / "notes.txt")
         assert (tmp_path / "tokenizer.json").read_text() == "new" and (tmp_path / "notes.txt").exists()
@@ -173,12 +193,48 @@ class TestRecord:
         assert {*disk.read_manifest(tmp_path)} == {"0", "1", "2"}
 
     def test_a_record_that_somebody_else_wrote(self, tmp_path):
-        (tmp_path / disk.MANIFEST).write_text(".\n..\n/etc\n../a\na/../../b\na//b\n\nc/d\n")
-        assert disk.read_manifest(tmp_path) == ["c/d"]
+        (tmp_path / disk.MANIFEST).write_text(".\n..\n/etc\n../a\na/../../b\na//b\n\nc/d\ne\x0bf\n")
+        assert disk.read_manifest(tmp_path) == ["c/d", "e\x0bf"]
         assert disk.not_in_manifest(tmp_path, ["README.md", "c/d", "c/d/e"]) == ["README.md"]
 
+    @pytest.mark.parametrize("name", ["a\nthesis.txt", "a\r", "\x1b[2J", "a\u2028b"])
+    def test_names_with_lines(self, tmp_path, name):
+        disk.add_to_manifest(tmp_path)
+        with pytest.raises(ValueError, match="has characters that"):
+            disk.write_text(tmp_path / "folder" / name, "text")
+        assert disk.read_manifest(tmp_path) == [] and not (tmp_path / "folder" / name).exists()
+
+    def test_temporary_files_have_no_record(self, tmp_path):
+        disk.add_to_manifest(tmp_path)
+        with disk.atomic_dir(tmp_path) as folder:
+            disk.write_text(folder / "file", "text")
+        assert disk.read_manifest(tmp_path) == ["file"]
+
+    @pytest.mark.parametrize("is_link", [False, True])
+    def test_a_record_in_a_shared_folder(self, tmp_path, monkeypatch, is_link):
+        """Somebody else made it: by another user, or as a link."""
+        (tmp_path / disk.MANIFEST).symlink_to("/no-such-file") if is_link else disk.add_to_manifest(tmp_path)
+        stat_of = os.lstat
+
+        def stranger(path, **options):
+            return os.stat_result([*(found := stat_of(path, **options))[:4], os.geteuid() + 1, *found[5:]])
+
+        monkeypatch.setattr(os, "lstat", stranger)
+        disk.write_text(tmp_path / "mine" / "a", "text")
+        assert is_link or disk.read_manifest(tmp_path) == []
+
+    @pytest.mark.parametrize(
+        "name", [".notes.20250101.unfinished", ".notes.x1234567.unfinished", ".figures.X.unfinished"]
+    )
+    @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
+    def test_what_only_looks_left(self, tmp_path, name, make):
+        make(tmp_path / name)
+        os.utime(tmp_path / name, (0, 0))
+        with RunFolder(tmp_path, None).held():
+            assert (tmp_path / name).exists()
+
     def test_what_a_killed_process_left(self, tmp_path):
-        old, new = (tmp_path / "figures" / f".{name}.x1234567{disk.UNFINISHED}" for name in ("old", "new"))
+        old, new = (tmp_path / "figures" / f".figures.x{name}{disk.UNFINISHED}" for name in ("1234567", "1234568"))
         for folder in (old, new):
             folder.mkdir(parents=True)
             (folder / "half").write_text("half")
@@ -196,6 +252,26 @@ def test_files_of_libraries_have_the_usual_permissions(tmp_path, umask, mode):
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "weights").stat().st_mode) == mode
+
+
+def test_libraries_read_a_folder_after_it_is_checked():
+    """`from_pretrained` follows links: it stands in `with source_named(...)`, or reads what this package wrote."""
+    own = {"checking.py", "checkpoints.py", "publishing.py", "adapter.py"}
+    for file in (REPOSITORY / "training").rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        checked = [
+            node for node in ast.walk(tree) if isinstance(node, ast.With) and "source_named" in ast.unparse(node)
+        ]
+        calls, inside = (
+            {
+                ast.unparse(node)
+                for root in roots
+                for node in ast.walk(root)
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
+            }
+            for roots in ([tree], checked)
+        )
+        assert file.name in own or calls == inside, file
 
 
 def test_nothing_else_opens_writes_or_deletes():

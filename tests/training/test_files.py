@@ -13,7 +13,6 @@ from modeling_nlq.training.files import (
     code_files,
     differences,
     is_nonempty,
-    model_files,
     parse_yaml,
     read_json,
     read_yaml,
@@ -143,16 +142,3 @@ def test_code_is_what_the_loader_of_transformers_takes(run):
     assert code_files(run[0]) == {
         Path(path) for entry in entries for path in (entry, *get_relative_import_files(entry))
     }
-
-
-def test_files_of_a_saved_model(run):
-    names = {path.name for path in model_files(run[0])}
-    assert {
-        "model.safetensors",
-        "config.json",
-        "modeling_nlq.py",
-        "tokenizer.json",
-        "metrics.json",
-        "loss.png",
-    } <= names
-    assert not names & {"README.md", "training_args.bin", "trainer_state.json"}

@@ -1,7 +1,9 @@
 """Code that lies beside a model or a tokenizer runs only where the user says so."""
 
 import json
+import logging
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from support.client_cases import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from modeling_nlq import NLQConfig
+from modeling_nlq.training.models import load_parts
 from modeling_nlq.training.run.recipe import load_recipe
 from nlq import main
 
@@ -30,6 +33,11 @@ KERNELS += [
     {"model_type": "nlq_seq2seq", half: {"attn_implementation": "evil/kernel"}} for half in ("encoder", "decoder")
 ]
 KERNELS += [{"model_type": "llava", "attn_implementation": {"text_config": "evil/kernel"}}]
+if find_spec("flash_attn") is None:
+    KERNELS += [
+        {"attn_implementation": "flash_attention_2"},
+        {"model_type": "nlq", "attn_implementation": "flash_attention_4"},
+    ]
 
 
 def change_json(file: Path, **fields) -> None:
@@ -113,3 +121,25 @@ def test_a_kernel_that_a_configuration_names(fields, tmp_path, monkeypatch, caps
             or "llava" in line
         )
     assert NLQConfig.from_dict({}, attn_implementation="mine/kernel")._attn_implementation == "mine/kernel"
+
+
+@pytest.mark.parametrize("name", ["parts_nlq.py", "mine.py"])
+def test_part_files_that_are_links(name, tmp_path):
+    """Trust in a model is not trust in a file elsewhere."""
+    texts = {"parts_nlq.py": "from .mine import Part\n", "mine.py": f"open({str(tmp_path / 'planted')!r}, 'w')\n"}
+    (tmp_path / "model").mkdir()
+    for file, text in texts.items():
+        (tmp_path / "model" / file).write_text(text)
+    (tmp_path / "model" / name).rename(tmp_path / name)
+    (tmp_path / "model" / name).symlink_to(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is a symbolic link"):
+        load_parts([], [str(tmp_path / "model")], trust=True)
+    assert not (tmp_path / "planted").exists()
+
+
+def test_log_lines():
+    """Names of tensors and files, which a terminal must not act on."""
+    assert main(["params", "tiny-linear"]) == 0
+    record = logging.makeLogRecord({"msg": "\x1b[31mthe \x1b]0;%s\x07\nfox", "args": ("title",)})
+    for handler in (logging.lastResort, *logging.getLogger("transformers").handlers):
+        assert handler.format(record) == "the \\x1b]0;title\\x07\nfox"

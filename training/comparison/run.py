@@ -203,6 +203,7 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
                 known = _added_seeds(folder)
                 added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
                 write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
+        place.begin_manifest()
         if before is None or changes:
             place.write(comparison.given)
 
@@ -248,9 +249,15 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
         return
     for name, models in read_json(file).items():
         for model, before in models.items():
-            found = now[name][model]
-            changes = config_differences(before["config"], found["config"])
-            if changes or before["weights"] != found["weights"]:
+            try:
+                found = now[name][model]
+                changes = config_differences(before["config"], found["config"])
+                is_same = not changes and before["weights"] == found["weights"]
+            except (KeyError, TypeError, AttributeError):
+                raise ValueError(
+                    f"{file}: {model!r} is no model of this comparison, or its fields are wrong"
+                ) from None
+            if not is_same:
                 where = f"model {model!r} of scale {name!r}" if name else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 

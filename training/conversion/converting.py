@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
+
+import modeling_nlq
 
 from ..card import base_model_of, render
 from ..disk import add_to_manifest, atomic_dir, delete, files_below, read_manifest, resolve_user_path, write_text
@@ -19,12 +21,14 @@ from ..files import (
     CONVERSION_FILE,
     METRICS_FILE,
     RECIPE_FILE,
+    SETTINGS,
+    TOKENIZER,
     VOCABULARIES,
+    WEIGHTS,
     files_in,
     is_nonempty,
-    model_files,
 )
-from ..models import check_model_folder, read_record, source_named
+from ..models import check_model_folder, load_tokenizer, read_record, source_named
 from ..parameters import size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
@@ -43,6 +47,9 @@ from .upcycling import changed, largest_difference
 _TOLERANCE = 1e-4
 # From this size of the weights, in bytes, the outputs are not compared: both models in float32 take four times as much
 COMPARED_BELOW = 2**30
+# A model that --overwrite replaces, as patterns. What `auto_map` names besides may be the user's
+_MODEL = (*WEIGHTS, "pytorch_model*.bin*", *SETTINGS, *TOKENIZER, CONVERSION_FILE)
+_MODEL += tuple(path.name for path in Path(modeling_nlq.__file__).parent.glob("*_nlq.py"))
 
 
 @dataclass
@@ -123,16 +130,23 @@ def convert(
     check_model_folder(source)
     with RunFolder(target, plan=None).held():
         card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
-        replaced = {*model_files(target), *files_in(target, ("pytorch_model*.bin*", *card))}
-        # Files of the old model may be deleted
-        add_to_manifest(target, sorted(path.relative_to(target).as_posix() for path in replaced))
-        return _convert(source, target, to, switches, tokenizer, allow_lossy)
+        model = {path.relative_to(target).as_posix() for path in files_in(target, (*_MODEL, *card))}
+        written = read_manifest(target)
+        add_to_manifest(target, sorted(model))  # --overwrite allows to replace them
+        older = model if written is None else model.intersection(written)
+        return _convert(source, target, to, switches, tokenizer, allow_lossy, older)
 
 
 def _convert(
-    source: str, target: Path, to: str, switches: dict[str, Any], tokenizer: str | None, allow_lossy: bool
+    source: str,
+    target: Path,
+    to: str,
+    switches: dict[str, Any],
+    tokenizer: str | None,
+    allow_lossy: bool,
+    older: set[str],
 ) -> Conversion:
-    """Converts as `convert` does, while the lock of the target is held."""
+    """Converts as `convert` does, while the lock of the target is held, and deletes files of the older model."""
     try:
         opened, gguf = _open(source, allow_lossy)
         draft = _change(opened, to, switches, allow_lossy)
@@ -184,7 +198,7 @@ def _convert(
             done.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
         _write_records(folder, target, new, done)
         written = files_below(folder)
-    for file in {*read_manifest(target)} - {*written}:  # the rest of an older model
+    for file in older.difference(written):
         delete(target / file)
     return done
 
@@ -244,7 +258,7 @@ def _load_tokenizer(
     elif name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
         return None
     else:
-        tokenizer = AutoTokenizer.from_pretrained(name or source, trust_remote_code=False)
+        tokenizer = load_tokenizer(name or source)
     check_vocabulary(tokenizer, name or source, model.config)
     # A sequence classifier reads its answer off the last token that is not padding, so it keeps its padding token
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
+from ..models import source_named
 from ..text import one_line
 
 
@@ -138,7 +139,10 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
     """Rebuilds the tokenizer of a file. Raises `ValueError` if Transformers cannot, or would split text otherwise."""
     path = gguf.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=str(path.resolve()), trust_remote_code=False)
+        with source_named(str(path.parent)):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path.parent, gguf_file=str(path.resolve()), trust_remote_code=False
+            )
     except Exception as error:  # the reader expects every field, and raises many types
         raise ValueError(
             f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer"

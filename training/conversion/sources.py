@@ -30,7 +30,8 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
 
     Raises `ValueError` for a model that cannot be converted. `options` are passed to `from_pretrained`.
     """
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+    with source_named(source):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     check_kernels(config, source)
     if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):
         raise ValueError(f"it is a model of type {config.model_type!r}; only {', '.join(known)} can be converted")

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
 
 from ..conversion.draft import to_nlq
-from ..disk import read_text, resolve_user_path, write_text
+from ..disk import read_bytes, read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE
 from ..models import load_model
 from ..parameters import parts_in, positions_of
@@ -24,6 +24,7 @@ DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Random tokens of the text for induction scores, which has them twice
 INDUCTION_PERIOD = 64
+_PAGE_MARK = b'<meta name="generator" content="nlq explore">'  # in page.html
 
 
 @dataclass
@@ -89,7 +90,10 @@ def explore(
     done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
         # The user did not type the default name, which may be a link
-        write_text(Path(output) if output == PAGE_FILE else resolve_user_path(output), done.page)
+        path = Path(output) if output == PAGE_FILE else resolve_user_path(output)
+        if path.is_file() and _PAGE_MARK not in read_bytes(path):
+            raise ValueError(f"{path} exists and is no page of `nlq explore`; move it, or choose another --output")
+        write_text(path, done.page)
     return done
 
 

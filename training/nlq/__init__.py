@@ -5,6 +5,7 @@ This folder is installed as a package of its own, `nlq`, because importing `mode
 completion and wrong arguments do not wait for that, so every function imports what it needs.
 """
 
+import logging
 import os
 import re
 import sys
@@ -79,6 +80,7 @@ class _Command(TyperCommand):
         try:
             # The status can be seen on a machine without the engine, the models and the data
             import_module(f"modeling_nlq.training.{'comparison.status' if given.get('status') else self.module}")
+            _escape_logs()
             if "parts" in given:
                 from modeling_nlq.training.models import load_parts
 
@@ -93,6 +95,18 @@ class _Command(TyperCommand):
                 bar.close()
             print(f"nlq: interrupted{hint if self.goes_on and not given.get('dry_run') else ''}", file=sys.stderr)
             return 130
+
+
+def _escape_logs() -> None:
+    """Lets no log line act on the terminal: a name in it may come from a file that somebody else wrote."""
+    from modeling_nlq.training.text import printable
+
+    class Formatter(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without colors of Transformers
+
+    for handler in (logging.lastResort, *logging.getLogger("transformers").handlers):
+        handler.setFormatter(Formatter())
 
 
 def _say(text: str, **options: Any) -> None:

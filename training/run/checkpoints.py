@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
-from ..disk import files_below, open_file, write_text
+from ..disk import files_below, open_file, safe_join, write_text
 from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, read_json
 from ..models import config_differences
 from .record import RunRecord, best_checkpoint
@@ -54,7 +54,7 @@ def fault_of(checkpoint: Path) -> str | None:
         if STATE_FILE not in written:
             return "is incomplete"
         for name, before in written.items():
-            if name != CHECKSUMS_FILE and _checksum(checkpoint / name) != before:
+            if name != CHECKSUMS_FILE and _checksum(safe_join(checkpoint, name)) != before:
                 return f"is damaged ({name} is not as it was written)"
     except (OSError, ValueError) as error:
         return f"is damaged ({error})"

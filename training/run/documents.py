@@ -149,7 +149,8 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     elif is_format(name):
         raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
     else:
-        builder = _find_files(recipe, name, lambda path: path.startswith(("hf://", "https://")) and "::" not in path)
+        own = f"hf://datasets/{name}@"
+        builder = _find_files(recipe, name, lambda path: path.startswith(own) and "::" not in path)
         splits = _load(recipe, _read_rows, builder, recipe.streaming)
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")

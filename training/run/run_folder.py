@@ -1,5 +1,6 @@
 """A folder of results: who writes there, and what it was made from."""
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from ..disk import (
     make_folder,
     paths_below,
     read_manifest,
+    read_text,
 )
 from ..files import (
     CARD_FILE,
@@ -42,6 +44,7 @@ from ..files import (
     read_json,
     read_yaml,
     write_yaml,
+    yaml_text,
 )
 from .recipe import Recipe, without_defaults
 
@@ -53,14 +56,18 @@ CLAIM_PATIENCE = 10.0
 _LEFT_BEHIND = 3600.0
 
 # By the file that says what a folder was made from: the messages for a folder without it and with another one, and
-# patterns of files that show that this package wrote it, for folders from before the manifest
+# patterns of files with a field that shows that this package wrote them, for folders from before the manifest
 _KINDS = {
     RECIPE_FILE: (
         "is no run of `nlq train`",
         "a run of another recipe",
-        (METRICS_FILE, f"{CHECKPOINT}*/{STATE_FILE}", LOCK_FILE),
+        {METRICS_FILE: "tokens_seen", f"{CHECKPOINT}*/{STATE_FILE}": "RunRecord"},
     ),
-    COMPARISON_FILE: ("holds no comparison", "another comparison", (MODELS_FILE, RESULTS_FILE, f"*/{MODELS_FILE}")),
+    COMPARISON_FILE: (
+        "holds no comparison",
+        "another comparison",
+        {MODELS_FILE: "weights", f"*/{MODELS_FILE}": "weights", RESULTS_FILE: "dataset_fingerprint"},
+    ),
 }
 # Files that this package writes into a folder
 _NAMES = (*WEIGHTS, *SETTINGS, *TOKENIZER, *RECORDS, CARD_FILE, STATE_FILE, PAGE_FILE, TASKS_FILE, "training_args.bin")
@@ -137,17 +144,18 @@ class RunFolder:
         try:
             for left in paths_below(self.path):
                 with suppress(FileNotFoundError):
-                    if left.match(f".*.????????{UNFINISHED}") and time.time() - left.stat().st_mtime > _LEFT_BEHIND:
+                    if _is_unfinished(left) and time.time() - left.stat().st_mtime > _LEFT_BEHIND:
                         delete(left, force=True)
-            if self.plan is not None:
-                self._begin_manifest()
+            # An older folder gets a manifest when it is claimed
+            if self.plan is not None and not (read_manifest(self.path) is None and is_nonempty(self.path)):
+                self.begin_manifest()
             yield
         finally:
             if is_new and not is_nonempty(self.path):
                 delete(self.path, force=True)
             lock.release()
 
-    def _begin_manifest(self) -> None:
+    def begin_manifest(self) -> None:
         """Creates the manifest if there is none; raises `ValueError` if a file that is not in it would be replaced."""
         there = {path for pattern in _NAMES for path in self.path.glob(pattern)} | code_files(self.path)
         names = sorted(path.relative_to(self.path).as_posix() for path in there if path.exists())
@@ -157,7 +165,13 @@ class RunFolder:
 
     def _is_older(self) -> bool:
         """Tells whether the folder was made before folders had a manifest."""
-        return any(any(self.path.glob(pattern)) for pattern in _KINDS[self.plan][2])
+        marks = _KINDS[self.plan][2].items()
+        if any(f'"{field}"' in read_text(file) for pattern, field in marks for file in self.path.glob(pattern)):
+            return True
+        # A run that was killed before its first checkpoint: nothing is lost if its recipe is written again
+        recipe = self.path / RECIPE_FILE
+        is_begun = self.plan == RECIPE_FILE and (self.path / LOCK_FILE).exists() and recipe.exists()
+        return is_begun and read_text(recipe) == yaml_text(read_yaml(recipe))
 
     def is_held(self) -> bool:
         """Tells whether a process holds the folder."""
@@ -188,6 +202,7 @@ class RunFolder:
             self.write(given)
         elif changes := differences(before, given):
             self.refuse(changes)
+        self.begin_manifest()
 
     def is_finished(self) -> bool:
         """Tells whether the run is finished: its metrics are written last."""
@@ -219,22 +234,32 @@ class RunFolder:
         elif not any(self.path.glob("*.safetensors")):
             # New, or an attempt failed before it saved any weights: nothing is lost by beginning anew
             if is_main_process:
+                self.begin_manifest()
                 delete(self.path / "tokenizer.json")
                 self.write(recipe.to_dict())
             return
         now = _with_global_batch(recipe.to_dict(), processes)
         if changes := differences(_with_global_batch(without_defaults(before), made_by), now):
             self.refuse(changes)
+        if is_main_process:
+            self.begin_manifest()
 
     def write(self, given: dict[str, Any]) -> None:
         """Writes what the folder is made from."""
-        self._begin_manifest()
+        self.begin_manifest()
         write_yaml(self.path / self.plan, given)
 
     def refuse(self, changes: str) -> NoReturn:
         """Raises `ValueError` for a folder that was made from something else; `changes` says where it differs."""
         hint = f", and add --from {self.path} to go on from its weights" if self.is_finished() else ""
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir{hint}")
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Tells whether a path has the form of a temporary folder of `atomic_dir`, for files of this package."""
+    match = re.fullmatch(rf"\.(.*)\.[a-z0-9_]{{8}}{re.escape(UNFINISHED)}", path.name)
+    is_own = match and (match[1] in (path.parent.name, "figures", "tokenizer") or match[1].startswith(CHECKPOINT))
+    return bool(is_own) and path.is_dir()
 
 
 def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:

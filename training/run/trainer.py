@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -246,7 +247,10 @@ def _train(run: _Run) -> None:
         return
     checkpoint, state = resumed
     if state.global_step < state.max_steps and run.record.diverged_at is None:
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        try:
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        except UnpicklingError:  # PyTorch's message advises to run what it holds
+            raise ValueError(f"{checkpoint} is damaged, or holds code besides tensors; delete it") from None
         return
     # Interrupted after its last step, when Trainer would take one more: only the weights are loaded. TensorBoard's
     # folder is named when training begins: without it the evaluation would be logged below the current folder

@@ -286,3 +286,7 @@ class TestFolder:
         save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights)
         with pytest.raises(ValueError, match=r"model 'base' of scale 'now' has changed since .* \(other weights\)"):
             check_same_models(tmp_path / "models.json", scales)
+        for content in ({"no-scale": {"base": {}}}, {"now": {"base": []}}):
+            (tmp_path / "models.json").write_text(json.dumps(content))
+            with pytest.raises(ValueError, match="'base' is no model of this comparison"):
+                check_same_models(tmp_path / "models.json", scales)

@@ -270,6 +270,21 @@ class TestConvertFaults:
         assert "is a symbolic link" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
         assert snapshot(tmp_path) == before
 
+    @pytest.mark.parametrize("has_record", [False, True])
+    def test_overwriting_keeps_files_of_the_user(self, source, nlq_folder, has_record):
+        """What `auto_map` names, and what somebody else wrote into the record, may be the user's."""
+        names = ["recipe.yaml", "loss.png", "mine.py", "settings.py", "notes.txt"]
+        for name in names:
+            (nlq_folder / name).write_text("from .settings import KEY" if name == "mine.py" else "")
+        settings = json.loads((nlq_folder / "config.json").read_text())
+        settings["auto_map"]["AutoModelForCausalLM"] = "mine.Mine"
+        (nlq_folder / "config.json").write_text(json.dumps(settings))
+        (nlq_folder / ".nlq-manifest").unlink(missing_ok=True)
+        if has_record:
+            (nlq_folder / ".nlq-manifest").write_text("\n".join([*names, ""]))
+        assert run_nlq("convert", source, nlq_folder, "--overwrite") == 0
+        assert all((nlq_folder / name).exists() for name in names)
+
     @pytest.mark.parametrize("name", ["../mine", "{}/mine", "a/../../mine"])
     def test_overwriting_deletes_nothing_elsewhere(self, source, nlq_folder, tmp_path, name):
         """The folder says what was written there, and somebody else may have made it."""
@@ -294,6 +309,13 @@ class TestConvertFaults:
         for command in (["convert", nlq_folder, tmp_path / "target", "--to", "gpt2"], ["generate", nlq_folder, "a"]):
             assert f"{name} is a symbolic link" in nlq_fails(capsys, *command)
         assert not (tmp_path / "target").exists()
+
+    def test_links_beside_a_tokenizer(self, source, tmp_path, capsys):
+        (tmp_path / "secret").write_text("secret")
+        make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        (tmp_path / "tokenizer" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+        command = ("convert", source, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer")
+        assert "chat_template.jinja is a symbolic link" in nlq_fails(capsys, *command)
 
     @parametrize_grid(
         {

@@ -162,11 +162,13 @@ class TestCommand:
             (["RUN", "FOREIGN", "--text", "x"], "have different tokenizers"),
             (["MAMBA", "--text", "x"], "a model of type 'mamba' is none of"),
             (["RUN", "--text", "x", "--output", "."], "directory"),
+            (["RUN", "--text", "x"], "explore.html exists and is no page of `nlq explore`"),
         ],
     )
     def test_bad_input(self, run, other, tmp_path, monkeypatch, capsys, arguments, message):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+        (tmp_path / "explore.html").write_text("mine")
         if "MAMBA" in arguments:
             MambaForCausalLM(MambaConfig(vocab_size=512, hidden_size=8, num_hidden_layers=1)).save_pretrained("MAMBA")
             AutoTokenizer.from_pretrained(run[0]).save_pretrained("MAMBA")

@@ -1,6 +1,7 @@
 """How a run goes on after an interruption: with the same data, processes and best weights, or not at all."""
 
 import json
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -119,6 +120,7 @@ class TestCheckpoints:
             ("optimizer.pt", b"", "is damaged (optimizer.pt is not as it was written)"),
             ("checksums.json", None, "is incomplete"),
             ("checksums.json", b"{}", "is incomplete"),
+            ("checksums.json", b'{"trainer_state.json": "", "../../recipe.yaml": ""}', "is damaged (.*"),
             ("checksums.json", b"[", "is damaged (.*checksums.json"),
         ],
     )
@@ -129,6 +131,16 @@ class TestCheckpoints:
         if content is not None:
             (folder / name).write_bytes(content)
         assert re.match(re.escape(fault).replace(r"\.\*", ".*"), fault_of(folder))
+
+    def test_an_optimizer_that_is_code(self, interrupted, recipe_file, tmp_path):
+        """PyTorch refuses it, and advises to run it."""
+        checkpoint = shutil.copytree(interrupted, tmp_path / "run") / "checkpoint-4"
+        (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(PowerCut()))
+        sums = json.loads((checkpoint / "checksums.json").read_text())
+        sums["optimizer.pt"] = checkpoints._checksum(checkpoint / "optimizer.pt")
+        (checkpoint / "checksums.json").write_text(json.dumps(sums))
+        with pytest.raises(ValueError, match="checkpoint-4 is damaged, or holds code besides tensors"):
+            train(recipe_file, output_dir=tmp_path / "run")
 
     def test_checkpoints_are_complete_models(self, run):
         folder = run[0] / "checkpoint-4"

@@ -221,8 +221,16 @@ def test_what_names_no_dataset(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"dataset '{name}' is a format; name a file, a folder or OWNER/NAME"):
             read(name)
     # In a card of the Hub
-    for path in ("/home/private.jsonl", "local:///private.jsonl", "hf://a/b::local:///private.jsonl"):
-        made = SimpleNamespace(config=SimpleNamespace(data_files={"train": ["hf://datasets/a/b@0/a.jsonl", path]}))
+    for path in (
+        "/home/private.jsonl",
+        "local:///private.jsonl",
+        "hf://a/b::local:///private.jsonl",
+        "hf://datasets/victim/private@0/a.jsonl",
+        "https://intranet/a.jsonl",
+    ):
+        made = SimpleNamespace(
+            config=SimpleNamespace(data_files={"train": ["hf://datasets/owner/name@0/a.jsonl", path]})
+        )
         monkeypatch.setattr(documents_module, "load_dataset_builder", lambda *_, made=made: made)
         with pytest.raises(ValueError, match=f"{path} is no file of text that belongs to it"):
             read("owner/name")
