@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from datasets import disable_progress_bars
 
 from ..disk import delete, read_text, write_text
-from ..explorer.of_runs import explore_runs
+from ..explorer.run_pages import explore_runs
 from ..files import COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..models import config_differences, weights_fingerprint
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder

@@ -12,7 +12,6 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..card import base_model_of, render
 from ..disk import add_to_manifest, atomic_dir, delete, files_below, read_manifest, resolve_user_path, write_text
 from ..files import (
     CARD_FILE,
@@ -25,10 +24,11 @@ from ..files import (
     model_files,
 )
 from ..models import check_model_folder, read_record, source_named
-from ..parameters import size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
 from ..run.trained_on import read_trained_on
+from ..sharing.card import base_model_of, render
+from ..size import size_of
 from ..text import one_line
 from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
-from ..parameters import check_shapes
+from ..size import check_shapes
 from .families import FAMILIES, Layout
 from .renaming import Draft, from_nlq_origins, to_nlq_origins
 from .streaming import Weights, empty_model

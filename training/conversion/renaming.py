@@ -26,7 +26,7 @@ from transformers.initialization import no_init_weights
 
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
-from ..parameters import check_parameters
+from ..size import check_parameters
 from ..text import one_line
 from .families import FAMILIES, Family
 from .streaming import ParameterSource, Weights, empty_model, parameter_shapes

@@ -11,7 +11,7 @@ from modeling_nlq.linear_nlq import linear_attention
 from modeling_nlq.parts_base_nlq import AttentionCall
 from modeling_nlq.projections_nlq import NLQAttentionProjections
 
-from ..hooks import observe_calls, visibility_of
+from ..observe import observe_calls, visibility_of
 from .measures import (
     ablations,
     effective_ranks,

@@ -13,7 +13,7 @@ from ..conversion.renaming import to_nlq
 from ..disk import read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE
 from ..models import load_model
-from ..parameters import parts_in, positions_of
+from ..size import parts_in, positions_of
 from ..text import check_number
 from .attention import measure_attention, tokens_to_ablate
 from .measures import losses_of_tokens, repeated_tokens

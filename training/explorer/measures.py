@@ -12,7 +12,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..hooks import attention_layers
+from ..observe import attention_layers
 from ..run.evaluation import token_losses
 from ..text import bar_options
 

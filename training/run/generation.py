@@ -7,7 +7,7 @@ from transformers import set_seed
 from modeling_nlq import kernelize
 
 from ..models import load_model
-from ..parameters import positions_of
+from ..size import positions_of
 from ..text import check_number
 
 

@@ -8,16 +8,11 @@ from transformers import PreTrainedModel, Trainer
 
 from ..disk import atomic_dir, delete
 from ..files import CARD_FILE
+from ..models import peft_task
 from ..text import one_line
 
 
 ADAPTER_FOLDER = "adapter"
-
-
-def peft_task(model: PreTrainedModel) -> str | None:
-    """PEFT's name of a task whose wrapper generates; of an encoder none, which leaves the model's methods alone."""
-    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    return task if model.can_generate() else None
 
 
 def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from ...configuration import find
 from ..disk import read_text, resolve_user_path
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, load_config, read_record
-from ..parameters import KINDS, context_of, freeze_all_but, objective_of, positions_of, shapes_of, vocabulary_of
+from ..size import KINDS, context_of, freeze_all_but, objective_of, positions_of, shapes_of, vocabulary_of
 from ..storage import normalized
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts

@@ -18,7 +18,7 @@ from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall, ScoreBias
 from modeling_nlq.projections_nlq import NLQAttentionProjections
 
-from ..hooks import observe_calls, visibility_of
+from ..observe import observe_calls, visibility_of
 
 
 # Queries computed together, so that memory grows with the length and not with its square

@@ -11,8 +11,8 @@ from ..comparison.plan import Comparison, Variant
 from ..comparison.rates import Rates, read_rates
 from ..comparison.reading import ComparisonFile, check_names, check_set_by_run, check_stop, read_model, read_scale
 from ..files import check_keys, read_section
-from ..parameters import Size
 from ..run.recipe import resolve_recipe
+from ..size import Size
 from .design import RATE, Design, make_design, merged_change
 
 
