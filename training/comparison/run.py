@@ -128,17 +128,17 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside
-    it.
+    """With `explore: true`, writes the page of the best model beside the baseline, and returns whether it did.
 
-    One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged; an old one
-    goes.
+    The page shows one run of each model at the largest scale. If a run of the baseline diverged, there is no page.
     """
-    delete(folder / PAGE_FILE)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.resolve(Run(scale.baseline, 1.0, scale.seeds[0]), folder).recipe
+    if not recipe.explore:
+        return False
+    delete(folder / PAGE_FILE)
     finished = {model: content.runs for model, content in found.models.items() if content.finished == content.runs}
-    if scale.baseline not in finished or not recipe.explore:
+    if scale.baseline not in finished:
         return False
     effects = found.statistics.effects.items()
     difference = {model: effect.mean_difference for model, effect in effects if model in finished}

@@ -1,4 +1,4 @@
-"""Writes the page of the explorer: one HTML file that works from disk and makes no request.
+"""Writes the page of the explorer: one HTML file that works from disk without requests.
 
 Its content security policy forbids requests, and the shown text is never read as HTML. Each map is packed: its weights
 are rounded to whole numbers, deflated, and encoded in base64. The page unpacks a map when its head is selected.
@@ -72,7 +72,7 @@ def write_page(
     models: Sequence[ExploredModel],
     source: Sequence[str] = (),
 ) -> str:
-    """Returns the page of one or two models. If the maps do not fit, it has those of the first tokens, and a note.
+    """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps.
 
     Args:
         notes: sentences below the title.

@@ -117,7 +117,7 @@ class Recipe:
     stability_steps: int = 50
     """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
     (`benchmarks/stability.py`)."""
-    explore: bool = True
+    explore: bool = False
     """Write the page of `nlq explore` on held-out text when the run is finished."""
 
     def __post_init__(self):

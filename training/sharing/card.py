@@ -177,7 +177,7 @@ def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None
 
 
 def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:
-    """Returns the commands that repeat a conversion into the folder `target`, and those of earlier conversions."""
+    """Returns the commands that repeat a conversion into the folder `target`, after the commands of earlier conversions."""
     words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
         is_upcycling = (name, value) == ("query_projection", "upcycled")
@@ -205,7 +205,7 @@ def _origin(conversion: dict[str, Any]) -> str:
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the switches that differ from their defaults, including those of single layers."""
+    """Returns the switches that differ from their defaults, and the settings of single layers."""
     if config.sub_configs:
         halves = {half: _switches(getattr(config, half)) for half in config.sub_configs}
         return {f"{half}: {name}": value for half, switches in halves.items() for name, value in switches.items()}

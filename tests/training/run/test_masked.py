@@ -229,7 +229,7 @@ def test_comparison_of_encoders(recipe_file, tmp_path, capsys):
     models = {"base": None, "softmax": {"switches": {"attention_activation": "softmax"}}}
     training = {"max_steps": 6, "save_steps": 3, "logging_steps": 3, "eval_steps": 3, "report_to": "none"}
     fields = {"recipe": str(recipe_file), "models": models, "training": training, "switches": ENCODER}
-    options = ["--output_dir", str(tmp_path / "results"), "--explore", "false", "--objective", "masked"]
+    options = ["--output_dir", str(tmp_path / "results"), "--objective", "masked"]
     assert main(["compare", write_comparison(tmp_path, **fields), *options]) == 0
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["same_tokens"], "the same masks, too"

@@ -31,7 +31,7 @@ from nlq import main
 @pytest.fixture(scope="module")
 def pair_run(pairs_recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "run"
-    return folder, train(pairs_recipe, output_dir=folder)
+    return folder, train(pairs_recipe, output_dir=folder, explore=True)
 
 
 def test_run(pair_run, capsys):
