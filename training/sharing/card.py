@@ -177,7 +177,7 @@ def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None
 
 
 def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:
-    """Returns the commands that repeat a conversion into the folder `target`, after the commands of earlier conversions."""
+    """Returns the commands that repeat a conversion, and the earlier ones, into the folder `target`."""
     words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
         is_upcycling = (name, value) == ("query_projection", "upcycled")
