@@ -128,7 +128,8 @@ def _map_tokens(models: Sequence[ExploredModel], length: int) -> int:
             for layer in model.layers:
                 if layer.weights is not None:
                     keys = layer.weights.shape[-1] if layer.is_cross else tokens / (2 if model.is_causal else 1)
-                    size += layer.heads * tokens * (keys + 4)  # a byte for each weight, and four for the largest
+                    # A byte for each weight, four for the largest of each row, and two headers of zlib
+                    size += layer.heads * (tokens * (keys + 4) + 48)
         return size * 4 / 3 <= MAP_BYTES  # base64 writes three bytes as four letters
 
     return next((tokens for tokens in range(length, 1, -1) if fits(tokens)), 1)

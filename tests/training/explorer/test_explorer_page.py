@@ -70,8 +70,8 @@ def test_too_many_maps_are_cut(monkeypatch):
     monkeypatch.setattr(page, "MAP_BYTES", 6000)
     text = page.write_page("title", [], ["x"] * 64, [shown(layers, 64)])
     found = content_of(text)
-    assert found["map_tokens"] == 34  # 6 heads of n (n / 2 + 4) bytes, in base64
-    assert "Maps show the first 34 of 64 tokens only" in text
+    assert found["map_tokens"] == 33  # 6 heads of n (n / 2 + 4) + 48 bytes, in base64
+    assert "Maps show the first 33 of 64 tokens only" in text
     layers_found = found["models"][0]["layers"]
     assert 4000 < sum(len(head) for each in layers_found for head in (*each["maps"], *each["largest"])) <= 6000
     levels = unpack(layers_found[2]["maps"][1], np.int8)
