@@ -45,7 +45,7 @@ from transformers import (
 import modeling_nlq
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForCausalLM, NLQForMaskedLM
 from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.parameters import size_of
+from modeling_nlq.training.size import size_of
 
 
 SHAPES = {

@@ -14,7 +14,7 @@ import training_step
 
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
-from modeling_nlq.training.parameters import measure as measure_model
+from modeling_nlq.training.size import measure as measure_model
 
 
 def test_attention(monkeypatch, capsys):

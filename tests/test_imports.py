@@ -48,7 +48,7 @@ def test_imports_go_one_way(installed):
     [
         ("configuration_nlq.py", "from .backends_nlq import find_backend"),
         ("masking_nlq.py", "from . import NLQForCausalLM"),
-        ("modeling_nlq.py", "from modeling_nlq.training.card import render"),
+        ("modeling_nlq.py", "from modeling_nlq.training.sharing.card import render"),
         ("configuration/__init__.py", "from ..modeling_nlq import NLQModel"),
         ("training/run/data.py", "def late():\n    from ..comparison import report"),
         pytest.param("training/conversion/nanogpt.py", "from ..comparison import report", marks=pytest.mark.slow),

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .api import compare, train
+    from .api import compare, publish, train
     from .conversion.converting import convert
     from .explorer.exploring import explore
     from .run.evaluation import evaluate
     from .run.tasks import evaluate_tasks
-    from .sharing.publishing import publish
 
 _MODULES = {
     "compare": "api",
@@ -21,7 +20,7 @@ _MODULES = {
     "evaluate": "run.evaluation",
     "explore": "explorer.exploring",
     "evaluate_tasks": "run.tasks",
-    "publish": "sharing.publishing",
+    "publish": "api",
     "train": "api",
 }
 

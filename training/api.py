@@ -1,4 +1,4 @@
-"""The Python entry points of `nlq train` and `nlq compare`. The engines for many runs are in `comparison/`."""
+"""The Python entry points of `nlq train`, `nlq compare` and `nlq publish`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .files import PAGE_FILE
+from .disk import resolve_user_path
+from .files import METRICS_FILE, PAGE_FILE, read_json
 from .run.jobs import make_runs
 from .run.recipe import Recipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
 from .run.unattended import RunSpec
-from .storage import fetch, is_address, open_folder, origin, publish
+from .storage import fetch, is_address, open_folder, origin
+from .storage import publish as upload
 from .text import bar_options
 from .values import from_json
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from .comparison.plan import Comparison
     from .comparison.run import Engine
     from .screening.plan import Screening
+    from .sharing.publishing import Publication
 
 
 def train(
@@ -72,10 +75,10 @@ def train_with(engine: str, recipe: Recipe, **options: Any) -> dict[str, Any]:
     with RunFolder(folder).held():
         metrics = train_on_ray(recipe, folder, **given) if engine == "ray" else train_recipe(recipe)
         if recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
-            from .explorer.of_runs import explore_runs  # without a page, training imports no explorer
+            from .explorer.run_pages import explore_runs  # without a page, training imports no explorer
 
             explore_runs(recipe, {Path(origin(folder)).resolve().name: folder}, "validation", folder)
-        publish(folder)
+        upload(folder)
     return metrics
 
 
@@ -209,3 +212,49 @@ def describe_results(results: dict[str, Any]) -> str:
     if "design" in results:
         return sections.describe(from_json(sections.ScreeningOutcome, results))
     return report.describe(from_json(report.Outcome, results))
+
+
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    private: bool | None = None,
+    comparison: str | Path | None = None,
+    card: str | Path | None = None,
+    license: str | None = None,
+    adapter: bool = False,
+    revision: str | None = None,
+    dry_run: bool = False,
+) -> "Publication":
+    """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
+
+    The repository is created if it does not exist. Files that an earlier publication uploaded and this one does not
+    have are deleted in the same commit. Other files stay.
+
+    Args:
+        folder: folder of a run, a conversion, or any saved NLQ model.
+        repo_id: `owner/name`.
+        private: make a new repository private; by default the owner's setting decides.
+        comparison: folder of `nlq compare`; the card reports its verdicts.
+        card: a Markdown file to use as the card; by default the card is generated.
+        license: license of the weights, for the card.
+        adapter: upload only the parameters that a run with `trainable: new` trained, as an adapter of PEFT.
+        revision: the branch, which is created if it does not exist; by default the main branch.
+        dry_run: stop before anything is sent.
+
+    Raises:
+        ValueError: if the folder does not contain a complete model or the parameters of an adapter, if a file contains
+            a token or a path of this machine, or if the name of the repository is not valid.
+        ImportError: for an adapter, if PEFT is not installed.
+        PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
+    """
+    from .comparison.report import read_for_card
+    from .comparison.results import check_metrics
+    from .sharing.publishing import CardOptions, publish_model
+
+    metrics = resolve_user_path(folder) / METRICS_FILE
+    if metrics.is_file():
+        check_metrics(metrics, read_json(metrics), required=("steps", "tokens_seen"))
+    options = CardOptions(card, license)
+    if comparison is not None:
+        options.verdicts, options.report = read_for_card(Path(folder).resolve(), Path(comparison).resolve())
+    return publish_model(folder, repo_id, options, adapter, private, revision, dry_run)

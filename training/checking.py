@@ -1,7 +1,7 @@
-"""`nlq check`: the invariants of every configuration, on an attention part of the user's own.
+"""`nlq check`: tests the invariants of all models on a user's attention parts.
 
-The models are small and random. Each invariant goes from the shortest cases to longer ones. When a long text fails,
-shorter texts are tried, to name the smallest case.
+The models are small and random. Each invariant is tested on short texts first. If a long text fails, shorter texts are
+tried, to report the smallest case.
 """
 
 import copy
@@ -29,15 +29,23 @@ from .text import one_line
 from .trust import run_parts
 
 
-# Short texts, with all of their cuts; one that is longer than what a part may take in blocks; and the longest, which
-# only one decoder and one encoder get, because it takes the most time
-VOCABULARY, SHORT, LONG, LONGEST, ROWS = 13, 7, 130, 512, 5
+VOCABULARY = 13
+# Texts of at most `SHORT` tokens are cut everywhere. `LONG` exceeds the blocks in which a part may compute. Texts of
+# `LONGEST` tokens take most of the time, so only one decoder and one encoder are tested with them
+SHORT, LONG, LONGEST = 7, 130, 512
 LENGTHS = (1, 2, 3, 5, SHORT, LONG, LONGEST)
-# In float64, where nothing but a wrong number is left to differ; rotary angles are float32 everywhere
+ROWS = 5  # of the largest batch
+# In float64, rounding is smaller; but rotary angles are float32
 TOLERANCE = 1e-6
-_SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-_SIZES |= {"intermediate_size": 24, "max_position_embeddings": LONGEST + 2}
-# What may meet a part: kinds of weights, shared keys, other widths, a window. A part may refuse some of them
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": LONGEST + 2,
+}
+# Switches that a part is tested with. A part may refuse some of them
 _SURROUNDINGS = {
     "softmax": {},
     "8 heads, shared keys and rotary positions": {
@@ -65,22 +73,19 @@ _SURROUNDINGS = {
 }
 
 
-# Takes a model and a length, and yields cases in words, with the difference that each makes
+# Takes a model and a length, and yields descriptions of cases with the difference of each
 Differences = Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]
 
 
 def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
-    """Checks the parts of a file, and ends with the first invariant that fails.
+    """Checks the parts of a file until an invariant fails, and returns the report's lines and whether all hold.
 
     Args:
         file: a Python file, as `load_attention_parts` takes it.
-        seed: decides the random cases; drawn if it is `None`.
-
-    Returns:
-        A line for each part with the seed, one for each invariant that was tried, and whether all of them hold.
+        seed: seed of the random cases; by default a random seed, which the report names.
 
     Raises:
-        ValueError: if the file has no parts, or one of them fits no model.
+        ValueError: if the file does not have parts, or a part refuses all models.
     """
     lines, seed = [], random.randrange(10**6) if seed is None else seed
     for part in run_parts(file):
@@ -96,10 +101,9 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
         for invariant, (differences, lengths) in INVARIANTS.items():
             names = decoders if invariant in OF_DECODERS else models
             cases = [(length, name) for length in lengths for name in names if length <= LONG or name in longest]
-            if LONGEST in lengths and drawn in names:  # many heads take as much time as a long text
-                cases.append(
-                    (draws.randint(SHORT + 1, LONGEST // max(1, switches["num_attention_heads"] // 4)), drawn)
-                )
+            if LONGEST in lengths and drawn in names:
+                most = LONGEST // max(1, switches["num_attention_heads"] // 4)  # many heads take more time
+                cases.append((draws.randint(SHORT + 1, most), drawn))
             difference, case = _try(differences, sorted(cases, key=itemgetter(0)), models)
             if case is not None:
                 lines.append(f"  {invariant:<41} FAILS, difference {difference:.1e}: {case}")
@@ -119,7 +123,7 @@ def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) 
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             model = NLQForCausalLM(config) if config.is_causal else NLQForMaskedLM(config)
-            for parameter in model.parameters():  # with initial values, many a fault has no effect
+            for parameter in model.parameters():  # many faults do not show with initial values
                 parameter.add_(torch.randn(parameter.shape), alpha=0.3)
         models[name] = model.double().eval()
     if not models:
@@ -130,9 +134,9 @@ def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) 
 def _try(
     differences: Differences, cases: Sequence[tuple[int, str]], models: dict[str, NLQForCausalLM]
 ) -> tuple[float, str | None]:
-    """Returns the largest difference and `None`; or that of the smallest case that fails, and the case in words.
+    """Returns the largest difference and `None`, or the difference and description of the smallest failing case.
 
-    A case is a length and the name of a model; shorter ones come first.
+    A case is a length and the name of a model. Cases are sorted by length.
     """
     largest = 0.0
     for length, name in cases:
@@ -154,13 +158,13 @@ def _try(
 
 
 def _try_one(differences: Differences, length: int, name: str, model: NLQForCausalLM) -> tuple[float, str | None]:
-    """Returns the largest difference and `None`, or the first that is too large and its case in words."""
+    """Returns the largest difference and `None`, or the first difference above the tolerance and its description."""
     largest = 0.0
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
             for case, difference in differences(model, length):
-                if not difference <= TOLERANCE:  # also NaN
+                if not difference <= TOLERANCE:  # `>` would accept NaN
                     return difference, f"{case}, with {name}"
                 largest = max(largest, difference)
     except Exception as error:
@@ -173,14 +177,12 @@ def _count(length: int) -> str:
 
 
 def _cuts(length: int) -> Sequence[int]:
-    """Returns where a text is cut in two: everywhere; a long one at a border of blocks, inside of one, and near the
-    end.
-    """
+    """Returns where a text is cut in two: everywhere, or in a long text at and inside a block and near the end."""
     return range(1, length) if length <= SHORT else sorted({min(64, length // 3), length // 2 + 1, length - 1})
 
 
 def _rows(length: int) -> int:
-    """Returns the size of a batch that is tried in one size only."""
+    """Returns the batch size of an invariant that is not about batches."""
     return ROWS if length == SHORT else 2
 
 
@@ -193,7 +195,7 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> list[torch.Tensor | None]:
-    """Returns the logits, and the gradients of all parameters; `None` if nothing depends on one."""
+    """Returns the logits and the gradient of each parameter, which is `None` if it does not affect the logits."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         logits = model(tokens, use_cache=False, **kwargs).logits
@@ -201,14 +203,14 @@ def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> li
 
 
 def _largest(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> float:
-    """Returns the largest difference of two results of `_with_gradients`."""
+    """Returns the largest difference between two results of `_with_gradients`."""
     pairs = [pair for pair in zip(ones, others) if pair != (None, None)]
     return max(math.inf if None in pair else _difference(*pair) for pair in pairs)
 
 
 def _repeated(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
-    other = copy.deepcopy(model) if length == 1 else model  # a model whose first text is another one
+    other = copy.deepcopy(model) if length == 1 else model  # a copy that has not seen this text
     with torch.inference_mode():
         expected = model(tokens, use_cache=False).logits.clone()
     with torch.enable_grad():
@@ -235,7 +237,7 @@ def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     alone = model(tokens, use_cache=False).logits[0]
     has_window = model.model.layers[0].self_attn.sliding_window is not None
     for place, word in ((0, "before"), (length, "after"), (length // 2, "between")):
-        if word == "between" and (length < 2 or has_window):  # a window counts places
+        if word == "between" and (length < 2 or has_window):  # a window counts padding, too
             continue
         padded = torch.cat([tokens[:, :place], torch.full((1, 2), 7), tokens[:, place:]], dim=1)
         mask = torch.ones_like(padded)
@@ -245,7 +247,7 @@ def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
 
 
 def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch and its mask, in which every other text is shorter, the first by half, and left-padded."""
+    """Returns a batch and its mask. Every other text is shorter, the first by half, and padded at the left."""
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(0, rows, 2):
         mask[row, : length // (2 + row)] = 0
@@ -336,7 +338,7 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
         ):
             continue
         model.set_attn_implementation(name)
-        rows = 2 if length <= SHORT else attention_nlq.ROWS  # blocks that short texts have too
+        rows = 2 if length <= SHORT else attention_nlq.ROWS  # short texts get several blocks, too
         with patch.object(attention_nlq, "ROWS", rows):
             difference = _largest(_with_gradients(model, tokens), expected)
         model.set_attn_implementation("eager")
@@ -358,12 +360,12 @@ def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             results = _with_gradients(model.train(), tokens)
-        model.eval().load_state_dict(state)  # a part may count what it sees
+        model.eval().load_state_dict(state)  # a part may update buffers
         return results
 
     tokens = _tokens(_rows(length), length)
     results = in_training(tokens, 0)
-    # A part may draw random numbers, as for dropout
+    # Otherwise, the part draws random numbers
     if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:
         yield (
             f"{len(tokens)} texts of {_count(length)}, gradients included",
@@ -381,10 +383,10 @@ def _used(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
 def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     changes = []
 
-    def watch(function: Callable, call: AttentionCall, *given: Any) -> Any:
-        tensors = [tensor for tensor in (call.hidden_states, call.values, *given) if torch.is_tensor(tensor)]
+    def watch(function: Callable, call: AttentionCall, *inputs: Any) -> Any:
+        tensors = [tensor for tensor in (call.hidden_states, call.values, *inputs) if torch.is_tensor(tensor)]
         versions = [tensor._version for tensor in tensors]
-        result = function(call, *given)
+        result = function(call, *inputs)
         if versions != [tensor._version for tensor in tensors]:
             changes.append(function.__name__)
         return result
@@ -400,7 +402,7 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
 
 
 def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    fresh = type(model)(model.config).eval()  # without what `double` has converted
+    fresh = type(model)(model.config).eval()  # `double` converted the buffers of `model`
     for name in ("float32", "autocast", "bfloat16"):
         fresh = fresh.bfloat16() if name == "bfloat16" else fresh
         with torch.autocast("cpu", enabled=name == "autocast"):
@@ -412,7 +414,7 @@ def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     try:
         type(model)(model.config).to("meta")(_tokens(2, length).to("meta"), use_cache=False)
     except (NotImplementedError, RuntimeError) as error:
-        if "device" not in str(error):  # a part may read numbers, which meta has not
+        if "device" not in str(error):  # a part may read values, which the meta device does not have
             return
         raise
     yield f"{length} tokens on meta", 0.0
@@ -423,7 +425,7 @@ def _initial(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     for layer in fresh.model.layers:
         for part in layer.self_attn.parts.values():
             if type(part).initialize is not AttentionPart.initialize:
-                continue  # it says itself what its initial values are
+                continue  # `initialize` sets other values
             once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
             for name, value in part.state_dict().items():
                 if torch.equal(once[name], again[name]) and not torch.equal(value, once[name]):
@@ -438,8 +440,7 @@ def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"{length} tokens, after saving and loading", _difference(loaded(tokens).logits, model(tokens).logits)
 
 
-# The invariants in the order in which they are tried, with the lengths of their texts: what is called causal, padded,
-# packed and cached comes first
+# Functions and text lengths of the invariants, in the order of their tests
 INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
     "a repeated call gives the same": (_repeated, LENGTHS),
     "no token sees the future": (_causality, LENGTHS),
@@ -461,7 +462,7 @@ INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
     "initial values are those of __init__": (_initial, (SHORT,)),
     "saving and loading changes nothing": (_saved, (SHORT,)),
 }
-# An encoder sees later tokens, and has no cache
+# These do not apply to encoders, which see later tokens and do not cache
 OF_DECODERS = (
     "no token sees the future",
     "cached decoding equals the full pass",

@@ -1,4 +1,4 @@
-"""`nlq new`: a file with an idea for attention, and a comparison that says whether it helps."""
+"""`nlq new`: copies an example of an attention part, and writes a comparison with and without it."""
 
 import re
 from importlib.resources import files
@@ -19,17 +19,14 @@ IDEAS = sorted(
 
 
 def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
-    """Copies one of the `IDEAS`, and writes a comparison of models with and without it.
+    """Copies one of the `IDEAS` to a file, and writes a comparison beside it; returns both paths.
 
     Args:
-        file: a Python file, whose stem the part is named by.
+        file: a Python file; its stem is the name of the part.
         source: the name of the idea.
 
-    Returns:
-        The file, and the comparison beside it, of the same name.
-
     Raises:
-        ValueError: for an unknown idea, a file that exists, and a name that no part can have.
+        ValueError: if the idea is unknown, a file exists, or a part cannot have this name.
     """
     file = resolve_user_path(file)
     if source not in IDEAS:
@@ -39,8 +36,8 @@ def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
     text = re.sub(
         r'(?<=    name = )".*"', f'"{file.stem}"', _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8")
     )
-    load_attention_parts(file, text)  # raises for a name that no file of parts can have
-    check_name(str(file), parse_yaml(file.stem))  # nor a model in the comparison: YAML reads on as true
+    load_attention_parts(file, text)  # raises for a name that a part cannot have
+    check_name(str(file), parse_yaml(file.stem))  # the comparison names a model so, and YAML reads `on` as true
     comparison = file.with_suffix(".yaml")
     for path in (file, comparison):
         if path.exists():

@@ -27,7 +27,7 @@ from modeling_nlq.configuration_nlq import check_kernels
 from ..configuration import find, suggestion
 from .disk import check_no_symlinks, open_file, read_text, resolve_user_path, safe_join
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml, relative_imports
-from .parameters import AUTO_CLASSES, KINDS, listed, objective_of
+from .size import AUTO_CLASSES, KINDS, listed, objective_of
 from .text import first_line, one_line
 from .trust import run_parts
 
@@ -261,3 +261,9 @@ def load_model(
     if missing := sorted(found["missing_keys"]):
         raise ValueError(f"model {name!r} is no language model: its weights lack {listed(missing)}")
     return model, tokenizer
+
+
+def peft_task(model: PreTrainedModel) -> str | None:
+    """Returns PEFT's task type for a model that generates, and `None` for an encoder, which PEFT must not wrap."""
+    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
+    return task if model.can_generate() else None

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from modeling_nlq.training import train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.run import run_comparison
-from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.lora import choose_trained
 from modeling_nlq.training.run.recipe import read_recipe
+from modeling_nlq.training.size import measure
 from nlq import main
 
 

@@ -126,7 +126,12 @@ class TestWorkers:
         alone = tmp_path / "alone"
         assert main(["train", str(recipe_file), "--output_dir", str(alone)]) == 0
         address = "s3://bucket/training"
-        overrides = {"output_dir": address, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+        overrides = {
+            "output_dir": address,
+            "gradient_accumulation_steps": 2,
+            "per_device_train_batch_size": 4,
+            "explore": True,
+        }
         metrics = train_with("ray", load_recipe(recipe_file, overrides), workers=2)
         assert (
             metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]

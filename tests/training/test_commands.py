@@ -98,8 +98,6 @@ def test_commands_run(page, run, corpus, small_index, tmp_path, monkeypatch):
         name, *words = shlex.split(re.sub(r"--max_steps \d+", "", line), comments=True)[1:]
         if name in ("train", "compare") and not {"--dry-run", "--status"} & set(words):
             words += ["--max_steps", "2", "--bf16", "false"]  # emulated on older CPUs
-        if name == "train":
-            words += ["--explore", "false"]
         if name == "publish":
             words += ["--dry-run"]
         assert main([name, *words]) in (0, None), line

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files import RESULTS_FILE, STATE_FILE, read_json
 from ..run.stability import loss_spikes, read_stability
-from ..scrub import without_folders
+from ..sharing.scrub import without_folders
 from ..values import from_json
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
 from .plan import Comparison, Progress, Run

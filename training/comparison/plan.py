@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..parameters import Size
 from ..run.recipe import Recipe
+from ..size import Size
 from ..text import align
 from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
 from .rates import Rates

@@ -22,7 +22,6 @@ from modeling_nlq.configuration_nlq import check_kernels
 from ...configuration import find
 from ..disk import resolve_user_path
 from ..files import check_keys, merged, read_section, read_yaml
-from ..parameters import Size, matching_intermediate_size, measure
 from ..run.lora import choose_trained
 from ..run.recipe import (
     Recipe,
@@ -33,7 +32,8 @@ from ..run.recipe import (
     without_private,
 )
 from ..run.tasks import check_tasks
-from ..scrub import without_folders
+from ..sharing.scrub import without_folders
+from ..size import Size, matching_intermediate_size, measure
 from ..text import QUOTE_IT, check_name, one_line
 from .fields import ComparisonFields, ModelFields, ScaleFields
 from .inference import FIRST_INTERIM

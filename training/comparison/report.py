@@ -10,14 +10,16 @@ from typing import Any
 import yaml
 from matplotlib.figure import Figure
 
-from ..disk import delete, write_text
-from ..files import PAGE_FILE
+from ..disk import delete, read_bytes, write_text
+from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
+from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, plain
 from .figures import draw_curves, draw_interim, draw_parameters, draw_stability, figure_section
 from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, alpha_of_last, power_warning
 from .ladder_figures import draw_bowls, draw_improvements, draw_losses
-from .outcome import ModelOutcome, Outcome, ScaleOutcome
+from .outcome import ModelOutcome, Outcome, ScaleOutcome, read_outcome
 from .render import Section, bullets, markdown_table, to_markdown, to_page, warning
+from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,
     MASKED_LOSSES,
@@ -209,6 +211,32 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
             markdown_table(improvement_rows(outcome.trend)),
         ]
     return Markdown("\n\n".join(map(plain, parts)))
+
+
+def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
+    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by their published names.
+
+    Args:
+        run: the folder of the run, which may be part of the comparison.
+        folder: the folder of the comparison.
+
+    Raises:
+        ValueError: for a screening, or a model that the comparison does not have.
+    """
+    files = files_in(folder, ("results.md", "figures/*.png"))
+    contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
+    if (report := contents.get("comparison/results.md")) is not None:
+        contents["comparison/results.md"] = without_folders(report.decode()).encode()
+    results = read_json(folder / RESULTS_FILE)
+    if "design" in results:
+        raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
+    outcome = read_outcome(results, folder / RESULTS_FILE)
+    if folder in run.parents:
+        text = verdicts(outcome, run.parent.name, run.name, run.parents[2].name if "scales" in results else None)
+    else:
+        text = verdicts(outcome)
+    text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
+    return Markdown(without_folders(text)), contents
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:

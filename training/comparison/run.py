@@ -12,7 +12,7 @@ from datasets import disable_progress_bars
 from tqdm.auto import tqdm
 
 from ..disk import delete, read_text, write_text
-from ..explorer.of_runs import explore_runs
+from ..explorer.run_pages import explore_runs
 from ..files import COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..models import config_differences, weights_fingerprint
 from ..run.jobs import Workers, make_runs
@@ -151,17 +151,17 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Pro
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """Writes the page of the model that is best on the seeds it shares with the baseline, at the largest scale, beside
-    it.
+    """With `explore: true`, writes the page of the best model beside the baseline, and returns whether it did.
 
-    One run of each is shown. There is no page if the recipe wants none, or a run of the baseline diverged; an old one
-    goes.
+    The page shows one run of each model at the largest scale. If a run of the baseline diverged, there is no page.
     """
-    delete(folder / PAGE_FILE)
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
+    if not recipe.explore:
+        return False
+    delete(folder / PAGE_FILE)
     finished = {model: content.runs for model, content in found.models.items() if content.finished == content.runs}
-    if scale.baseline not in finished or not recipe.explore:
+    if scale.baseline not in finished:
         return False
     effects = found.statistics.effects.items()
     difference = {model: effect.mean_difference for model, effect in effects if model in finished}

@@ -14,7 +14,6 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 import modeling_nlq
 
-from ..card import base_model_of, render
 from ..disk import add_to_manifest, atomic_dir, delete, files_below, read_manifest, resolve_user_path, write_text
 from ..files import (
     CARD_FILE,
@@ -29,10 +28,11 @@ from ..files import (
     is_nonempty,
 )
 from ..models import check_model_folder, load_tokenizer, read_record, source_named
-from ..parameters import size_of
 from ..run.data import check_vocabulary
 from ..run.run_folder import RunFolder
 from ..run.trained_on import read_trained_on
+from ..sharing.card import base_model_of, render
+from ..size import size_of
 from ..text import one_line
 from .draft import Draft, LossyConversion, nlq_config
 from .families import FAMILIES

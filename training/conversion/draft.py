@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
-from ..parameters import check_parameters
+from ..size import check_parameters
 from ..text import one_line
 from .families import FAMILIES, Family, Layout
 from .streaming import LazyTensor, Weights, empty_model, saved_state

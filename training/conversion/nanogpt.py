@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
-from ..parameters import check_shapes
+from ..size import check_shapes
 from .draft import Draft, from_nlq_tensors, to_nlq_tensors
 from .families import FAMILIES, Layout
 from .streaming import Weights, empty_model, saved_state

@@ -7,7 +7,7 @@ from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedMod
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ..models import source_named
-from ..parameters import check_names
+from ..size import check_names
 from .draft import LossyConversion, classes_of
 from .families import FAMILIES
 from .gguf_files import GGUF, tensors_not_read

@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..disk import write_text
-from ..parameters import check_names, check_shapes
+from ..size import check_names, check_shapes
 
 
 # The types of weights, as safetensors names them

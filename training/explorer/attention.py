@@ -1,4 +1,4 @@
-"""What the attention layers of a model do with one text: weights, rows and numbers of every head."""
+"""Measures the attention of a model on one text: weights, rows and numbers of each head."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from modeling_nlq.linear_nlq import linear_attention
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall
 
-from ..hooks import observe_calls, visibility_of
+from ..observe import observe_calls, visibility_of
 from .measures import (
     ablations,
     effective_ranks,
@@ -24,14 +24,13 @@ from .measures import (
 )
 
 
-# Floating-point operations that removing all heads may take, some half a minute on two cores. A text is cut for it to
-# as few tokens as `FEWEST_ABLATED`; a model for which that takes longer than `MOST_ABLATION` is left alone
+# Floating-point operations for removing all heads, about half a minute on two cores. The text is cut for it, but not
+# below `FEWEST_ABLATED` tokens. If these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
 
-# What is measured of rows, and of heads: a name, and what a page says of it. Rows are averaged over the queries that
-# see more than one key
+# Names and descriptions of the numbers. Those in `ROWS` are means over the queries that see more than one key
 ROWS = {
     "entropy": "Entropy of the shares |w| / Σ|w| of a query's weights in nats, mean over queries. It is 0 if one key "
     "gets all.",
@@ -44,8 +43,7 @@ HEADS = {
     "largest_score": "Largest score before the activation.",
     "previous_token": "Share of the previous token, on random tokens, repeated once (Olsson et al. 2022).",
     "induction": "Share of the token that followed the previous occurrence of the current token, on random tokens, "
-    "repeated "
-    "once (Olsson et al. 2022).",
+    "repeated once (Olsson et al. 2022).",
     "ablation": "What removing the head adds to the loss, in nats per token.",
 }
 _NO_WEIGHTS = "linear attention has no weight for a pair of tokens"
@@ -55,15 +53,16 @@ _NO_OWN_KEY = "cross-attention sees the tokens of the source, and no token of it
 
 @dataclass
 class Layer:
-    """What one attention layer does with a text.
+    """The measurements of one attention layer.
 
     Attributes:
-        heads: the number of maps. For differential attention it is that of differences.
+        heads: number of maps; differential attention has one for two heads.
         weights: `(heads, query, key)`, as `output_attentions=True` returns them, or `None`.
-        rows: `(heads, query)` by the names in `ROWS`; NaN where a row has none.
-        numbers: `(heads,)` by the names in `ROWS`, `HEADS` and of parts.
-        missing: why a name is not among them.
-        name, is_cross: the number of the layer, with `cross` where the keys are the tokens of the source.
+        rows: `(heads, query)` by the names in `ROWS`; NaN where it is not defined.
+        numbers: `(heads,)` by the names in `ROWS` and `HEADS` and those of parts.
+        missing: the reason for each name that is not in `numbers`.
+        name: number of the layer, followed by `cross` for cross-attention.
+        is_cross: whether the keys are tokens of the source.
     """
 
     activation: str
@@ -76,21 +75,19 @@ class Layer:
     is_cross: bool = False
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
-        """Adds rows, `(heads, query)` each, and their means over the queries that see several keys, booleans
-        `(query,)`.
-        """
+        """Adds rows, `(heads, query)` each, and their means over the queries in the mask `has_choice`."""
         for name, values in rows.items():
             self.rows[name] = values
             self.numbers[name] = values[:, has_choice].nanmean(dim=-1)
 
     def add_weights(self, weights: torch.Tensor, has_choice: torch.Tensor) -> None:
-        """Adds weights `(heads, query, key)`, and what follows from them alone; `has_choice` is that of `add_rows`."""
+        """Adds weights `(heads, query, key)`, and the rows computed from them, as `add_rows`."""
         self.weights = weights
         rows = {"entropy": entropies(weights), "first_token": shares(weights)[..., 0], "row_sum": weights.sum(dim=-1)}
         self.add_rows(has_choice, **rows)
 
     def add_measure(self, part: str, name: str, values: torch.Tensor, query_heads: int) -> None:
-        """Adds a number that a part measures; raises `ValueError` unless there is one for each head."""
+        """Adds a number that a part measured; raises `ValueError` unless it has one value for each head."""
         if values.shape == (self.heads,):
             self.numbers[name] = values.cpu()
         elif values.shape == (query_heads,):
@@ -110,10 +107,10 @@ def measure_attention(
         model: an NLQ model, in evaluation mode.
         input_ids: `(1, length)`.
         random_ids: random tokens, repeated once (see `repeated_tokens`).
-        ablated_tokens: remove heads on this many tokens; with fewer than 2 no head is removed.
+        ablated_tokens: number of tokens for removing heads; with fewer than 2, no head is removed.
     """
-    layers, period = _see(model, input_ids), random_ids.shape[1] // 2
-    for layer, again in zip(layers, _see(model, random_ids) if period > 1 else ()):
+    layers, period = _measure_layers(model, input_ids), random_ids.shape[1] // 2
+    for layer, again in zip(layers, _measure_layers(model, random_ids) if period > 1 else ()):
         if again.weights is not None and not layer.is_cross:
             layer.numbers["previous_token"] = previous_token_scores(again.weights)
             layer.numbers["induction"] = induction_scores(again.weights, period)
@@ -125,17 +122,17 @@ def measure_attention(
 
 
 def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
-    """Returns how many tokens of a text `ABLATION_BUDGET` allows; 0 if the model is too large."""
+    """Returns on how many tokens of a text `ABLATION_BUDGET` allows ablation; 0 if the model is too large."""
     heads = model.config.num_hidden_layers * model.config.num_attention_heads
     cost = 2.0 * model.num_parameters() * heads  # per token
-    cost *= 1 if model.config.is_causal else length  # an encoder reads the text once for each masked token
+    if not model.config.is_causal:
+        cost *= length  # an encoder reads the text once for each masked token
     if cost * min(length, FEWEST_ABLATED) > MOST_ABLATION:
         return 0
     return min(length, max(FEWEST_ABLATED, int(ABLATION_BUDGET / cost)))
 
 
-def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
-    """Measures the layers of a model, in its own calls."""
+def _measure_layers(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
     layers: list[Layer] = []
 
     def receive(
@@ -143,25 +140,24 @@ def _see(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
         call: AttentionCall,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        see = _see_linear if layer.activation.kind == "linear" else _see_weights
-        found = see(layer, call, position_embeddings)
-        found.is_cross = call.source is not None
-        found.name = f"{layer.layer_idx} cross" if found.is_cross else str(layer.layer_idx)
-        if found.is_cross:
-            found.missing |= dict.fromkeys(("own_value_cosine", "previous_token", "induction"), _NO_OWN_KEY)
+        measure = _measure_linear if layer.activation.kind == "linear" else _measure_weights
+        measured = measure(layer, call, position_embeddings)
+        measured.is_cross = call.source is not None
+        measured.name = f"{layer.layer_idx} cross" if measured.is_cross else str(layer.layer_idx)
+        if measured.is_cross:
+            measured.missing |= dict.fromkeys(("own_value_cosine", "previous_token", "induction"), _NO_OWN_KEY)
         for part in layer.parts.values():
             for name, values in part("measure", call).items():
-                found.add_measure(part.name, name, values, layer.num_heads)
-        layers.append(found)
+                measured.add_measure(part.name, name, values, layer.num_heads)
+        layers.append(measured)
 
     observe_calls(model, receive, input_ids, logits_to_keep=1)
     return layers
 
 
-def _see_weights(
+def _measure_weights(
     layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
-    """Measures a layer that has weights."""
     query, key, value, bias = layer.prepare(call, position_embeddings)
     visibility = visibility_of(layer, query, key)
     visible, counts = visibility.dense(), visibility.visible_count
@@ -172,40 +168,39 @@ def _see_weights(
     for part in layer.parts_with("change_returned_weights"):
         weights = part("change_returned_weights", call, weights)
     weights = weights[0].cpu()
-    found, has_choice = Layer(layer.activation.name, len(weights)), (counts > 1)[0].cpu()
-    found.add_weights(weights, has_choice)
+    measured, has_choice = Layer(layer.activation.name, len(weights)), (counts > 1)[0].cpu()
+    measured.add_weights(weights, has_choice)
     if len(weights) == query.shape[1]:
-        found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
-        found.numbers["largest_score"] = largest_scores(scores[0], visible[0]).cpu()
+        measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
+        measured.numbers["largest_score"] = largest_scores(scores[0], visible[0]).cpu()
     else:
-        found.missing |= dict.fromkeys(("effective_rank", "largest_score"), _PAIRS)
+        measured.missing |= dict.fromkeys(("effective_rank", "largest_score"), _PAIRS)
     if call.values is not None and value.shape == call.values.shape:
         values = value[0].cpu().to(weights.dtype)
         values = values.repeat_interleave(len(weights) // len(values), dim=0)
-        found.add_rows(has_choice, own_value_cosine=own_value_cosines(weights @ values, values))
+        measured.add_rows(has_choice, own_value_cosine=own_value_cosines(weights @ values, values))
     else:
-        found.missing["own_value_cosine"] = (
+        measured.missing["own_value_cosine"] = (
             "a head reads the values of two groups, and a token has no value of its own there"
         )
-    return found
+    return measured
 
 
-def _see_linear(
+def _measure_linear(
     layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Layer:
-    """Measures a layer of linear attention."""
     query, key, value = layer.project(call)
-    found = Layer(layer.activation.name, query.shape[1])
-    found.missing = dict.fromkeys(
+    measured = Layer(layer.activation.name, query.shape[1])
+    measured.missing = dict.fromkeys(
         ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction"), _NO_WEIGHTS
     )
-    found.numbers["effective_rank"] = effective_ranks(query[0].cpu())
+    measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     if call.source is not None:
-        return found
+        return measured
     options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
     options["is_causal"] = layer.is_causal
     outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
-    later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees itself alone
-    found.add_rows(later, own_value_cosine=own_value_cosines(outputs[0].transpose(0, 1).cpu(), values))
-    return found
+    later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees only itself
+    measured.add_rows(later, own_value_cosine=own_value_cosines(outputs[0].transpose(0, 1).cpu(), values))
+    return measured

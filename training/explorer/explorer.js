@@ -3,7 +3,7 @@
 if (!("DecompressionStream" in window) || !CSS.supports("color", "color-mix(in srgb, red, blue)")) throw new Error("too old");
 document.getElementById("too-old").remove();
 
-// The page's data: see page.py. Maps and rows are packed, and unpacked when they are looked at.
+// The page's data: see page.py. Maps are packed, and unpacked when their head is selected.
 const data = JSON.parse(document.getElementById("data").textContent);
 const length = data.tokens.length;
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
@@ -88,25 +88,19 @@ async function inflate(packed) {
   return new Response(stream).arrayBuffer();
 }
 
-// The head that is selected in a model: its weights as a function of query and key, and its rows by name
+// Returns the selected layer of a model, and its head's weights as a function of query and key
 async function readHead(index) {
   const { layer, head } = state.heads[index];
   const model = data.models[index], found = model.layers[layer];
-  const rows = {};
-  if (found.rows) {
-    const numbers = new Float32Array(await unpack(found.rows[head]));
-    found.row_names.forEach((name, place) => {
-      rows[name] = numbers.subarray(place * length, (place + 1) * length);
-    });
-  }
-  if (!found.maps) return { found, rows, weight: null };
+  if (!found.maps) return { found, weight: null };
+  const largest = new Float32Array(await unpack(found.largest[head]));
   const levels = new Int8Array(await unpack(found.maps[head]));
   const isLower = model.is_causal && !found.is_cross;
-  const keys = found.is_cross ? data.source : data.tokens.slice(0, model.map_tokens);
+  const keys = found.is_cross ? data.source : data.tokens.slice(0, data.map_tokens);
   const lastKey = (query) => (isLower ? query : keys.length - 1);
   const place = (query, key) => (isLower ? (query * (query + 1)) / 2 : query * keys.length) + key;
-  const weight = (query, key) => (key > lastKey(query) ? 0 : (levels[place(query, key)] * rows.largest[query]) / data.levels);
-  return { found, rows, weight, keys, lastKey };
+  const weight = (query, key) => (key > lastKey(query) ? 0 : (levels[place(query, key)] * largest[query]) / data.levels);
+  return { found, largest, weight, keys, lastKey };
 }
 
 // Models
@@ -167,7 +161,7 @@ async function paintText() {
   else if (kind === "difference") values = data.models[1].losses.map((loss, index) => (isNumber(loss) ? loss - data.models[0].losses[index] : null));
   else {
     const { found, weight, keys, lastKey } = await readHead(place);
-    const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.models[place].map_tokens;
+    const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.map_tokens;
     values = (keys ?? data.tokens).map((_, key) => (isSeen(key) ? weight(state.query, key) : null));
     if (found.is_cross) [seen, values] = [values, []];
     unit = "weight";
@@ -276,7 +270,6 @@ const panels = data.models.map((model, index) => {
     scale: element("p", { class: "scale" }),
     reason: element("p", { class: "soft" }),
     readout: element("p", { class: "readout", "aria-live": "polite" }),
-    charts: element("div", { class: "charts" }),
     numbers: element("table"),
   };
   panel.map.addEventListener("click", async (event) => {
@@ -286,21 +279,20 @@ const panels = data.models.map((model, index) => {
     selectQuery(query, Math.min(place(event.clientX - box.left, box.width, panel.map.width), lastKey(query)));
   });
   const picture = element("div", {}, panel.map, panel.scale, panel.reason, panel.readout);
-  byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.charts, panel.numbers))));
+  byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.numbers))));
   return panel;
 });
 
 async function paintPanel(index) {
   const model = data.models[index], panel = panels[index];
   const { layer, head } = state.heads[index];
-  const read = await readHead(index), { found, rows, weight } = read;
+  const read = await readHead(index), { found, weight } = read;
   if (state.heads[index].layer !== layer || state.heads[index].head !== head) return; // another choice meanwhile
   panel.title.textContent = `${model.name}: layer ${found.name}, head ${head}${found.activation && ` (${found.activation})`}`;
   panel.map.hidden = panel.scale.hidden = !weight;
   panel.reason.textContent = weight ? "" : `No map: ${found.missing.weights ?? "none"}.`;
   if (weight) paintMap(panel, read, model);
-  panel.readout.textContent = weight ? describeRow(model, read) : "";
-  panel.charts.replaceChildren(...Object.entries(rows).filter(([name]) => name !== "largest").map(([name, values]) => chart(name, values)));
+  panel.readout.textContent = weight ? describeRow(read) : "";
   const names = Object.keys(data.quantities).filter((name) => name in found.numbers || name in found.missing);
   panel.numbers.replaceChildren(
     ...names.map((name) => {
@@ -310,11 +302,10 @@ async function paintPanel(index) {
   );
 }
 
-function describeRow(model, { rows, weight, keys, lastKey }) {
-  if (state.query >= model.map_tokens) return `The maps of this page have the first ${model.map_tokens} tokens.`;
+function describeRow({ weight, keys, lastKey }) {
+  if (state.query >= data.map_tokens) return `The maps of this page have the first ${data.map_tokens} tokens.`;
   const token = (place) => `“${shown(keys[place])}”`;
-  const sum = rows.row_sum ? `: sum of weights ${written(rows.row_sum[state.query])}` : "";
-  const parts = [`Query ${state.query} “${shown(data.tokens[state.query])}”${sum}`];
+  const parts = [`Query ${state.query} “${shown(data.tokens[state.query])}”`];
   if (state.key !== null && state.key < keys.length) parts.unshift(`Weight ${written(weight(state.query, state.key))} of key ${state.key} ${token(state.key)}`);
   else {
     const indices = Array.from({ length: lastKey(state.query) + 1 }, (_, key) => key);
@@ -324,8 +315,8 @@ function describeRow(model, { rows, weight, keys, lastKey }) {
   return `${parts.join("; ")}.`;
 }
 
-function paintMap(panel, { rows: { largest }, weight, keys, lastKey, found }, model) {
-  const context = panel.map.getContext("2d"), size = model.map_tokens, columns = keys.length;
+function paintMap(panel, { largest, weight, keys, lastKey, found }, model) {
+  const context = panel.map.getContext("2d"), size = data.map_tokens, columns = keys.length;
   [panel.map.width, panel.map.height] = [columns, size];
   const style = getComputedStyle(document.documentElement);
   const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().replace(/^#(.)(.)(.)$/, "#$1$1$2$2$3$3").slice(start, start + 2), 16));
@@ -358,28 +349,6 @@ function paintMap(panel, { rows: { largest }, weight, keys, lastKey, found }, mo
     if (state.key !== null) context.fillRect(state.key, first, 1, size - first);
     context.globalAlpha = 1;
   }
-}
-
-function chart(name, values) {
-  const numbers = Array.from(values).filter(isNumber);
-  const low = Math.min(...numbers), high = Math.max(...numbers);
-  const place = (value) => 96 - (92 * (value - low)) / (high - low || 1);
-  let path = "", isDrawn = false;
-  values.forEach((value, index) => {
-    path += isNumber(value) ? `${isDrawn ? "L" : "M"}${index + 0.5} ${place(value).toFixed(2)}` : "";
-    isDrawn = isNumber(value);
-  });
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  svg.setAttribute("viewBox", `0 0 ${length} 100`);
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true");
-  for (const [tag, attributes] of [["path", { d: path }], ["line", { x1: state.query + 0.5, x2: state.query + 0.5, y1: 0, y2: 100 }]]) {
-    const part = document.createElementNS(svg.namespaceURI, tag);
-    Object.entries(attributes).forEach(([key, value]) => part.setAttribute(key, value));
-    svg.append(part);
-  }
-  const at = `here ${written(values[state.query])}, from ${written(low)} to ${written(high)}`;
-  return element("figure", { style: "margin: 0", "data-row": name }, svg, element("figcaption", { class: "soft" }, explained(name), ` by query: ${at}`));
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));

@@ -1,4 +1,4 @@
-"""`nlq explore`: reads models and text, and writes the page."""
+"""`nlq explore`: measures what the attention of one or two models does with a text, and writes the page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from ..conversion.draft import to_nlq
 from ..disk import read_bytes, read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE
 from ..models import load_model
-from ..parameters import parts_in, positions_of
+from ..size import parts_in, positions_of
 from ..text import check_number
 from .attention import measure_attention, tokens_to_ablate
 from .measures import losses_of_tokens, repeated_tokens
@@ -22,16 +22,17 @@ from .page import ExploredModel, write_page
 
 DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Random tokens of the text for induction scores, which has them twice
+# Number of random tokens that the text for induction scores repeats
 INDUCTION_PERIOD = 64
 _PAGE_MARK = b'<meta name="generator" content="nlq explore">'  # in page.html
 
 
 @dataclass
 class Exploration:
-    """What `explore` found.
+    """The result of `explore`.
 
     Attributes:
+        page: the HTML page.
         models: the models, with their layers.
         tokens: the text of each token.
     """
@@ -39,6 +40,21 @@ class Exploration:
     page: str
     models: list[ExploredModel]
     tokens: list[str]
+
+
+@dataclass
+class Subject:
+    """A model to measure, in float32.
+
+    Attributes:
+        model: an NLQ model; for an encoder and decoder, its decoder.
+        description: shown on the page.
+        pair: the encoder and decoder.
+    """
+
+    model: PreTrainedModel
+    description: str
+    pair: NLQForConditionalGeneration | None = None
 
 
 def explore(
@@ -52,22 +68,21 @@ def explore(
     max_tokens: int | None = None,
     trust_remote_code: bool = False,
 ) -> Exploration:
-    """Shows what the attention of one model does with a text, or of two models side by side, as a page.
+    """Shows on a page what the attention of one model, or of two side by side, does with a text.
 
     Args:
         model, other: folders or Hub names of saved language models, NLQ or of a family that converts to it; the two
             must have one tokenizer.
-        file: a UTF-8 text file instead.
-        target: for encoders with decoders, whose source is the text: the page shows how this target sees it. By
-            default it is the text that the first model generates.
-        output: the HTML file to write; `None` writes none.
-        max_tokens: the page shows the first tokens of the text; by default 512, or as many as the models have
-            positions for.
+        file: a UTF-8 text file instead of `text`.
+        target: the target, for an encoder and decoder, which reads the text as its source; by default the text that
+            the first model generates.
+        output: the HTML file to write, if any.
+        max_tokens: number of tokens to show; by default 512, or as many as the models have positions for.
 
     Raises:
-        ValueError: for a model that cannot be loaded or converted, different tokenizers, a text without tokens, and
-            more tokens than positions. Nothing is written then.
-        OSError: for a file that cannot be read.
+        ValueError: if a model cannot be loaded or converted, the tokenizers differ, or the text has no tokens or more
+            than the models have positions for. Nothing is written then.
+        OSError: if a file cannot be read.
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
@@ -78,15 +93,17 @@ def explore(
     shown, source = _tokens(tokenizer, text), None
     if not shown:
         raise ValueError("the text is empty: it has no token")
-    if (pair := next(iter(models.values())).pair) is not None:
+    pair = next(iter(models.values())).pair
+    if pair is None and target is not None:
+        raise ValueError("--target: only an encoder with a decoder has a target")
+    if pair is not None:
         source = [*shown, tokenizer.eos_token_id]
         if target is None:
-            options = {"max_new_tokens": min(64, pair.config.decoder.max_position_embeddings - 1), "do_sample": False}
-            shown = pair.generate(torch.tensor([source], device=DEVICE), **options)[0].tolist()
+            new_tokens = min(64, pair.config.decoder.max_position_embeddings - 1)
+            source_ids = torch.tensor([source], device=DEVICE)
+            shown = pair.generate(source_ids, max_new_tokens=new_tokens, do_sample=False)[0].tolist()
         else:
             shown = [pair.config.decoder_start_token_id, *_tokens(tokenizer, target), tokenizer.eos_token_id]
-    elif target is not None:
-        raise ValueError("--target: only an encoder with a decoder has a target")
     done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
         # The user did not type the default name, which may be a link
@@ -98,29 +115,14 @@ def explore(
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # As in training: some tokenizers would put special tokens around a text, or read one that is written in it
+    # As in training: without special tokens around the text or read from it
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-
-
-@dataclass
-class Subject:
-    """A model that is ready to be looked at, in float32.
-
-    Attributes:
-        model: an NLQ model; of an encoder and decoder, the decoder.
-        description: what it is.
-        pair: the encoder and decoder.
-    """
-
-    model: PreTrainedModel
-    description: str
-    pair: NLQForConditionalGeneration | None = None
 
 
 def load_subjects(
     names: Sequence[str], trust_remote_code: bool = False
 ) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
-    """Loads models by the names that a page gives them, and their tokenizer; raises as `explore` does."""
+    """Loads models, by their names on the page, and their tokenizer; raises as `explore`."""
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if any(tokenizer.get_vocab() != tokenizers[0].get_vocab() for tokenizer in tokenizers):
         raise ValueError(
@@ -146,21 +148,22 @@ def explore_tokens(
     """Makes the page of one or two models.
 
     Args:
-        models: by the names that the page gives them.
-        tokenizer: the tokenizer of both.
-        shown: the tokens of the shown text.
-        notes: what the page should say besides.
-        source: the tokens that encoders read, if the models are decoders with cross-attention.
+        models: the models by their names on the page.
+        tokenizer: the tokenizer of the models.
+        shown: the tokens of the text.
+        notes: sentences to add to the page.
+        source: the tokens that encoders read, for decoders with cross-attention.
 
     Raises:
-        ValueError: for more tokens than a model has positions for, and losses that are not finite.
+        ValueError: if there are more tokens than positions, or losses are not finite.
     """
     configs = [subject.model.config for subject in models.values()]
     positions = min(filter(None, map(positions_of, configs)), default=None)
     period = INDUCTION_PERIOD
     if positions is not None:
         check_number("max_tokens", max_tokens, 2, positions)
-        max_tokens, period = max_tokens or min(DEFAULT_TOKENS, positions), min(period, positions // 2)
+        max_tokens = max_tokens or min(DEFAULT_TOKENS, positions)
+        period = min(period, positions // 2)
     max_tokens = max_tokens or DEFAULT_TOKENS
     input_ids = torch.tensor([list(shown[:max_tokens])])
     length = input_ids.shape[1]
@@ -173,7 +176,7 @@ def explore_tokens(
         )
     vocab_size = min(len(tokenizer), *(config.vocab_size for config in configs))
     random_ids = repeated_tokens(vocab_size, tokenizer.all_special_ids, period)
-    pages = []
+    explored = []
     for name, subject in models.items():
         config = subject.model.config
         if not config.is_causal and config.mask_token_id is None:
@@ -197,37 +200,36 @@ def explore_tokens(
             notes.append(
                 f"The loss of a token by {name}, an encoder, is that of masking this token alone; the first has none."
             )
-        pages.append(ExploredModel(name, subject.description, losses, layers, config.is_causal))
-    tokens, read = (token_texts(tokenizer, ids) for ids in (input_ids[0].tolist(), source or ()))
-    return Exploration(write_page(f"Attention of {' and '.join(models)}", notes, tokens, pages, read), pages, tokens)
+        explored.append(ExploredModel(name, subject.description, losses, layers, config.is_causal))
+    tokens = token_texts(tokenizer, input_ids[0].tolist())
+    title = f"Attention of {' and '.join(models)}"
+    return Exploration(
+        write_page(title, notes, tokens, explored, token_texts(tokenizer, source or ())), explored, tokens
+    )
 
 
 @torch.no_grad()
 def show_source(subject: Subject, source: Sequence[int]) -> None:
-    """Gives the hidden states of a source, `(1, source, hidden)`, to each later call of a subject's decoder."""
+    """Makes each later call of a subject's decoder attend to the source, `(source,)` tokens."""
     states = subject.pair.get_encoder()(torch.tensor([list(source)], device=DEVICE)).last_hidden_state
 
-    def give(_, inputs: tuple, given: dict) -> tuple[tuple, dict]:
-        return inputs, {**given, "encoder_hidden_states": states.expand(len(given["input_ids"]), -1, -1)}
+    def add_states(_, inputs: tuple, keywords: dict) -> tuple[tuple, dict]:
+        return inputs, {**keywords, "encoder_hidden_states": states.expand(len(keywords["input_ids"]), -1, -1)}
 
-    subject.model.register_forward_pre_hook(give, with_kwargs=True)
+    subject.model.register_forward_pre_hook(add_states, with_kwargs=True)
 
 
 def prepare(model: PreTrainedModel) -> Subject:
-    """Makes a model ready to be looked at: it is changed to float32, and an NLQ model is made of one that converts.
-
-    Raises:
-        ValueError: for a model that does not convert.
-    """
-    shown, note, pair = model.float().eval(), "", None
+    """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it does not convert."""
+    nlq_model, note, pair = model.float().eval(), "", None
     if isinstance(model, NLQForConditionalGeneration):
         pair = model.to(DEVICE)
         with torch.device("meta"):
-            shown = NLQForCausalLM(model.config.decoder).eval()
-        shown.model, shown.lm_head = model.model.decoder, model.lm_head
+            nlq_model = NLQForCausalLM(model.config.decoder).eval()
+        nlq_model.model, nlq_model.lm_head = model.model.decoder, model.lm_head
     elif not isinstance(model.config, NLQConfig):
-        shown, note = to_nlq(model), "; shown by its exact conversion to an NLQ model"
-    return Subject(shown.to(DEVICE), f"{_describe(model)}{note}", pair)
+        nlq_model, note = to_nlq(model), "; shown by its exact conversion to an NLQ model"
+    return Subject(nlq_model.to(DEVICE), f"{_describe(model)}{note}", pair)
 
 
 def _describe(model: PreTrainedModel) -> str:
@@ -245,11 +247,10 @@ def _describe(model: PreTrainedModel) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """The text that each token adds to those before it.
+    """Returns the text that each token adds to the tokens before it.
 
-    Some tokenizers leave out the space of a token that is decoded alone. Of a character whose bytes are several
-    tokens, the first has the character, and the others have no text. Bytes that are no character are written as the
-    tokenizer writes them.
+    Decoding a token alone would lose its leading space with some tokenizers. If several tokens make one character, the
+    first one gets the character, and the others are empty. Invalid bytes are written as the tokenizer writes them.
     """
     texts, before, parts = [], "", 0
     for count, token in enumerate(tokens, 1):
@@ -260,6 +261,6 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
             before, parts = whole, 0
         else:
             texts.append(tokenizer.convert_ids_to_tokens(token))
-            is_part = added.endswith("\ufffd") and parts < 3  # of a character of up to four bytes
+            is_part = added.endswith("\ufffd") and parts < 3  # a character has up to four bytes
             before, parts = (before, parts + 1) if is_part else (whole, 0)
     return texts

@@ -416,7 +416,7 @@ def explore(
     _say(f"page: {output} ({len(done.page.encode()):,} bytes)")
 
 
-@_command("Use and measure", "parameters")
+@_command("Use and measure", "size")
 def params(
     models: list[str] = _MODELS,
     context: int | None = _option("In tokens; by default the model's."),
@@ -426,7 +426,7 @@ def params(
 ) -> None:
     """Count parameters and FLOPs per token of models."""
     from modeling_nlq.training.models import load_config
-    from modeling_nlq.training.parameters import Size, matching_intermediate_size, measure
+    from modeling_nlq.training.size import Size, matching_intermediate_size, measure
     from modeling_nlq.training.text import align
 
     budget = None
@@ -484,7 +484,7 @@ def convert(
         _say(f"lost: {text}")
 
 
-@_command("Convert and share", "sharing.publishing")
+@_command("Convert and share", "api")
 def publish(
     folder: str = _argument(
         "Folder of a run, a conversion or another saved NLQ model; with --space, or a page.", metavar="RUN"
@@ -504,7 +504,8 @@ def publish(
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
     """Upload a trained or converted model to the Hub: weights, configuration, code, tokenizer, results and card."""
-    from modeling_nlq.training.sharing.publishing import publish, publish_space
+    from modeling_nlq.training.api import publish
+    from modeling_nlq.training.sharing.publishing import publish_space
 
     options = {"private": private or None, "revision": revision, "dry_run": dry_run}
     of_models = {"comparison": comparison, "card": card, "license": license, "adapter": adapter}

@@ -24,7 +24,7 @@ from transformers import (
 from ..disk import atomic_dir, write_text
 from ..files import read_json
 from ..models import load_tokenizer
-from ..parameters import vocabulary_of
+from ..size import vocabulary_of
 from ..text import first_line, root_cause
 from .documents import check_text, is_conversation, load_documents
 from .masked import check_mask_token

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA, check_keys
 from ..models import load_model
-from ..parameters import context_of, objective_of, positions_of
+from ..size import context_of, objective_of, positions_of
 from ..text import check_number
 from .data import make_blocks, make_collator
 from .documents import is_format, load_documents
@@ -28,7 +28,7 @@ logger = logging.get_logger(__name__)
 
 # The fields of a recipe that an evaluation takes
 EVALUATED = [name for name in RECORDED if name not in ("dataset", "streaming", "test_fraction")]
-METRIC = Path(__file__).parent / "metrics" / "language_modeling" / "language_modeling.py"
+METRIC = Path(__file__).parent / "language_modeling.py"
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import set_seed
 
 from ..models import load_model
-from ..parameters import positions_of
+from ..size import positions_of
 from ..text import check_number
 
 

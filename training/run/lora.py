@@ -8,19 +8,13 @@ from transformers import PreTrainedModel, Trainer
 
 from ..disk import atomic_dir, delete
 from ..files import CARD_FILE
-from ..models import added_parameters
-from ..parameters import freeze_all_but
+from ..models import added_parameters, peft_task
+from ..size import freeze_all_but
 from ..text import one_line
 from .recipe import Recipe
 
 
 ADAPTER_FOLDER = "adapter"
-
-
-def peft_task(model: PreTrainedModel) -> str | None:
-    """PEFT's name of a task whose wrapper generates; of an encoder none, which leaves the model's methods alone."""
-    task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
-    return task if model.can_generate() else None
 
 
 def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:

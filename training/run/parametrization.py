@@ -32,7 +32,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 from modeling_nlq import NLQConfig
 
 from ..files import check_keys
-from ..parameters import shapes_of
+from ..size import shapes_of
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ...configuration import find
 from ..disk import read_text, resolve_user_path
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, load_config, read_record
-from ..parameters import KINDS, context_of, objective_of, positions_of, shapes_of, vocabulary_of
+from ..size import KINDS, context_of, objective_of, positions_of, shapes_of, vocabulary_of
 from ..storage import normalized
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
@@ -124,7 +124,7 @@ class Recipe(Value):
     stability_steps: int = field(default=50, metadata=_affects("training"))
     """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
     (`benchmarks/stability.py`)."""
-    explore: bool = field(default=True, metadata=_affects("nothing"))
+    explore: bool = field(default=False, metadata=_affects("nothing"))
     """Write the page of `nlq explore` on held-out text when the run is finished."""
     switches: dict[str, Any] = field(default_factory=dict, metadata=_affects("model"))
     """Fields of the model's configuration."""

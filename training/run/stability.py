@@ -17,7 +17,7 @@ from modeling_nlq.masking_nlq import Visibility
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall, ScoreBias
 
-from ..hooks import observe_calls, visibility_of
+from ..observe import observe_calls, visibility_of
 
 
 # Queries computed together, so that memory grows with the length and not with its square

@@ -32,12 +32,12 @@ from modeling_nlq.backends_nlq import find_backend
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
-from ..card import base_model_of, render
 from ..disk import atomic_dir, write_text
 from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, PLOT_FILE, STATE_FILE
 from ..models import initialize_by_name, source_named
-from ..parameters import Size, auto_class_of, listed, measure, size_of, vocabulary_of
-from ..scrub import without_folders
+from ..sharing.card import base_model_of, render
+from ..sharing.scrub import without_folders
+from ..size import Size, auto_class_of, listed, measure, size_of, vocabulary_of
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .data import Blocks, check_vocabulary, make_collator, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses

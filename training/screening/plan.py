@@ -19,7 +19,7 @@ from ..comparison.reading import (
     read_shared_recipe,
 )
 from ..files import check_keys, read_section
-from ..parameters import Size
+from ..size import Size
 from .design import RATE, Design, make_design, merged_change
 
 

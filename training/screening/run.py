@@ -18,7 +18,7 @@ from ..comparison.status import CONFIRMATION, SCREENING
 from ..disk import write_text
 from ..files import COMPARISON_FILE, RESULTS_FILE
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
-from ..scrub import without_folders
+from ..sharing.scrub import without_folders
 from ..storage import publish
 from ..values import from_json
 from .effects import ALPHA, analyse_effects

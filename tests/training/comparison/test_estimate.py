@@ -3,18 +3,16 @@
 import itertools
 import os
 import re
-import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Trainer
 
+from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison import estimate
 from modeling_nlq.training.comparison.estimate import describe_estimate, machine_warning
 from modeling_nlq.training.comparison.inference import smallest_difference
-from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration
 from nlq import main
@@ -25,72 +23,40 @@ TRAINING = {"max_steps": 100, "save_strategy": "no", "eval_strategy": "no", "rep
 
 @pytest.fixture
 def step(monkeypatch):
-    """Every step takes 11 seconds, and the command has taken 50."""
-    monkeypatch.setattr(estimate, "time", SimpleNamespace(process_time=lambda: 50.0))
+    """Every step takes 11 seconds, and those of wide models 22."""
     monkeypatch.setattr(
         estimate, "seconds_of_step", lambda variant, threads: 22.0 if variant.intermediate_size == 1024 else 11.0
     )
 
 
-class TestThroughput:
-    def test_of_a_large_batch(self, make_file, monkeypatch):
-        """A large batch is cut, steps of a batch are not accumulated, and the threads are those of the runs."""
-        before, batches, original = torch.get_num_threads(), [], Trainer.training_step
+def test_a_large_batch_is_timed_by_a_part(make_file, monkeypatch, tmp_path, capfd):
+    """With the threads of the runs, which are restored, and without a trace."""
+    before, environment, batches, forward = torch.get_num_threads(), dict(os.environ), [], NLQForCausalLM.forward
 
-        def step(self, model, inputs, *args, **kwargs):
-            batches.append((tuple(inputs["input_ids"].shape), torch.get_num_threads()))
-            return original(self, model, inputs, *args, **kwargs)
+    def watch(self, input_ids, **kwargs):
+        batches.append((tuple(input_ids.shape), torch.get_num_threads()))
+        return forward(self, input_ids, **kwargs)
 
-        monkeypatch.setattr(Trainer, "training_step", step)
-        clock = itertools.count(step=2.0)
-        monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-        training = {**TRAINING, "per_device_train_batch_size": 256, "gradient_accumulation_steps": 3}
-        variant = load_plan(make_file(training=training)).largest.variants["base"]
-        assert estimate.seconds_of_step(variant, before + 1) == 6 * 2.0
-        assert batches == [((128, 64), before + 1)] * 3 and torch.get_num_threads() == before
-
-    def test_leaves_nothing(self, make_file, tmp_path, monkeypatch, capfd):
-        training = {"max_steps": 5, "save_steps": 1, "eval_steps": 1, "logging_first_step": True, "log_level": "info"}
-        training |= {
-            "eval_strategy": "steps",
-            "load_best_model_at_end": True,
-            "report_to": "tensorboard",
-            "torch_compile": True,
-        }
-        variant, environment = load_plan(make_file(training=training)).largest.variants["base"], dict(os.environ)
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        capfd.readouterr()
-        assert 0 < estimate.seconds_of_step(variant) < 60
-        assert capfd.readouterr() == ("", "") and not list(tmp_path.iterdir()) and dict(os.environ) == environment
+    monkeypatch.setattr(NLQForCausalLM, "forward", watch)
+    clock = itertools.count(step=2.0)
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    training = {**TRAINING, "per_device_train_batch_size": 256, "gradient_accumulation_steps": 3}
+    variant = load_plan(make_file(training=training)).largest.variants["base"]
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+    assert estimate.seconds_of_step(variant, before + 1) == 6 * 2.0
+    assert batches == [((128, 64), before + 1)] * 3 and torch.get_num_threads() == before
+    assert capfd.readouterr() == ("", "") and not list(tmp_path.glob("unused")) and dict(os.environ) == environment
 
 
 class TestOutput:
-    def test_times(self, make_file, corpus, step):
-        """Start-up and evaluation count."""
+    def test_times(self, make_file, step):
         models = {"base": None, "wide": {"switches": {"intermediate_size": 1024}, "learning_rates": [1e-2]}}
         comparison = load_plan(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
         *_, of_scale, total = describe_estimate(comparison)
-        # 2.25 bytes a token; validation and test, each once
-        evaluation = 11 / (8 * 64) * (0.1 + 0.02) * corpus.stat().st_size / 2.249 / 3
-        run = 3 + 11 * 100 + evaluation
-        runs = 4 * run + 2 * (3 + 22 * 100 + 2 * evaluation)
+        run, runs = 3 + 11 * 100, 4 * (3 + 11 * 100) + 2 * (3 + 22 * 100)
         assert of_scale == f"time on this machine: about {duration(run)} a run of base, {duration(runs)} in all"
         assert total.startswith("times are for one run at a time, by the throughput")
-
-    def test_text_that_is_evaluated(self, make_file, recipe_file, corpus):
-        """By the size of its files and the number of evaluations; held-out text of a few documents is little."""
-
-        def size(**fields) -> float:
-            recipe = {**read_yaml(recipe_file), "test_fraction": 0.02, **fields}
-            training = {**TRAINING, "eval_strategy": "steps", "eval_steps": 0.3}
-            variant = load_plan(make_file(recipe=recipe, training=training)).largest.variants["base"]
-            return estimate._evaluated_tokens(variant) * 2.249
-
-        whole = corpus.stat().st_size
-        assert size() == pytest.approx((4 * 0.1 + 0.02) * whole, rel=1e-3)
-        assert size(max_validation_documents=10) == pytest.approx(0.02 * whole, rel=1e-3)
-        assert size(dataset="owner/name") == 0  # nothing is downloaded for a plan
 
     def test_ladder(self, make_file, step, capsys, tmp_path):
         scales = {"small": {"switches": {"hidden_size": 16}, "seeds": [0]}, "large": {"switches": {"hidden_size": 64}}}
@@ -113,7 +79,7 @@ class TestOutput:
         def fail(*_, **__):
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
 
-        monkeypatch.setattr(Trainer, "training_step", fail)
+        monkeypatch.setattr(torch.optim.AdamW, "step", fail)
         assert main(["compare", make_file(seeds=[0, 1, 2]), "--dry-run"]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-2:] == [

@@ -11,7 +11,7 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.reading import load_outline
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.size import measure
 from nlq import main
 
 

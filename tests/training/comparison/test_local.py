@@ -103,13 +103,12 @@ class TestCommand:
         # The best of the models that finished all runs beside the baseline
         losses = {name: [run["test_loss"] for run in model["runs"]] for name, model in results["models"].items()}
         best = min((name for name, found in losses.items() if None not in found), key=lambda name: sum(losses[name]))
-        explored = (folder / "explore.html").read_text()
+        assert not (folder / "explore.html").exists() and "explore.html" not in page
+        assert main(["compare", file, "--output_dir", str(folder), "--explore", "true"]) == 0
+        explored, page = (folder / "explore.html").read_text(), (folder / "report.html").read_text()
         assert f"<title>Attention of {' and '.join(dict.fromkeys(('base', best)))}</title>" in explored
         assert "One run of each model: base of seed 0" in explored
         assert '<a href="explore.html">' in page and "explore.html" not in table
-        assert main(["compare", file, "--output_dir", str(folder), "--explore", "false"]) == 0
-        assert not (folder / "explore.html").exists()
-        assert "explore.html" not in (folder / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.plan import Run
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.screening.plan import Screening
+from modeling_nlq.training.size import measure
 from nlq import main
 
 

@@ -15,7 +15,7 @@ from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.conversion.streaming import empty_model
 from modeling_nlq.training.conversion.upcycling import only_adds
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.parameters import measure
+from modeling_nlq.training.size import measure
 
 
 # Name -> the number of parameters, and config.json without what names versions, and lists that its class makes itself

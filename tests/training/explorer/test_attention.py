@@ -9,7 +9,7 @@ from modeling_nlq import NLQForConditionalGeneration, NLQSeq2SeqConfig, load_att
 from modeling_nlq.training.explorer.attention import HEADS, ROWS, measure_attention, tokens_to_ablate
 from modeling_nlq.training.explorer.exploring import Subject, explore_tokens, prepare, show_source
 from modeling_nlq.training.explorer.measures import ablations, effective_ranks, repeated_tokens
-from modeling_nlq.training.hooks import observe_calls
+from modeling_nlq.training.observe import observe_calls
 
 
 RANDOM = repeated_tokens(13, [0], 6)

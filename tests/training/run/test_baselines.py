@@ -11,7 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_nlq.training import evaluate, train
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.parameters import (
+from modeling_nlq.training.run.generation import generate_text
+from modeling_nlq.training.size import (
     auto_class_of,
     context_of,
     matching_intermediate_size,
@@ -20,7 +21,6 @@ from modeling_nlq.training.parameters import (
     positions_of,
     vocabulary_of,
 )
-from modeling_nlq.training.run.generation import generate_text
 from nlq import main
 
 

@@ -21,9 +21,9 @@ from transformers import (
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
 from modeling_nlq.training import convert, evaluate, explore, train
-from modeling_nlq.training.parameters import auto_class_of
 from modeling_nlq.training.run.data import BlockCollator, train_byte_pair_encoding
 from modeling_nlq.training.run.masked import EVALUATION, Masking
+from modeling_nlq.training.size import auto_class_of
 from nlq import main
 
 
@@ -229,7 +229,7 @@ def test_comparison_of_encoders(recipe_file, tmp_path, capsys):
     models = {"base": None, "softmax": {"switches": {"attention_activation": "softmax"}}}
     training = {"max_steps": 6, "save_steps": 3, "logging_steps": 3, "eval_steps": 3, "report_to": "none"}
     fields = {"recipe": str(recipe_file), "models": models, "training": training, "switches": ENCODER}
-    options = ["--output_dir", str(tmp_path / "results"), "--explore", "false", "--objective", "masked"]
+    options = ["--output_dir", str(tmp_path / "results"), "--objective", "masked"]
     assert main(["compare", write_comparison(tmp_path, **fields), *options]) == 0
     results = json.loads((tmp_path / "results" / "results.json").read_text())
     assert results["same_tokens"], "the same masks, too"

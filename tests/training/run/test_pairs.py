@@ -19,19 +19,19 @@ from modeling_nlq.training import evaluate, explore, train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.models import initialize_by_name, load_config
-from modeling_nlq.training.parameters import measure
 from modeling_nlq.training.run.data import prepare_data, save_blocks
 from modeling_nlq.training.run.documents import docstring_pairs
 from modeling_nlq.training.run.generation import generate_text
 from modeling_nlq.training.run.pairs import chrf_of
 from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.size import measure
 from nlq import main
 
 
 @pytest.fixture(scope="module")
 def pair_run(pairs_recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair") / "run"
-    return folder, train(pairs_recipe, output_dir=folder)
+    return folder, train(pairs_recipe, output_dir=folder, explore=True)
 
 
 def test_run(pair_run, capsys):

@@ -14,10 +14,10 @@ from support.markdown import html_in
 from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.card import render
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.parameters import measure
-from modeling_nlq.training.scrub import without_folders
+from modeling_nlq.training.sharing.card import render
+from modeling_nlq.training.sharing.scrub import without_folders
+from modeling_nlq.training.size import measure
 
 
 # Each block of Python of a card, as it stands, in a namespace of its own

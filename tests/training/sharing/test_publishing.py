@@ -57,19 +57,20 @@ class TestRoundTrip:
         assert results["tokens"] == inputs["input_ids"][0].tolist()
         assert results["text"] == tokenizer.decode(model.generate(**inputs, max_new_tokens=5, do_sample=False)[0])
 
-    def test_a_page_becomes_a_space_only_if_asked(self, server, nlq, run):
-        assert (run[0] / "explore.html").is_file()
-        assert "explore.html" not in nlq.publish(run[0], "anna/without-page", "--dry-run").sizes
+    def test_a_page_becomes_a_space_only_if_asked(self, server, nlq, copy_run):
+        folder = copy_run("finished")
+        assert nlq("explore", folder, "--text", "import json", "--output", folder / "explore.html").status == 0
+        assert "explore.html" not in nlq.publish(folder, "anna/without-page", "--dry-run").sizes
         before = len(server.requests)
-        planned = nlq.publish(run[0], "anna/page", "--space", "--dry-run")
+        planned = nlq.publish(folder, "anna/page", "--space", "--dry-run")
         assert planned.sizes.keys() == {"README.md", "index.html"} and len(server.requests) == before
-        done = nlq.publish(run[0] / "explore.html", "anna/page", "--space")
+        done = nlq.publish(folder / "explore.html", "anna/page", "--space")
         files = server.files("spaces/anna/page")
-        assert files["index.html"] == (run[0] / "explore.html").read_bytes()
+        assert files["index.html"] == (folder / "explore.html").read_bytes()
         card = ModelCard(files["README.md"].decode(), ignore_metadata_errors=False).data.to_dict()
         assert (card["title"], card["sdk"], card["app_file"]) == ("Attention of finished", "static", "index.html")
         assert "spaces/anna/page" in done.out
-        nlq.publish(run[0], "anna/page", "--space")
+        nlq.publish(folder, "anna/page", "--space")
         assert len(server.commits("spaces/anna/page")) == 2, "nothing new is no commit"
 
     def test_no_space(self, refuses, run, tmp_path):

@@ -13,10 +13,10 @@ from support.publishing_cases import CODE, RUN_FILES, TOKEN, change_json, write_
 
 import modeling_nlq
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.api import publish
 from modeling_nlq.training.run import trainer as trainer_module
-from modeling_nlq.training.scrub import check_for_traces, without_folders
 from modeling_nlq.training.sharing import publishing
-from modeling_nlq.training.sharing.publishing import publish
+from modeling_nlq.training.sharing.scrub import check_for_traces, without_folders
 from nlq import main
 
 

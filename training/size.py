@@ -1,4 +1,4 @@
-"""Parameters of a model: how many there are, what they cost, and whether given weights fit. Nothing is allocated."""
+"""Counts the parameters and FLOPs of a model, and checks weights against its parameters, on the meta device."""
 
 import contextlib
 import copy
@@ -31,10 +31,10 @@ class Size:
     """The size of a model, and its cost.
 
     Attributes:
-        total: number of parameters; tied ones count once.
+        total: number of parameters; tied parameters count once.
         non_embedding: the same without token embeddings, learned positions, and LM head.
-        flops_per_token: floating-point operations of forward and backward for one token of a full context; of an
-            encoder and decoder for one token, of source or target, of a full pair.
+        flops_per_token: floating-point operations of forward and backward for one token of a full context; for an
+            encoder and decoder, for one token of source or target.
         trained: number of parameters that are not frozen.
     """
 
@@ -44,53 +44,49 @@ class Size:
     trained: int
 
 
-# What the models of an objective are, and their Auto classes
+# Names and Auto classes of the models for each objective
 KINDS = {"causal": "a decoder", "masked": "an encoder", "seq2seq": "an encoder and decoder"}
 AUTO_CLASSES = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}
 
 
 def auto_class_of(config: PreTrainedConfig) -> type:
-    """The Auto class of a configuration's language models."""
+    """Returns the Auto class that makes a language model from a configuration."""
     return AUTO_CLASSES[objective_of(config)]
 
 
 def objective_of(config: PreTrainedConfig) -> str:
-    """What the language models of a configuration are trained for, an `objective` of recipes."""
+    """Returns the `objective` of a recipe that trains a language model of this configuration."""
     if config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping:
         return "seq2seq"
     classes = AutoModelForCausalLM, AutoModelForMaskedLM
     is_of_decoders, is_of_encoders = (type(config) in each._model_mapping for each in classes)
-    # BERT and its like are both: encoders, unless `is_decoder` says otherwise
+    # BERT is in both mappings; it is an encoder unless `is_decoder` is set
     is_plain = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
     is_encoder = not getattr(config, "is_causal", True) or (is_of_encoders and (is_plain or not is_of_decoders))
     return "masked" if is_encoder else "causal"
 
 
 def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTrainedConfig:
-    """The configuration of the part that reads text: that of a half, or of the text model beside one for images."""
+    """Returns the configuration of an encoder's or decoder's text model, also beside an image model."""
     part = getattr(config, half) if half in config.sub_configs else config
     return part.get_text_config(decoder=True) if part.sub_configs else part
 
 
 def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """The number of tokens that a model, or a half of it, is meant for; `None` if its configuration has none (T5,
-    Mamba).
-    """
+    """Returns the context length of a model or a half of it, or `None` if its configuration has none (T5, Mamba)."""
     names = ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions")
     part = text_config_of(config, half)
-    found = next((getattr(part, name) for name in names if getattr(part, name, None) is not None), 0)
-    return found if found > 0 else None  # of XLNet -1: any length
+    length = next((getattr(part, name) for name in names if getattr(part, name, None) is not None), 0)
+    return length if length > 0 else None  # XLNet has -1, any length
 
 
 def vocabulary_of(config: PreTrainedConfig) -> int:
-    """The number of tokens that a model knows, in both halves."""
+    """Returns the size of the vocabulary, or the smaller size of the two halves."""
     return min(text_config_of(config, half).vocab_size or 0 for half in ("encoder", "decoder"))
 
 
 def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """The most tokens that a model, or a half of it, can read; `None` where positions do not limit them, as rotary
-    ones.
-    """
+    """Returns the most tokens that the positions of a model or a half of it allow, or `None` without a limit."""
     part, positions = text_config_of(config, half), context_of(config, half)
     if isinstance(part, NLQConfig):
         return positions if part.has_learned_positions else None
@@ -101,12 +97,12 @@ def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
         return positions
     tables = (module for name, module in empty_model(part).named_modules() if name.endswith("position_embeddings"))
     padding = (getattr(table, "padding_idx", None) for table in tables)
-    # The first position of RoBERTa and its like is the one behind the id of the pad token
+    # RoBERTa and similar models start to count positions after the id of the pad token
     return positions - max((index + 1 for index in padding if index is not None), default=0)
 
 
 def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eager") -> PreTrainedModel:
-    """Makes a language model on the meta device; raises `ValueError` if a configuration of another family has none."""
+    """Makes a language model on the meta device; raises `ValueError` if Transformers has none for the family."""
     try:
         with torch.device("meta"):
             # `from_config` writes the backend into the configuration, which may belong to a model in use
@@ -127,18 +123,17 @@ def measure(
 ) -> Size:
     """Counts the parameters, and the FLOPs per token of a full context.
 
-    A weight of a matrix costs 2 operations a token forward and 4 backward, or 2 if it is frozen; each of the
-    `2 * context` products of a head with keys and values per element of `head_dim` costs 6 (Chowdhery et al. 2022,
-    appendix B: no discount for causality), as does, of linear attention, each of the `head_dim` products of a head
-    that reads its state, and of one of keys that writes it. Norms, activations and the softmax are not counted. Of a
-    mixture of experts, all count.
+    A weight of a matrix costs 2 operations per token forward and 4 backward, or 2 backward if it is frozen. Each
+    product with a key or value costs 6 for each of the `head_dim` elements, without discount for causality (Chowdhery
+    et al. 2022, appendix B). Linear attention has `head_dim` such products per head, to read its state and to write
+    it. Norms, activations and the softmax are not counted. All experts of a mixture count.
 
     Args:
         config: configuration of the model.
-        context: the context length in tokens; by default that of the model (`context_of`). Of an encoder and decoder
-            the lengths of source and target, or one length of both.
-        attn_implementation: any backend that the model can use; `None` is the model's own choice.
-        prepare: applied to the model before it is measured, as `ResolvedRecipe.choose_trained`.
+        context: the context length in tokens; by default `context_of` the model. For an encoder and decoder, one
+            length or the lengths of source and target.
+        attn_implementation: a backend that supports the model; `None` lets the model choose.
+        prepare: changes the model before it is measured, for example freezes parameters.
 
     Raises:
         ValueError, ImportError: if the model cannot be made with this backend, or has no context length.
@@ -157,19 +152,19 @@ def measure(
 
 
 def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of the parameters of a language model, by name."""
+    """Returns the shapes of a language model's parameters by name."""
     return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
 
 
 def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
-    """The attention parts that some layer of a model has, in the order in which they are applied."""
+    """Returns the attention parts of all layers, in the order of their application."""
     halves = [getattr(config, name) for name in config.sub_configs] or [config]
     layers = [layer for half in halves if isinstance(half, NLQConfig) for layer in half.attention_configs]
     return list(dict.fromkeys(part for layer in layers for part in parts_of(layer)))
 
 
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Freezes all parameters of a model but the named ones; raises `ValueError` for a name that it lacks."""
+    """Freezes all other parameters of a model; raises `ValueError` if it does not have a named parameter."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(set(names) - parameters.keys()):
         raise ValueError(f"{type(model).__name__} has no parameter {unknown[0]!r} that could be trained")
@@ -178,10 +173,7 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) -> Size:
-    """Measures a model with any head, which may be on the meta device.
-
-    `context` is that of `measure`. Where neither it nor the model says how long a text is, attention is not counted.
-    """
+    """Measures a model with any head, as `measure` does. Without a context length, attention is not counted."""
     config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
@@ -216,8 +208,8 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     )
 
 
-# The matrices of an encoder and decoder that multiply tokens of the source: those of the encoder, and of keys and
-# values in cross-attention, by their names in NLQ, T5Gemma, BERT, Bart and T5
+# Matrices of an encoder and decoder that multiply tokens of the source: the encoder, and the projections to keys and
+# values in cross-attention. The names are from NLQ, T5Gemma, BERT, Bart and T5
 _OF_SOURCE = re.compile(
     r"^(?!.*\.decoder\.).*\.encoder\."
     r"|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."
@@ -225,7 +217,7 @@ _OF_SOURCE = re.compile(
 
 
 def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """The configurations of encoder and decoder, in this order, or that of a single stack by the name \"\"."""
+    """Returns the configurations of encoder and decoder by name, or the only configuration by an empty name."""
     if not config.is_encoder_decoder:
         return {"": text_config_of(config)}
     halves = {
@@ -233,26 +225,25 @@ def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
         for name in ("encoder", "decoder")
     }
     if hasattr(config, "num_decoder_layers"):  # T5
-        # ProphetNet, where encoder and decoder have equally many by default
-        with contextlib.suppress(NotImplementedError):
+        with contextlib.suppress(NotImplementedError):  # raised by ProphetNet
             halves["decoder"].num_hidden_layers = config.num_decoder_layers
     return halves
 
 
 def _attention_products(half: str, config: PreTrainedConfig, length: int, source: int) -> int:
-    """The products of a text with its keys and values, and in cross-attention with those of a source."""
+    """Returns the number of products with keys and values, in self-attention and cross-attention."""
     layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
     if not any(getattr(layer, "num_attention_heads", None) for layer in layers):
-        return 0  # as of Mamba, which has no attention
+        return 0  # Mamba does not have attention
     shapes = [(layer.num_attention_heads, getattr(layer, "head_dim", None)) for layer in layers]
     shapes = [(heads, head_dim or config.hidden_size // heads) for heads, head_dim in shapes]
-    heads, head_dim = shapes[0]  # of NLQ models, in all layers
+    heads, head_dim = shapes[0]  # equal in all layers of NLQ models
     is_nlq = isinstance(config, NLQConfig)
     key_value_heads = config.num_key_value_heads if is_nlq else None
-    # A window of an encoder has so many tokens on each side
+    # A window of an encoder has this many tokens on each side
     sides = 2 if half == "encoder" or objective_of(config) == "masked" else 1
     products = [
-        # The heads of queries read the state of linear attention, and those of keys write it
+        # In linear attention, heads of queries read the state, and heads of keys write it
         length * head_dim * head_dim * (heads + key_value_heads)
         if kind == LAYER_TYPE
         else length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * heads * head_dim
@@ -282,15 +273,15 @@ def matching_intermediate_size(
     match: Literal["parameters", "flops"] = "parameters",
     context: int | None = None,
 ) -> int:
-    """Finds the MLP width that brings a model nearest to a budget.
+    """Returns the MLP width that brings a model nearest to a budget.
 
     Args:
         config: configuration of the model.
         budget: the size to match.
-        match: match the non-embedding parameters or the FLOPs per token.
+        match: what to match, the non-embedding parameters or the FLOPs per token.
 
     Raises:
-        ValueError: if even a width of 1 exceeds it.
+        ValueError: if the model exceeds the budget with a width of 1.
     """
     if {"encoder", "decoder"} <= config.sub_configs.keys():
         raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
@@ -301,20 +292,15 @@ def matching_intermediate_size(
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
     name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]
-    wanted, own, own_wider = (
-        getattr(size, name) for size in (budget, measure(config, context), measure(wider, context))
-    )
-    width = config.intermediate_size + round((wanted - own) / (own_wider - own))
+    wanted, current = getattr(budget, name), getattr(measure(config, context), name)
+    width = config.intermediate_size + round((wanted - current) / (getattr(measure(wider, context), name) - current))
     if width < 1:
         raise ValueError(f"no MLP width brings the model down to {wanted:,} {name}")
     return width
 
 
 def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` that names the parameters that are missing, unknown, or of another shape than the model's.
-
-    The model may be on the meta device, and `shapes` may leave out what is tied to another parameter.
-    """
+    """Raises `ValueError` if shapes are not those of the model's parameters. Tied parameters may be left out."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     for name in model.all_tied_weights_keys.keys() - shapes.keys():
         expected.pop(name, None)
@@ -322,7 +308,7 @@ def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]
 
 
 def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` that names the parameters that are missing, unknown, or of another shape."""
+    """Raises `ValueError` if parameters are missing, unknown, or have another shape."""
     check_names(expected.keys(), given.keys())
     for name, shape in expected.items():
         if tuple(given[name]) != tuple(shape):
@@ -330,12 +316,12 @@ def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequ
 
 
 def check_names(expected: Set[str], given: Set[str]) -> None:
-    """Raises `ValueError` that names the parameters that are missing and those that nothing needs."""
-    found = {"missing": expected - given, "not known": given - expected}
-    if problems := [f"{what}: {listed(sorted(names))}" for what, names in found.items() if names]:
+    """Raises `ValueError` if names of parameters are missing or unknown."""
+    wrong = {"missing": expected - given, "not known": given - expected}
+    if problems := [f"{what}: {listed(sorted(names))}" for what, names in wrong.items() if names]:
         raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first eight names, and how many more there are."""
+    """Returns the first eight names, and the number of others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,4 +1,4 @@
-"""Runs an NLQ model on given tokens, and shows each attention layer's call to a function beforehand."""
+"""Passes the call of each attention layer to a function while an NLQ model runs."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,12 @@ from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall
 
 
-# Gets the layer, its call, and cosines and sines of rotary positions, or `None`
+# Takes a layer, its call, and the cosines and sines of rotary positions, if there are any
 Receive = Callable[[NLQAttention, AttentionCall, tuple[torch.Tensor, torch.Tensor] | None], None]
 
 
 def attention_layers(model: nn.Module) -> list[NLQAttention]:
-    """The attention layers of an NLQ model, first to last.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """Returns the attention layers of an NLQ model, first to last; raises `ValueError` if there are none."""
     layers = [module for module in model.modules() if isinstance(module, NLQAttention)]
     if not layers:
         raise ValueError(
@@ -34,16 +30,13 @@ def attention_layers(model: nn.Module) -> list[NLQAttention]:
 
 @torch.no_grad()
 def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Tensor, **inputs) -> ModelOutput:
-    """Runs a model without dropout, by any backend, and leaves it as it was, its random state included.
+    """Runs a model in evaluation mode, calls `receive` for each layer in order, and restores the model's state.
 
     Args:
-        model: any model with NLQ attention layers.
-        receive: is called once for each layer, in order.
+        model: a model with NLQ attention layers; otherwise `ValueError` is raised.
+        receive: called before each layer.
         input_ids: `(batch, length)`, without padding.
         inputs: other arguments of `forward`.
-
-    Raises:
-        ValueError: if the model has no NLQ attention layers.
     """
     layers = attention_layers(model)
 
@@ -59,7 +52,7 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
     hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
     try:
         model.eval()
-        # This backend serves every activation, compiles nothing and needs no half precision
+        # The automatic backend supports every activation and dtype, and does not compile
         config._attn_implementation = AUTOMATIC
         return model(input_ids=input_ids.to(model.device), use_cache=False, **inputs)
     finally:
@@ -73,12 +66,11 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
 def visibility_of(
     layer: NLQAttention, query: torch.Tensor, key: torch.Tensor, segments: torch.Tensor | None = None
 ) -> Visibility:
-    """Which keys each query of a layer sees in texts without padding.
+    """Returns which keys each query of a layer, other than linear attention, sees in texts without padding.
 
     Args:
-        layer: no layer of linear attention.
-        query, key: `(batch, heads, length, head_dim)`; keys of cross-attention have a length of their own.
-        segments: `(batch, length)`, the number of each token's document, for packed documents.
+        query, key: `(batch, heads, length, head_dim)`; for cross-attention, `key` has another length.
+        segments: `(batch, length)`, the document of each token, for packed documents.
     """
     window, sees_own_key = layer.visible_keys
     options = {"segments": segments, "sliding_window": window, "is_causal": layer.is_causal}

@@ -1,4 +1,4 @@
-"""The model card: the origin of a model, how to load it, and its results."""
+"""Renders the model card: how to load a model, its origin, its training and its results."""
 
 import json
 import shlex
@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
 
-from .files import BUILT_IN_CORPORA, CARD_FILE, data_format
-from .parameters import Size, context_of, parts_in, positions_of
+from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format
+from ..size import Size, context_of, parts_in, positions_of
+from ..text import code, plain, printable
 from .scrub import without_folders
-from .text import code, plain, printable
 
 
-TEMPLATE = Path(__file__).parent.parent / "model_card.md"
+TEMPLATE = Path(__file__).parents[2] / "model_card.md"
 
 _SPLITS = {"eval": "validation", "test": "test"}
 _METRICS = {
@@ -28,7 +28,7 @@ _METRICS = {
     "token_accuracy": "token accuracy",
     "chrf": "chrF of generated text",
 }
-_MEASURES = {f"{split}_{key}": f"{name} {text}" for split, name in _SPLITS.items() for key, text in _METRICS.items()}
+_MASKED_METRICS = {"loss": "loss (nats per masked token)", "token_accuracy": "accuracy of masked tokens"}
 _PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
@@ -38,6 +38,7 @@ _PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
 }
+_KINDS = {"AutoModelForMaskedLM": "an encoder", "AutoModelForSeq2SeqLM": "an encoder and decoder"}
 _SWITCHES = (
     "is_causal",
     "norm_type",
@@ -66,39 +67,44 @@ def render(
     """Renders the card of a model from the template `model_card.md`.
 
     Args:
-        location: the name to load the model by, of its folder or of its repository.
+        location: name of the folder or repository to load the model from.
         config: configuration of the model.
         size: size of the model.
-        given: the recipe it was trained with, as it was given.
-        metrics: the content of `metrics.json`, if it was trained.
-        conversion: the content of `conversion.json`, if it was converted.
-        comparison: verdicts of the comparison it took part in, as `Markdown`.
-        license: license of the weights; by default Apache-2.0 if they were trained from scratch, and none if they may
-            belong to others.
-        has_plot: whether `loss.png` lies beside the card.
-        has_tokenizer: whether a tokenizer lies beside the card.
-        is_adapter: whether an adapter lies beside the card, in place of the model: what the conversion added.
+        given: the fields that the user set in the recipe.
+        metrics: content of `metrics.json`, if the model was trained.
+        conversion: content of `conversion.json`, if the model was converted.
+        comparison: verdicts of a comparison, as `Markdown`.
+        license: license of the weights; by default Apache-2.0 for weights trained from scratch, otherwise none.
+        has_plot: whether `loss.png` is beside the card.
+        has_tokenizer: whether a tokenizer is beside the card.
+        is_adapter: whether an adapter is published instead of the model.
     """
     given, metrics, conversion = (without_folders(record or {}) for record in (given, metrics, conversion))
-    dataset = given.get("dataset", "python-stdlib")
-    measured = {key: metrics[key] for key in _MEASURES if metrics.get(key) is not None}
-    base_model = metrics.get("base_model") or conversion.get("base_model")
     auto_class = _auto_class(config)
     is_nlq = config.model_type in ("nlq", "nlq_seq2seq")
-    is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
     name = location.split("/")[-1]
-    pipeline, measures = _PIPELINES[auto_class], _MEASURES
-    if auto_class == "AutoModelForMaskedLM":
-        measures = {
-            key: text.replace("per token", "per masked token").replace("token accuracy", "accuracy of masked tokens")
-            for key, text in _MEASURES.items()
-        }
-    common = {"task_type": pipeline, "task_name": pipeline.replace("-", " ").title()}
-    common |= {"dataset_type": dataset, "dataset_name": dataset}
+    dataset = given.get("dataset", "python-stdlib")
+    is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
+    base_model = metrics.get("base_model") or conversion.get("base_model")
+    measured = {
+        (prefix, metric): metrics[f"{prefix}_{metric}"]
+        for prefix in _SPLITS
+        for metric in _METRICS
+        if metrics.get(f"{prefix}_{metric}") is not None
+    }
+    texts = _METRICS | (_MASKED_METRICS if auto_class == "AutoModelForMaskedLM" else {})
+    pipeline = _PIPELINES[auto_class]
     results = [
-        EvalResult(**common, dataset_split=_SPLITS[split], metric_type=metric, metric_value=value)
-        for split, metric, value in ((*key.split("_", 1), value) for key, value in measured.items())
-        if split in _SPLITS
+        EvalResult(
+            task_type=pipeline,
+            task_name=pipeline.replace("-", " ").title(),
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_split=_SPLITS[prefix],
+            metric_type=metric,
+            metric_value=value,
+        )
+        for (prefix, metric), value in measured.items()
     ]
     data = ModelCardData(
         model_name=name if results else None,
@@ -126,9 +132,7 @@ def render(
         model_type=config.model_type,
         auto_class=auto_class,
         is_masked=auto_class == "AutoModelForMaskedLM",
-        kind={"AutoModelForMaskedLM": "an encoder", "AutoModelForSeq2SeqLM": "an encoder and decoder"}.get(
-            auto_class, "a GPT-style language model"
-        ),
+        kind=_KINDS.get(auto_class, "a GPT-style language model"),
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
@@ -144,16 +148,14 @@ def render(
         dataset=dataset,
         metrics=metrics,
         recipe=code(yaml.safe_dump(given, sort_keys=False), "yaml") if given and metrics else None,
-        results={measures[key]: f"{value:.4f}" for key, value in measured.items()},
+        results={f"{_SPLITS[prefix]} {texts[metric]}": f"{value:.4f}" for (prefix, metric), value in measured.items()},
         has_plot=has_plot,
         comparison=comparison and plain(comparison),
     )
 
 
 def base_model_of(model: str | Path) -> str | None:
-    """The model on the Hub that given weights come from: the model itself, or the one that the card in its folder
-    names.
-    """
+    """Returns the model on the Hub that weights come from: the model itself, or the base in the card of its folder."""
     if not Path(model).exists():
         return str(model)
     card = Path(model) / CARD_FILE
@@ -164,18 +166,18 @@ def base_model_of(model: str | Path) -> str | None:
 
 
 def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None:
-    """The Hub name of the model that a run began with; `None` if that is no model on the Hub.
+    """Returns the Hub name of the model that a run started from, or `None` if it was a folder.
 
     Args:
-        given: the recipe, as it was given.
-        metrics: the content of `metrics.json`.
+        given: the fields that the user set in the recipe.
+        metrics: content of `metrics.json`.
     """
-    # A run names its model as `base_model` only if that was no folder
+    # For a folder, `base_model` is the model in its card, and so differs from `model`
     return metrics.get("base_model") if metrics.get("base_model") == given.get("model") else None
 
 
 def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:
-    """Returns the commands that make a conversion's model in the folder `target`, from the last trained model."""
+    """Returns the commands that repeat a conversion, and the earlier ones, into the folder `target`."""
     words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
         is_upcycling = (name, value) == ("query_projection", "upcycled")
@@ -187,11 +189,9 @@ def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> li
 
 
 def _auto_class(config: PreTrainedConfig) -> str:
-    """The Auto class that loads the model with the head it was saved with."""
+    """Returns the Auto class that loads the model with its saved head."""
     name = (config.architectures or ["NLQForCausalLM"])[0].removeprefix("FSDP")
-    head = name.partition("For")[2]
-    if name.endswith("LMHeadModel"):
-        head = "CausalLM"
+    head = "CausalLM" if name.endswith("LMHeadModel") else name.partition("For")[2]
     head = "Seq2SeqLM" if head == "ConditionalGeneration" else head
     auto_class = f"AutoModelFor{head}" if head else "AutoModel"
     return auto_class if auto_class in _PIPELINES else "AutoModelForCausalLM"
@@ -205,12 +205,12 @@ def _origin(conversion: dict[str, Any]) -> str:
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:
-    """The switches that are set, with the values of layers that differ."""
+    """Returns the switches that differ from their defaults, and the settings of single layers."""
     if config.sub_configs:
         halves = {half: _switches(getattr(config, half)) for half in config.sub_configs}
         return {f"{half}: {name}": value for half, switches in halves.items() for name, value in switches.items()}
     values = config.to_dict()
-    # Of these, only `is_causal` is `True` by default
+    # `is_causal` alone is `True` by default
     switches = {name: values[name] for name in _SWITCHES if values.get(name) not in (None, name == "is_causal")}
     if layers := values.get("per_layer_config"):
         switches["per_layer_config"] = layers
