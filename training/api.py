@@ -123,7 +123,7 @@ def train_on_ray(
     with ray_jobs.connected_to_ray(), tqdm(total=steps or None, unit="step", **bar_options()) as progress:
         resources.check_room()
         data, _ = ray_jobs.share_data(recipe, {recipe.model}, parent, f"{name}.data")
-        data, there = str(folder.parent / data), recipe.replace(training={"output_dir": str(folder)})
+        data, there = str(folder.parent / data), recipe.without_tokens().replace(training={"output_dir": str(folder)})
         spec = RunSpec(name, there, data, keeps_checkpoints=True)
         workers, finished = ray_jobs.RayWorkers(parent, resources, folder.parent), []
         try:

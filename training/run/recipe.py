@@ -231,6 +231,11 @@ class Recipe(Value):
                 changes[section] = merged(getattr(self, section), changes[section])
         return dataclasses.replace(self, **changes)
 
+    def without_tokens(self) -> "Recipe":
+        """Returns the recipe without the user's names and tokens on the Hub, which no other machine needs."""
+        training = {name: value for name, value in self.training.items() if not name.startswith(_PRIVATE_PREFIX)}
+        return dataclasses.replace(self, training=training)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields that differ from their defaults, as in the file of a recipe, without private ones."""
         return without_defaults(self.__getstate__()) | {"training": without_private(self.training)}

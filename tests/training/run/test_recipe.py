@@ -127,3 +127,4 @@ def test_given_holds_no_place_and_no_token():
     assert recipe.to_dict() == load_recipe("demo").to_dict()
     for name, value in {**places, **names}.items():
         assert getattr(recipe.arguments, name) == value
+    assert recipe.without_tokens().training.keys() == recipe.training.keys() - {"hub_token", "hub_model_id"}
