@@ -210,8 +210,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.device}, {arguments.heads} heads "
-        "of "
-        f"{HEAD_DIM}"
+        f"of {HEAD_DIM}"
     )
     gate(arguments)
     curves = report_decoding(arguments)

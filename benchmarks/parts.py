@@ -121,8 +121,7 @@ def main(words: list[str] | None = None) -> int:
     print(
         f"{models['softmax'].num_parameters():,} parameters, {arguments.batch} x {arguments.length} tokens, float32; "
         f"{', '.join(processor) or 'processor unknown'}, {torch.get_num_threads()} threads, torch "
-        f"{torch.__version__}, "
-        f"medians of {arguments.rounds} rounds\n"
+        f"{torch.__version__}, medians of {arguments.rounds} rounds\n"
     )
     print_table(candidates, step_times, token_times)
     return 0

@@ -164,9 +164,8 @@ def main(words: list[str] | None = None) -> None:
         gate(folders, arguments.context)
         print(
             f"{processor()}, {arguments.threads} threads; torch {torch.__version__}, transformers "
-            f"{transformers.__version__}, "
-            f"nlq {modeling_nlq.__version__}; prompt of {arguments.prompt:,}, {arguments.new} new tokens, training on "
-            f"{arguments.context} tokens; {arguments.rounds} rounds\n"
+            f"{transformers.__version__}, nlq {modeling_nlq.__version__}; prompt of {arguments.prompt:,}, "
+            f"{arguments.new} new tokens, training on {arguments.context} tokens; {arguments.rounds} rounds\n"
         )
         print(
             f"| | | {REFERENCE}, ms | {OURS}, ms | multiple (quartiles) | {REFERENCE}, MiB | {OURS}, MiB | multiple |"

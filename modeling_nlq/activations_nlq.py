@@ -378,8 +378,7 @@ def get_attention_activation(name: str) -> AttentionActivation:
     suggestion = did_you_mean(name, longer or choices, cutoff=0.5 if longer else 0.6)
     raise ValueError(
         f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or, if it is one "
-        "of your "
-        f"own, call register_attention_activation({name!r}, function) first"
+        f"of your own, call register_attention_activation({name!r}, function) first"
     )
 
 

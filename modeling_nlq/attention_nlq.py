@@ -334,8 +334,7 @@ def flex_attention_with_log_forward(
     if needs_count and visible_count is None:
         raise ValueError(
             "attn_implementation='flex_attention' cannot count the keys that a BlockMask shows, which "
-            "attention_activation="
-            f"{activation.name!r} normalised by {normalization!r} needs; give a padding mask"
+            f"attention_activation={activation.name!r} normalised by {normalization!r} needs; give a padding mask"
         )
     log_count = None
     if needs_count:
@@ -389,6 +388,5 @@ def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> No
     if refused is not None:
         raise ValueError(
             f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); "
-            "use 'nlq' "
-            "or 'eager'"
+            "use 'nlq' or 'eager'"
         )

@@ -81,10 +81,9 @@ def test_configuration_imports_no_kernels(tmp_path):
     """Only the tables are imported for a configuration that is loaded as remote code, and no optional package."""
     tiny_config(attention_activation="entmax15").save_pretrained(tmp_path / "saved")
     script = (
-        "from transformers import AutoConfig\n"
-        "AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "print(*sorted(name.rpartition('.')[2] for name in sys.modules"
-        " if name.endswith('_nlq') and '.' in name or name == 'entmax'))\n"
+        "from transformers import AutoConfig\nAutoConfig.from_pretrained(sys.argv[1], "
+        "trust_remote_code=True)\nprint(*sorted(name.rpartition('.')[2] for name in sys.modules if "
+        "name.endswith('_nlq') and '.' in name or name == 'entmax'))\n"
     )
     command = [sys.executable, "-c", WITHOUT_THIS_PACKAGE + script, str(tmp_path / "saved")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -139,11 +138,8 @@ def test_every_module_imports_with_the_base_dependencies_only(tmp_path):
             if path.name != "__main__.py":
                 names.append(name.replace("modeling_nlq.training.nlq", "nlq"))
     script = (
-        "import importlib, sys\n"
-        f"sys.modules.update(dict.fromkeys({sorted(blocked)}))\n"
-        f"for name in {names}:\n"
-        "    importlib.import_module(name)\n"
-        "import torch; assert not torch.cuda.is_initialized()\n"
+        f"import importlib, sys\nsys.modules.update(dict.fromkeys({sorted(blocked)}))\nfor name in {names}:\n    "
+        "importlib.import_module(name)\nimport torch; assert not torch.cuda.is_initialized()\n"
     )
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "libraries")}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)

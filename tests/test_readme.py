@@ -121,8 +121,7 @@ def test_a_new_python_block_needs_a_test_that_runs_it():
     """All are run: here, by test_python and test_checking, and by test_pages and test_peft of tests/clients."""
     assert ", ".join(f"{page.stem} {len(snippets(page))}" for page in PAGES if snippets(page)) == (
         "README 2, adapters 3, attention 1, conversion 1, distributed 1, encoder_decoder 3, encoders 3, export 3, "
-        "own_parts 4, "
-        "python 7, serving 2, switches 1, training 3"
+        "own_parts 4, python 7, serving 2, switches 1, training 3"
     )
 
 

@@ -215,8 +215,7 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"{name!r} brings code of its own; if you trust it, `nlq generate`, `evaluate` and `explore` run it "
-                "with "
-                "--trust-remote-code"
+                "with --trust-remote-code"
             ) from None
         kinds = ValueError | KeyError | RecursionError | SafetensorError
         # As those of `tokenizers`

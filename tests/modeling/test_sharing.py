@@ -305,13 +305,10 @@ def test_shipped_files_need_transformers_and_torch_only():
 def test_transformers_too_old_says_so_in_one_line(tmp_path):
     save(tmp_path / "saved")
     script = (
-        "import importlib.metadata, sys, transformers\n"
-        "real = importlib.metadata.version\n"
-        "importlib.metadata.version = lambda name: '5.0.0' if name == 'transformers' else real(name)\n"
-        "try:\n"
-        "    transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "except ImportError as error:\n"
-        "    print(str(error).splitlines()[0])\n"
+        "import importlib.metadata, sys, transformers\nreal = importlib.metadata.version\nimportlib.metadata.version "
+        "= lambda name: '5.0.0' if name == 'transformers' else real(name)\ntry:\n    "
+        "transformers.AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)\nexcept ImportError as error:\n "
+        "   print(str(error).splitlines()[0])\n"
     )
     message = run_python(script, tmp_path / "saved", cache=tmp_path)
     assert f"transformers>={MINIMUM_TRANSFORMERS}" in message and "5.0.0" in message

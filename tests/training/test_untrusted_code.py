@@ -78,11 +78,9 @@ def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
             folder / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]}
         )
     (folder / "evil.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
-        "class C(LlamaConfig):\n    model_type = 'evil'\n"
-        "class M(LlamaForCausalLM):\n    config_class = C\n"
-        "class T(PreTrainedTokenizerFast):\n    pass\n"
-        f"open({str(planted)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\nclass C(LlamaConfig):\n    "
+        "model_type = 'evil'\nclass M(LlamaForCausalLM):\n    config_class = C\nclass T(PreTrainedTokenizerFast):\n  "
+        f"  pass\nopen({str(planted)!r}, 'w').close()\n"
     )
     recipe = {"model": str(folder if what == "model" else tmp_path / "plain"), "tokenizer": str(folder)}
     recipe |= {

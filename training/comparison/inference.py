@@ -310,8 +310,7 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
     return (
         f"{plan} may need |t| > {critical_t(seeds, models, alpha):.1f}, a difference of "
         f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is "
-        "plausible; "
-        f"take at least {enough} seeds"
+        f"plausible; take at least {enough} seeds"
     )
 
 

@@ -44,9 +44,8 @@ class LossCurve:
         """
         if len(losses) < 2:
             raise ValueError(
-                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and "
-                "no "
-                f"best rate is at the boundary, not {len(losses)}."
+                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished "
+                f"and no best rate is at the boundary, not {len(losses)}."
             )
         self.log_flops = np.log(flops)
         self.losses = losses

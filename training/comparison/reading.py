@@ -315,8 +315,7 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
         if tokenizers[larger] != first:
             raise ValueError(
                 f"{path}: scale {larger!r} has the tokenizer {tokenizers[larger]!r}, scale {smallest!r} {first!r}: "
-                "losses of "
-                "other tokens cannot be compared; name one tokenizer in the recipe"
+                "losses of other tokens cannot be compared; name one tokenizer in the recipe"
             )
         if (flops := _baseline_flops(scales[larger])) == _baseline_flops(scales[smaller]):
             raise ValueError(
@@ -438,8 +437,7 @@ def read_model(
         if save_steps % logging_steps:
             raise ValueError(
                 f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run "
-                "that is "
-                "interrupted would report another training loss"
+                "that is interrupted would report another training loss"
             )
     # Each run has one device, even if this process has several
     tokens_per_step = (

@@ -55,12 +55,9 @@ _CARD_COLUMNS += ("Holm p", BONFERRONI, "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The "
-    "improvement "
-    "is in percent of the baseline's score where lower is better, and of its distance from 1 for accuracies and "
-    "probabilities "
-    "(the rate of errors). Holm's method corrects p over the models, for each metric by itself: with many metrics, "
-    "some "
-    "verdicts are chance."
+    "improvement is in percent of the baseline's score where lower is better, and of its distance from 1 for "
+    "accuracies and probabilities (the rate of errors). Holm's method corrects p over the models, for each metric by "
+    "itself: with many metrics, some verdicts are chance."
 )
 
 _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and standard deviation over seeds."
@@ -71,18 +68,15 @@ _EACH_SEED = (
 )
 _ONE_RATE = (
     "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it "
-    "better: a "
-    "difference may be one between rates and not between models."
+    "better: a difference may be one between rates and not between models."
 )
 
 PROTOCOL = "How this was measured and judged"
 
 _EARLY = (
     "A model leaves when its difference looks large, so the improvement of a model that left early is too large on "
-    "average: "
-    "after 3 seeds by 84, 27 and 13 % of a true difference of 1, 2 and 3 standard deviations, if runs of a seed share "
-    "no "
-    "noise. Its interval is wider than one of 95 %, for it holds at all interim analyses together."
+    "average: after 3 seeds by 84, 27 and 13 % of a true difference of 1, 2 and 3 standard deviations, if runs of a "
+    "seed share no noise. Its interval is wider than one of 95 %, for it holds at all interim analyses together."
 )
 
 # Title, caption, and the function that draws it; the first of a report's figures stands before its tables
@@ -91,8 +85,7 @@ _FIGURES: _Figures = {
     "curves": (
         "Losses over steps",
         "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). "
-        "Below: "
-        "improvement of validation loss over the baseline, seed by seed.",
+        "Below: improvement of validation loss over the baseline, seed by seed.",
         draw_curves,
     ),
     "parameters": (
@@ -383,8 +376,7 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
     if found.same_tokens is False:
         warnings.append(
             "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows "
-            "compares "
-            "the data too, and its tests by seed do not hold."
+            "compares the data too, and its tests by seed do not hold."
         )
     for name, model in found.models.items():
         if len(model.kernels) > 1:
@@ -405,8 +397,7 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
     if found.added_seeds:
         warnings.append(
             f"These seeds were added after a finished report: {', '.join(map(str, found.added_seeds))}. If its "
-            "outcome was the "
-            "reason, p is too small."
+            "outcome was the reason, p is too small."
         )
     return warnings
 
@@ -419,8 +410,7 @@ def _boundary_warnings(name: str, model: ModelOutcome, since: str) -> list[str]:
         rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
         warnings.append(
             f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in "
-            f"{len(seeds)} of "
-            f"{len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
+            f"{len(seeds)} of {len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
         )
     return warnings
 
@@ -442,8 +432,7 @@ def noise_floor_sentence(found: ScaleOutcome) -> str:
         return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {found.baseline}."
     sentence = (
         f"Noise floor: the test loss of the baseline {found.baseline} varies by {statistics.noise_floor:.2g} nats "
-        "from seed "
-        f"to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
+        f"from seed to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
     if (share := found.noise_from_text) is None:
         return f"{sentence}; how much of it comes from the choice of the test text is unknown."
@@ -458,8 +447,7 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
     sentences = [
         noise_floor_sentence(found),
         f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} "
-        f"({', '.join(map(str, seeds))}), "
-        f"{found.tokens_per_run:,} tokens a run.",
+        f"({', '.join(map(str, seeds))}), {found.tokens_per_run:,} tokens a run.",
     ]
     if found.loss_unit == "masked token":
         sentences.append(MASKED_LOSSES)
@@ -484,29 +472,23 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
         made = sum(len(model.runs) for model in found.models.values())
         sentences.append(
             f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every "
-            "seed, by "
-            "a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which means that "
-            "its "
-            "interval, corrected for the number of models, lies within the noise floor. Half of the probability of an "
-            "error, "
-            f"{statistics.alpha:g}, belongs to the last analysis, the other half in equal parts to those before it. "
-            "Bonferroni's method corrects p for all models and analyses. "
-            f"{made} of at most {len(seeds) * len(found.models)} runs are reported."
+            "seed, by a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which "
+            "means that its interval, corrected for the number of models, lies within the noise floor. Half of the "
+            f"probability of an error, {statistics.alpha:g}, belongs to the last analysis, the other half in equal "
+            f"parts to those before it. Bonferroni's method corrects p for all models and analyses. {made} of at most "
+            f"{len(seeds) * len(found.models)} runs are reported."
         )
     elif tested:
         sentences.append(
-            "Each model is tested by a paired t-test on its differences from the baseline, seed by seed. "
-            f"Holm's method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a "
-            "corrected p "
+            "Each model is tested by a paired t-test on its differences from the baseline, seed by seed. Holm's "
+            f"method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a corrected p "
             f"below {statistics.alpha:g}. Intervals are 95 % t intervals of one model each, not corrected, so an "
-            "interval "
-            "may exclude 0 where the verdict is within noise."
+            "interval may exclude 0 where the verdict is within noise."
         )
     if tested and found.counts_text:
         sentences.append(
             "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same "
-            "kind. "
-            "The tests are about this text."
+            "kind. The tests are about this text."
         )
     elif tested:
         sentences.append(

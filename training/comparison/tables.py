@@ -203,16 +203,13 @@ def _steps(found: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, 
 
 _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; "
-    "positive is "
-    "better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the number of "
-    "models."
+    "positive is better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the "
+    "number of models."
 )
 _FAMILY_CAPTION = (
     "p of the test at each scale, corrected by Holm's method for all models at all scales as one family. The verdict "
-    "of a "
-    "scale counts the models of that scale alone, which is the family of the judgement at the largest scale. A "
-    "verdict at "
-    "another scale may be chance unless p is below 0.05 here too."
+    "of a scale counts the models of that scale alone, which is the family of the judgement at the largest scale. A "
+    "verdict at another scale may be chance unless p is below 0.05 here too."
 )
 _MULTIPLIERS_CAPTION = (
     "Compute multiplier: how many times the model's compute the baseline would need for the model's loss, by a curve "

@@ -226,8 +226,7 @@ def compare(
     ),
     noise_floor: float | None = _option(
         "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, as an earlier report "
-        "has it. It "
-        "makes the smallest difference that can be found a percentage.",
+        "has it. It makes the smallest difference that can be found a percentage.",
         metavar="PERCENT",
     ),
 ) -> None:

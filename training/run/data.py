@@ -222,8 +222,7 @@ def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe:
     if tokenizer.chat_template is None:
         raise ValueError(
             f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer_name!r} has no chat "
-            "template to "
-            "join them; name one that has, or another column"
+            "template to join them; name one that has, or another column"
         )
     return [
         tokenizer.apply_chat_template(row, tokenize=False) if is_conversation(row) else row for row in conversations

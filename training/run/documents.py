@@ -338,8 +338,7 @@ def check_text(value, recipe: Recipe) -> str:
     if len(value) > MOST_CHARACTERS:
         raise ValueError(
             f"dataset {recipe.dataset!r} holds a document of {len(value):,} characters (it begins with "
-            f"{value[:40]!r}), and at "
-            f"most {MOST_CHARACTERS:,} are read as one; cut it into several"
+            f"{value[:40]!r}), and at most {MOST_CHARACTERS:,} are read as one; cut it into several"
         )
     return value
 

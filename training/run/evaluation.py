@@ -158,8 +158,7 @@ def evaluate(
     if validation_fraction is not None and validation_fraction > held_out + 1e-9:
         raise ValueError(
             f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a "
-            "share of "
-            f"{held_out:g}"
+            f"share of {held_out:g}"
         )
     defaults = {"validation_fraction": 0.02, "block_size": positions or context_of(loaded.config) or Recipe.block_size}
     if trained_on:  # longer blocks would have positions that were never trained

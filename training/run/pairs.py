@@ -69,8 +69,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
     if cut := sum(rows["is_cut"]):
         logger.warning_once(
             f"{cut} of {len(rows)} pairs are longer than max_source_length={lengths[0]} or "
-            f"max_target_length={lengths[1]} "
-            "tokens, and are cut"
+            f"max_target_length={lengths[1]} tokens, and are cut"
         )
     bytes_per_token = sum(rows["bytes"]) / sum(rows["length"]) or None
     # As a model that writes the whole target is decoded

@@ -385,8 +385,7 @@ def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], sour
         files = ", ".join(map(str, parts))
         raise ValueError(
             f"{source} holds code, which was not run: the attention parts in {files}; read it, and if you trust it "
-            "add "
-            "--trust-parts, or --parts with files of your own"
+            "add --trust-parts, or --parts with files of your own"
         )
 
 
@@ -548,8 +547,7 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     if recipe.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
         yield (
             f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
-            "convert "
-            "MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+            "convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
     if objective != recipe.objective:
         hint = (

@@ -76,7 +76,6 @@ def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]
                 if merged[section].setdefault(field, value) != value:
                     raise ValueError(
                         f"factors {owner!r} and {name!r} exclude each other: they set "
-                        f"{field}={merged[section][field]!r} and "
-                        f"{field}={value!r}"
+                        f"{field}={merged[section][field]!r} and {field}={value!r}"
                     )
     return {section: fields for section, fields in merged.items() if fields}

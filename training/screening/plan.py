@@ -61,8 +61,7 @@ class Screening:
         yield f"{RATE}: {low:g} or {high:g}"
         yield (
             f"screening: {rows} models with {seeds} seeds each, {rows * seeds} runs of {scale.tokens_per_run:,} "
-            "tokens, "
-            f"{scale.flops:.3g} FLOPs"
+            f"tokens, {scale.flops:.3g} FLOPs"
         )
         for group in self.design.aliases():
             if len(group) > 1:

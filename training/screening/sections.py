@@ -60,15 +60,13 @@ class ScreeningOutcome:
 
 _NO_VERDICT = (
     "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates "
-    "misjudge a "
-    "change that moves the best one. The verdict is that of the confirmation."
+    "misjudge a change that moves the best one. The verdict is that of the confirmation."
 )
 
 
 _INTERACTIONS = (
     "The design cannot separate the interactions in one row; the number is their sum. It is positive if the loss is "
-    "lower with "
-    "both on or both off than with one alone. p is not corrected."
+    "lower with both on or both off than with one alone. p is not corrected."
 )
 
 
@@ -133,8 +131,7 @@ def protocol(results: ScreeningOutcome) -> list[str]:
     low, high = results.rates
     sentences = [
         f"{len(results.factors)} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional "
-        "factorial "
-        f"design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
+        f"factorial design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
         "Runs of one seed are a block"
         + (": they saw the same tokens in the same order." if results.runs.largest.same_tokens else "."),
     ]
@@ -143,12 +140,10 @@ def protocol(results: ScreeningOutcome) -> list[str]:
     if results.effects is not None:
         sentences.append(
             f"Effects are on the loss of the {results.split} split. The noise of a run is {results.effects.noise:.2g} "
-            "nats, "
-            f"with {results.effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect each. "
-            "Holm's method corrects p for all factors. A factor "
-            f"survives if it lowers the loss and its corrected p is below {results.alpha:g}. This takes the effect of "
-            "a "
-            "factor to be the same for every seed; if it varies, p is too small."
+            f"nats, with {results.effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect "
+            "each. Holm's method corrects p for all factors. A factor survives if it lowers the loss and its "
+            f"corrected p is below {results.alpha:g}. This takes the effect of a factor to be the same for every "
+            "seed; if it varies, p is too small."
         )
     return sentences
 

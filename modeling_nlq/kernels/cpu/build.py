@@ -68,10 +68,8 @@ def load(namespace: str) -> bool:
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
         logger.warning(
             "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled. "
-            "It needs "
-            "g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that you can write, and "
-            "no other "
-            f"user. NLQ_CPP=0 turns it off. {_first_error(error)}"
+            "It needs g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that you can "
+            f"write, and no other user. NLQ_CPP=0 turns it off. {_first_error(error)}"
         )
         return False
     return True

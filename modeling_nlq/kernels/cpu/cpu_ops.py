@@ -104,9 +104,8 @@ def attention_forward(
             return other(module, *states, attention_mask, scaling, dropout)[0], None
         raise ValueError(
             f"attn_implementation='nlq_cpp' (layer {module.layer_idx}) computes float32 and bfloat16, with heads of "
-            "an even "
-            "size, on a CPU with AVX-512 where a C++ compiler is installed, without dropout; use 'nlq', 'nlq_tiled' "
-            "or 'sdpa'"
+            "an even size, on a CPU with AVX-512 where a C++ compiler is installed, without dropout; use 'nlq', "
+            "'nlq_tiled' or 'sdpa'"
         )
     if module.activation.name == "softmax":
         return attention.attend(module, *states, attention_mask, scaling, dropout), None

@@ -227,8 +227,7 @@ class TestMultiplier:
         found = analyse_trend(scales, "base")
         assert found.multiplier_note == (
             "There are no compute multipliers: they need 2 scales at which every run of the baseline finished and no "
-            "best "
-            "rate is at the boundary, not 1."
+            "best rate is at the boundary, not 1."
         )
         assert found.models["a"].steps["scale 0"].multiplier is None
         with pytest.raises(ValueError, match=r"the baseline's loss does not fall from b to c\.$"):
