@@ -12,7 +12,6 @@ from transformers.integrations.flex_attention import (
 from transformers.masking_utils import BlockMask
 
 from .activations_nlq import AttentionActivation, counts_as_zero
-from .attention_nlq import keep_from_overflow
 from .masking_nlq import LayerArgument
 
 
@@ -45,17 +44,12 @@ def flex_attention_with_log_forward(
     with `phi`, and the logarithm of the sum of `phi`. The latter undoes the normaliser where a layer has another one
     (the idea of https://github.com/meta-pytorch/attention-gym).
 
-    Args:
-        module, query, key, value, scaling, score_bias: as in `eager_attention_forward`.
-        attention_mask: a `FlexMask`, or a block mask alone.
-        dropout: must be 0.
-
-    Returns:
-        The output `(batch, query, heads, head_dim)`, and no weights.
+    The arguments are those of `eager_attention_forward`, but the mask is a `FlexMask`, or a block mask alone. It
+    returns the output and no weights.
 
     Raises:
-        ValueError: without a mask; on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and
-            for a caller's block mask if the number of visible keys is needed.
+        ValueError: without a mask; for what FlexAttention lacks on the CPU; and for a caller's block mask if the
+            number of visible keys is needed.
     """
     if attention_mask is None:
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
@@ -70,17 +64,14 @@ def flex_attention_with_log_forward(
     if needs_count and visible_count is None:
         raise ValueError(
             "attn_implementation='flex_attention' cannot count the keys that a BlockMask shows, which "
-            "attention_activation="
-            f"{activation.name!r} normalised by {normalization!r} needs; give a padding mask"
+            f"attention_activation={activation.name!r} normalised by {normalization!r} needs; give a padding mask"
         )
     log_count = None
     if needs_count:
         visible_count = visible_count.expand(query.shape[0], -1).clamp(min=1).float()
         log_count = visible_count.log() if normalization == "none" else None
-    if score_bias is None:
-        query = keep_from_overflow(query, key, scaling, activation, normalization)
-    else:
-        # Each sum as a float32 number and what it leaves, because only differences count
+    if score_bias is not None:
+        # Each bias as the sum of two float32 numbers, so that differences of large biases are exact
         query_bias, key_bias = ((bias.float(), (bias - bias.float()).float()) for bias in score_bias)
 
     def score_mod(score, batch, head, query_index, key_index):
@@ -95,9 +86,17 @@ def flex_attention_with_log_forward(
         return score if activation.name == "softmax" else log_function(activation, score)
 
     needs_sum = normalization != "sum" or module.sink is not None
-    options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scaling, "training": module.training}
-    options |= {"enable_gqa": key.shape[1] != query.shape[1], **get_flex_attention_lse_kwargs(needs_sum)}
-    result = compile_friendly_flex_attention(query, key, value, **options)
+    result = compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scaling,
+        enable_gqa=key.shape[1] != query.shape[1],
+        training=module.training,
+        **get_flex_attention_lse_kwargs(needs_sum),
+    )
     if not needs_sum:
         return result.transpose(1, 2).contiguous(), None
     output, auxiliary = result
@@ -112,9 +111,7 @@ def flex_attention_with_log_forward(
 
 
 def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
-    """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients, and the log-sum-exp of the compiled
-    kernel.
-    """
+    """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients and the log-sum-exp."""
     if inputs[0].device.type != "cpu":
         return
     refused = None
@@ -125,6 +122,5 @@ def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> No
     if refused is not None:
         raise ValueError(
             f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); "
-            "use 'nlq' "
-            "or 'eager'"
+            "use 'nlq' or 'eager'"
         )
