@@ -4,22 +4,28 @@
     python benchmarks/attention.py --backends nlq_cpp                     # the C++ code, on a CPU with AVX-512
     python benchmarks/attention.py --device cuda --backends nlq_tiled flex_attention
 
-The candidates of a length take turns in one process, so that other work of the machine slows all of them alike. Times
-are medians; the ratio is the median of the rounds' ratios, with its quartiles. Memory is the peak of one forward and
-backward pass beyond its inputs: that of PyTorch's allocator on CUDA, that of a fresh process on the CPU. Before
-anything is timed, outputs and gradients must be those of `eager` in float32 within the rounding of the dtype. The
-output is Markdown.
+The candidates of a length take turns in one process, so that other work of the machine slows all of them alike. The
+ratio is the median of the rounds' ratios, with its quartiles. Memory is the peak of one forward and backward pass
+beyond its inputs. On the CPU it is measured in a new process. Before anything is timed, outputs and gradients must
+equal those of `eager` in float32 within the rounding of the dtype.
 """
 
 import argparse
-import multiprocessing
 import platform
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measure import Clock, attempt, attention_layer, compiled_without_fallback, describe, quartiles
+from measure import (
+    Clock,
+    attempt,
+    attention_layer,
+    compiled_without_fallback,
+    describe,
+    in_new_process,
+    process_memory,
+    quartiles,
+)
 from torch.nn.attention.flex_attention import create_block_mask
 
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
@@ -108,12 +114,6 @@ def measure_times(
     return times
 
 
-def process_memory(field: str) -> int:
-    """Returns the bytes of this process: `"VmRSS"` now, `"VmHWM"` at its peak (Linux)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
 def peak_memory(arguments: argparse.Namespace, candidate: Candidate, length: int, dtype: torch.dtype) -> int:
     """Returns the peak bytes of one forward and backward pass beyond its inputs, on the CPU in a separate process."""
     Problem(arguments, 64, dtype).run(candidate, DIRECTIONS[1])  # libraries load their kernels
@@ -157,14 +157,13 @@ def report(arguments: argparse.Namespace, name: str) -> bool:
 
         print_table(f"{direction}, {name}: time, and that over SDPA's softmax", arguments.lengths, candidates, cell)
     if arguments.memory:
-        with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
 
-            def memory(length: int, candidate: Candidate) -> str:
-                inputs = (arguments, candidate, length, dtype)
-                peak = peak_memory(*inputs) if arguments.device == "cuda" else pool.apply(peak_memory, inputs)
-                return f"{peak / 2**20:.1f}"
+        def memory(length: int, candidate: Candidate) -> str:
+            inputs = (arguments, candidate, length, dtype)
+            peak = peak_memory(*inputs) if arguments.device == "cuda" else in_new_process(peak_memory, *inputs)
+            return f"{peak / 2**20:.1f}"
 
-            print_table(f"{DIRECTIONS[1]}, {name}: MiB beyond the inputs", arguments.lengths, candidates, memory)
+        print_table(f"{DIRECTIONS[1]}, {name}: MiB beyond the inputs", arguments.lengths, candidates, memory)
     return not has_failed
 
 

@@ -3,15 +3,13 @@
     python benchmarks/conversion.py
     python benchmarks/conversion.py --folder /data/tmp --layers 40
 
-It writes random bfloat16 weights of a Llama and of a GPT-NeoX in eight shards, converts each with and without
-`--upcycle`, and back, each in a process of its own, and prints the peak of its resident memory (Linux only). That
-counts the pages of the files that are mapped. The limit is twice the largest shard plus 1 GiB; a peak above it ends
-the benchmark with exit status 1.
+It writes random bfloat16 weights of a Llama and of a GPT-NeoX in eight shards. Each is converted with and without
+`--upcycle`, and back. The peak of resident memory (Linux only) counts the pages of mapped files. The limit is twice
+the largest shard plus 1 GiB; a peak above it ends the benchmark with exit status 1.
 """
 
 import argparse
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -21,6 +19,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from measure import in_new_process, process_memory
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
@@ -62,9 +61,8 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def check_equal(source: Path, back: Path, config: PreTrainedConfig) -> None:
-    """Raises `AssertionError` if a weight differs from what it was before it went there and back."""
+    """Raises `AssertionError` if a weight changed on the way to NLQ and back."""
     model = empty_model(AutoModelForCausalLM._model_mapping[type(config)], config)
-    # Refused if they are not those of the model
     weights = [find_weights(str(folder), model) for folder in (source, back)]
     for name in weights[0].tensors:
         before, after = (each.tensors[name].load() for each in weights)
@@ -72,29 +70,16 @@ def check_equal(source: Path, back: Path, config: PreTrainedConfig) -> None:
 
 
 def largest_shard(folder: Path) -> int:
-    """In bytes."""
+    """Returns the size of the largest shard, in bytes."""
     return max(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _convert(source: Path, target: Path, options: dict, results: multiprocessing.Queue) -> None:
+def measure(source: Path, target: Path, options: dict) -> tuple[float, int]:
+    """Returns the seconds of a conversion, and the peak memory of this process, in bytes."""
     start = time.perf_counter()
     convert(source, target, **options)
     seconds = time.perf_counter() - start
-    # `ru_maxrss` would begin with the memory of the process that started this one
-    lines = Path("/proc/self/status").read_text().splitlines()
-    results.put((seconds, next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))))
-
-
-def measure(source: Path, target: Path, **options) -> tuple[float, int]:
-    """Seconds and peak memory, in bytes, of a conversion in a new process."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    process = context.Process(target=_convert, args=(source, target, options, results))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"the conversion of {source.name} failed")
-    return results.get()
+    return seconds, process_memory("VmHWM")
 
 
 def main(words: list[str] | None = None) -> int:
@@ -116,7 +101,7 @@ def main(words: list[str] | None = None) -> int:
                 f"nlq to {family}": (root / "nlq", root / "back", {"to": family}),
             }
             for name, (start, target, options) in steps.items():
-                seconds, peak = measure(start, target, **options)
+                seconds, peak = in_new_process(measure, start, target, options)
                 limit = 2 * largest_shard(start) + GIB
                 weights = sum(file.stat().st_size for file in start.glob("*.safetensors"))
                 numbers = "".join(f"{value / GIB:>10.2f}" for value in (weights, largest_shard(start)))

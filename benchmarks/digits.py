@@ -4,8 +4,8 @@ queries.
     pip install scikit-learn && python benchmarks/digits.py
 
 Each patch of 2 x 2 pixels is one token: a linear layer makes its embedding, and the encoder gets `inputs_embeds`. The
-classifier reads the mean of all tokens. Of six folds, each is once the test, with the next one for validation: in
-each, every model searches for its own learning rate. The models of a fold share the seed and the order of the images.
+classifier reads the mean of all tokens. In six-fold cross-validation, the fold after the test is for validation, by
+which each model chooses its learning rate. The models of a fold share the seed and the order of the images.
 `docs/encoders.md` has the results.
 """
 

@@ -1,14 +1,13 @@
 """Speed of greedy `generate`, beside the GPT-2 and the Llama of Transformers in the same shape.
 
     python benchmarks/generation.py                                # decoding and a long context, on the CPU in float32
-    python benchmarks/generation.py --settings static              # with a static cache, compiled; takes minutes to
-    compile python benchmarks/generation.py --device cuda --dtype bfloat16 --preset gpt3-small --settings decode static
-    # on a GPU
+    python benchmarks/generation.py --settings static              # with a static cache, compiled in some minutes
+    python benchmarks/generation.py --device cuda --dtype bfloat16 --preset gpt3-small --settings decode static
 
-The candidates take turns in one process. A ratio is the median over the rounds of speed against the reference's in the
-same round, with its quartiles. A streamer reads the clock when a token arrives: the first one tells the time of the
-prompt, the others the time of a token. Before anything is timed, each candidate's tokens with a cache must be the best
-ones without it, up to the rounding of the dtype.
+The candidates take turns in one process. A ratio is the median of the rounds' ratios to the reference's speed, with
+its quartiles. A streamer reads the clock when a token arrives: the first one tells the time of the prompt, the others
+the time of a token. Before anything is timed, each candidate's tokens with a cache must be the best ones without it,
+up to the rounding of the dtype.
 """
 
 import argparse
@@ -90,7 +89,7 @@ class Clock(BaseStreamer):
 
 
 def make_model(name: str, arguments: argparse.Namespace) -> PreTrainedModel:
-    """Makes a random model in evaluation mode, none of whose tokens ends the text."""
+    """Makes a random model in evaluation mode, without an end-of-text token."""
     torch.manual_seed(0)
     shape = SHAPES[arguments.preset]
     size = shape["hidden_size"]

@@ -14,10 +14,10 @@ outputs and gradients of the parallel one.
 
 import argparse
 import statistics
-import time
 from pathlib import Path
 
 import torch
+from measure import describe, seconds
 from transformers import DynamicCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
@@ -31,11 +31,6 @@ MODELS = {
     "linear, fixed decay": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
     "linear, learned decay": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
 }
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def train_step(
@@ -68,14 +63,6 @@ def gate(arguments: argparse.Namespace) -> None:
                 raise SystemExit(f"correctness gate: {name} is off by {error:.2g}; nothing is timed")
 
 
-def seconds(arguments: argparse.Namespace, name: str, inputs: list[torch.Tensor], gradient: torch.Tensor) -> float:
-    synchronize(arguments.device)
-    start = time.perf_counter()
-    train_step(name, inputs, gradient)
-    synchronize(arguments.device)
-    return time.perf_counter() - start
-
-
 def report_training(arguments: argparse.Namespace) -> None:
     print("training: forward and backward, milliseconds; as a multiple of softmax")
     for length in arguments.lengths:
@@ -83,35 +70,12 @@ def report_training(arguments: argparse.Namespace) -> None:
         times: dict[str, list[float]] = {name: [] for name in ("softmax", "linear", "linear, fixed decay")}
         for round_number in range(arguments.rounds + 1):  # the first one warms up
             for name in times:
-                elapsed = seconds(arguments, name, inputs, gradient)
+                elapsed = seconds(lambda: train_step(name, inputs, gradient), arguments.device)  # noqa: B023
                 if round_number:
                     times[name].append(elapsed)
         medians = {name: statistics.median(values) for name, values in times.items()}
         cells = [f"{name} {1000 * value:.1f} ({value / medians['softmax']:.2f})" for name, value in medians.items()]
         print(f"  length {length:6}: {', '.join(cells)}", flush=True)
-
-
-def report_growth(arguments: argparse.Namespace) -> None:
-    """Prints how the time of linear attention grows with the length. The lengths take turns."""
-    print(
-        f"growth: forward and backward, as a multiple of length {arguments.growth[0]}; linear would be the ratio of "
-        "the lengths"
-    )
-    cases = {length: make_inputs(arguments, length) for length in arguments.growth}
-    for name in ("linear", "linear, fixed decay"):
-        times: dict[int, list[float]] = {length: [] for length in cases}
-        for round_number in range(arguments.rounds + 1):
-            for length, case in cases.items():
-                train_step(name, *case)  # a longer case freed its memory, which must be allocated again
-                elapsed = seconds(arguments, name, *case)
-                if round_number:
-                    times[length].append(elapsed)
-        first = times[arguments.growth[0]]
-        cells = []
-        for length, values in times.items():
-            ratio = statistics.median(above / below for above, below in zip(values, first))
-            cells.append(f"{length}: {1000 * statistics.median(values):.1f} ms ({ratio:.1f})")
-        print(f"  {name}: {'; '.join(cells)}", flush=True)
 
 
 def make_model(arguments: argparse.Namespace, name: str) -> NLQForCausalLM:
@@ -159,12 +123,9 @@ def report_decoding(arguments: argparse.Namespace) -> dict[str, list[tuple[int, 
         times: dict[int, list[float]] = {context: [] for context in caches}
         for round_number in range(arguments.tokens + 5):
             for context, cache in caches.items():
-                synchronize(arguments.device)
-                start = time.perf_counter()
-                model(token, past_key_values=cache)
-                synchronize(arguments.device)
+                elapsed = seconds(lambda: model(token, past_key_values=cache), arguments.device)  # noqa: B023
                 if round_number >= 5:
-                    times[context].append(time.perf_counter() - start)
+                    times[context].append(elapsed)
         curves[name] = [(context, statistics.median(values)) for context, values in times.items()]
         first = curves[name][0][1]
         cells = [
@@ -200,22 +161,15 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192], help="beside softmax"
     )
-    parser.add_argument(
-        "--growth", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="lengths of linear alone"
-    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 65536])
     parser.add_argument("--rounds", type=int, default=9, help="of training")
     parser.add_argument("--tokens", type=int, default=50, help="decoded after each context")
     parser.add_argument("--plot", type=Path, help="folder for the picture")
     arguments = parser.parse_args()
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.device}, {arguments.heads} heads "
-        f"of {HEAD_DIM}"
-    )
+    print(f"{describe(arguments.device)}; {arguments.heads} heads of {HEAD_DIM}")
     gate(arguments)
     curves = report_decoding(arguments)
     report_training(arguments)
-    report_growth(arguments)
     if arguments.plot:
         plot(curves, arguments.plot)
 

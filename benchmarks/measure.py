@@ -1,6 +1,7 @@
-"""Helpers of the benchmarks: clocks, the roofline, quartiles, and the description of the machine."""
+"""Helpers of the benchmarks: clocks, memory, the roofline, quartiles, and the description of the machine."""
 
 import contextlib
+import multiprocessing
 import platform
 import statistics
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -25,9 +28,7 @@ MATMUL_SIZE = 8192
 
 
 def attention_layer(name: str) -> SimpleNamespace:
-    """Makes a stand-in for an attention layer: the attributes that backends read, for the canonical normaliser of
-    `name`.
-    """
+    """Makes a stand-in for an attention layer, with the attributes that backends read."""
     activation = get_attention_activation(name)
     return SimpleNamespace(
         activation=activation,
@@ -48,6 +49,12 @@ def read_command(*command: str) -> str:
         return ""
 
 
+def processor() -> str:
+    """Returns the name of the CPU."""
+    names = [line for line in read_command("lscpu").splitlines() if line.startswith("Model name")]
+    return names[0].partition(":")[2].strip() if names else platform.processor() or platform.machine()
+
+
 def describe(device: str) -> str:
     """Describes the device (`"cpu"` or `"cuda"`), the versions and the commit."""
     if device == "cuda":
@@ -56,20 +63,40 @@ def describe(device: str) -> str:
             f"{torch.cuda.get_device_name()}, driver {drivers[0] if drivers else 'unknown'}, CUDA {torch.version.cuda}"
         )
     else:
-        name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        name = f"{processor()}, {torch.get_num_threads()} threads"
     commit = read_command("git", "rev-parse", "--short", "HEAD") or "unknown"
-    # Only Python files count: a new table in the docs does not change the code
-    is_changed = bool(read_command("git", "status", "--porcelain", "--untracked-files=no", "--", "*.py"))
-    changes = " with changes" if is_changed else ""
+    changes = " with changes" if read_command("git", "status", "--porcelain", "-uno", "--", "*.py") else ""
     return f"{name}; torch {torch.__version__}; nlq {modeling_nlq.__version__}, commit {commit}{changes}"
+
+
+def seconds(function: Callable[[], object], device: str = "cpu") -> float:
+    """Returns the seconds of one call."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def process_memory(field: str) -> int:
+    """Returns the bytes of this process: `"VmRSS"` now, `"VmHWM"` at its peak (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def in_new_process(function: Callable, *arguments):
+    """Returns the result of a function in a new process, for which peak memory is measured."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 class Clock:
     """Measures the seconds of a function on a device.
 
-    On CUDA it measures like `triton.testing.do_bench`: by events around each of several calls, with the L2 cache
-    overwritten before each call. It does not wait between calls, so launching a kernel costs nothing if the previous
-    one takes longer. A turn is the median of its calls.
+    On CUDA it measures like `triton.testing.do_bench`: by events around each call, with the L2 cache overwritten
+    before it. It does not wait between calls, so launching a kernel costs nothing if the previous one takes longer.
     """
 
     def __init__(self, device: str):
@@ -82,7 +109,9 @@ class Clock:
 
     def turn(self, function: Callable[[], object], repeats: int) -> float:
         """Returns the median seconds of `repeats` calls."""
-        return statistics.median(self._cuda(function, repeats) if self.is_cuda else self._cpu(function, repeats))
+        if not self.is_cuda:
+            return statistics.median([seconds(function) for _ in range(repeats)])
+        return statistics.median(self._cuda(function, repeats))
 
     def _cuda(self, function: Callable[[], object], repeats: int) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
@@ -93,14 +122,6 @@ class Clock:
             end.record()
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in events]
-
-    def _cpu(self, function: Callable[[], object], repeats: int) -> list[float]:
-        times = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            function()
-            times.append(time.perf_counter() - start)
-        return times
 
 
 def make_matmul(device: str, dtype: torch.dtype, size: int = MATMUL_SIZE) -> tuple[Callable[[], object], int]:
@@ -128,8 +149,7 @@ def quartiles(numerator: list[float], denominator: list[float]) -> list[float]:
 def compiled_without_fallback() -> contextlib.AbstractContextManager:
     """Makes `torch.compile` compile every shape and function anew.
 
-    By default it runs a function uncompiled after eight recompilations, and compiles for any length after the second
-    one. It reports neither.
+    By default it silently gives up on a function after eight recompilations, and makes the length dynamic.
     """
     return torch._dynamo.config.patch(
         recompile_limit=1000,
@@ -140,10 +160,9 @@ def compiled_without_fallback() -> contextlib.AbstractContextManager:
 
 
 def attempt(name: str, function: Callable[[], object]) -> str | None:
-    """Runs a function that may fail on an untried device, and returns the reason of a failure in a few words.
+    """Runs a function and returns the reason of a failure, which callers show in place of a figure.
 
-    The traceback goes to stderr. A candidate that fails must not cost the figures of all others, so the caller shows
-    the reason in place of its figure.
+    The traceback goes to stderr.
     """
     try:
         function()

@@ -4,10 +4,9 @@
     python benchmarks/parts.py --parts forget_gate --rounds 5
 
 The model has 12 million parameters. It has softmax, and for a forget gate sigmoid too. A step is forward, backward and
-fused AdamW on random tokens. A token is one of those that greedy `generate` adds to a prompt that leaves room for
-them, so all of them see about as many keys. The candidates take turns in one process. A multiple is the median over
-the rounds of the time against that of the model without the part in the same round, with its quartiles. Before
-anything is timed, each candidate must give the logits of `eager`, and generate the same tokens with a cache and
+fused AdamW on random tokens. A token is one that greedy `generate` adds at the end of a sequence. The candidates take
+turns in one process. A multiple is the median of the rounds' ratios to the model without the part, with its quartiles.
+Before anything is timed, each candidate must give the logits of `eager`, and generate the same tokens with a cache and
 without.
 """
 
@@ -16,8 +15,8 @@ import statistics
 
 import torch
 from generation import Setting, gate, turn
-from measure import quartiles, read_command
-from training_step import make_step, seconds, transformers_loss
+from measure import describe, quartiles, seconds
+from training_step import make_step, transformers_loss
 from transformers.utils import logging
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
@@ -112,17 +111,11 @@ def main(words: list[str] | None = None) -> int:
     step_times, token_times = {name: [] for name in candidates}, {name: [] for name in candidates}
     for _ in range(arguments.rounds):
         for name, step in steps.items():
-            step_times[name].append(seconds(lambda step=step: step(tokens), "cpu"))
+            step_times[name].append(seconds(lambda step=step: step(tokens)))
         for name, model in models.items():
             token_times[name].append(turn(model, prompt, setting)[1])
-    processor = [
-        line.partition(":")[2].strip() for line in read_command("lscpu").splitlines() if line.startswith("Model name")
-    ]
-    print(
-        f"{models['softmax'].num_parameters():,} parameters, {arguments.batch} x {arguments.length} tokens, float32; "
-        f"{', '.join(processor) or 'processor unknown'}, {torch.get_num_threads()} threads, torch "
-        f"{torch.__version__}, medians of {arguments.rounds} rounds\n"
-    )
+    parameters = models["softmax"].num_parameters()
+    print(f"{parameters:,} parameters, {arguments.batch} x {arguments.length} tokens, float32; {describe('cpu')}\n")
     print_table(candidates, step_times, token_times)
     return 0
 

@@ -4,16 +4,13 @@
     python benchmarks/pretrained.py --source runs/llama --dtypes bfloat16
 
 It measures loading from a folder, a prompt, each token that greedy `generate` adds to it, and a training step
-(forward, backward and fused AdamW, on one text). The models take turns in one process. A multiple is the median over
-the rounds of the time against Llama's in the same round, with its quartiles. For its peak of resident memory, which
-only Linux tells, each model does each of these things once in a process of its own, `--processes` times; the median is
-printed. Before anything is timed, both must give the same logits. bfloat16 means weights, gradients and optimizer in
-it.
+(forward, backward and fused AdamW, on one text). The models take turns in one process. A multiple is the median of the
+rounds' ratios to Llama's time, with its quartiles. The peak of resident memory (Linux only) is the median of
+`--processes` new processes. Before anything is timed, both models must give the same logits. bfloat16 means weights,
+gradients and optimizer in it.
 """
 
 import argparse
-import multiprocessing
-import platform
 import statistics
 import tempfile
 from functools import partial
@@ -22,8 +19,8 @@ from pathlib import Path
 import torch
 import transformers
 from generation import Setting, turn
-from measure import quartiles, read_command
-from training_step import seconds, transformers_loss
+from measure import in_new_process, process_memory, processor, quartiles, seconds
+from training_step import make_step, transformers_loss
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
@@ -33,8 +30,9 @@ from modeling_nlq.training.conversion.converting import convert
 
 REFERENCE, OURS = "Llama", "NLQ"
 LOAD, PROMPT, TOKEN, STEP = "load", "prompt", "token", "training step"
-STATUS = Path("/proc/self/status")
 TOLERANCE = 1e-4  # of the largest logit, in float32
+# Without autocast: weights and gradients have the model's dtype
+STEP_OPTIONS = argparse.Namespace(device="cpu", dtype="float32", compile=False)
 
 
 def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -43,18 +41,6 @@ def load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def random_tokens(model: PreTrainedModel, length: int) -> torch.Tensor:
     return torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-
-
-def make_step(model: PreTrainedModel):
-    """Makes a training step of a function of its tokens."""
-    optimizer, loss = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True), transformers_loss(model)
-
-    def step(tokens: torch.Tensor) -> None:
-        loss(tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
 
 
 def gate(folders: dict[str, Path], length: int) -> None:
@@ -78,48 +64,39 @@ def measure_times(
     times = {what: {name: [] for name in folders} for what in (LOAD, PROMPT, TOKEN)}
     for number in range(arguments.rounds + 1):  # the first round warms up
         for name, model in models.items():
-            found = [seconds(partial(load, folders[name], dtype), "cpu"), *turn(model, tokens, setting)]
+            found = [seconds(partial(load, folders[name], dtype)), *turn(model, tokens, setting)]
             for what, value in zip(times, found if number else []):
                 times[what][name].append(value)
     times[STEP] = {name: [] for name in folders}
-    steps = {name: make_step(model.train()) for name, model in models.items()}
+    steps = {name: make_step(model, transformers_loss(model), STEP_OPTIONS) for name, model in models.items()}
     for number in range(arguments.rounds + 1):
         for name, step in steps.items():
-            value = seconds(partial(step, tokens[:, : arguments.context]), "cpu")
+            value = seconds(partial(step, tokens[:, : arguments.context]))
             if number:
                 times[STEP][name].append(value)
     return times
 
 
-def _run_once(folder: Path, dtype: torch.dtype, what: str, arguments: argparse.Namespace, results) -> None:
+def peak_memory(folder: Path, dtype: torch.dtype, what: str, arguments: argparse.Namespace) -> int:
+    """Returns the peak of the resident memory of this process, after it has done one thing."""
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model = load(folder, dtype)
     tokens = random_tokens(model, arguments.prompt)
     if what == STEP:
-        step = make_step(model.train())
+        step = make_step(model, transformers_loss(model), STEP_OPTIONS)
         for _ in range(2):  # the optimizer's state comes with the first
             step(tokens[:, : arguments.context])
     elif what != LOAD:
         turn(model, tokens, Setting(1, arguments.prompt, arguments.new if what == TOKEN else 2, REFERENCE))
-    # `ru_maxrss` would begin with the memory of the process that started this one
-    lines = STATUS.read_text().splitlines()
-    results.put(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")))
+    return process_memory("VmHWM")  # `ru_maxrss` would begin with the memory of the process that started this one
 
 
 def measure_peak(folder: Path, dtype: torch.dtype, what: str, arguments: argparse.Namespace) -> int:
-    """Returns the median peak of the resident memory of some new processes, in bytes."""
-    context, peaks = multiprocessing.get_context("spawn"), []
-    for _ in range(arguments.processes):
-        results = context.Queue()
-        process = context.Process(target=_run_once, args=(folder, dtype, what, arguments, results))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"{what} of {folder.name} failed")
-        peaks.append(results.get())
-    return int(statistics.median(peaks))
+    """Returns the median peak of some new processes, in bytes."""
+    inputs = (folder, dtype, what, arguments)
+    return int(statistics.median(in_new_process(peak_memory, *inputs) for _ in range(arguments.processes)))
 
 
 def report(dtype: str, times: dict[str, dict[str, list]], peaks: dict[str, dict[str, int]]) -> None:
@@ -130,13 +107,6 @@ def report(dtype: str, times: dict[str, dict[str, list]], peaks: dict[str, dict[
         ours, theirs = peaks[what][OURS], peaks[what][REFERENCE]
         cells += [f"{theirs / 2**20:,.0f}", f"{ours / 2**20:,.0f}", f"{ours / theirs:.3f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def processor() -> str:
-    lines = read_command("lscpu").splitlines()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("Model name")), platform.machine()
-    )
 
 
 def main(words: list[str] | None = None) -> None:
@@ -152,8 +122,6 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=3, help="processes whose memory is measured, for each figure")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args(words)
-    if not STATUS.exists():
-        parser.error(f"{STATUS} tells the peak of memory, and this system has no such file")
     torch.set_num_threads(arguments.threads)
     logging.set_verbosity_error()
     logging.disable_progress_bar()

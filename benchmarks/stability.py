@@ -5,19 +5,16 @@
 
 A step is forward, backward and fused AdamW on a batch of random tokens. A record is `attention_statistics` of two
 sequences. They take turns, so that a busy machine slows both alike. The last column is the additional training time
-with a record every `Recipe.stability_steps` steps. Before anything is timed, the recorded entropy must equal that of
-the weights the model returns.
+with a record every `Recipe.stability_steps` steps.
 """
 
 import argparse
-import platform
 import statistics
 
 import torch
-import transformers
-from training_step import seconds
+from measure import describe, quartiles, seconds
+from training_step import make_step, transformers_loss
 
-import modeling_nlq
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import find
 from modeling_nlq.training.run.recipe import Recipe
@@ -25,11 +22,7 @@ from modeling_nlq.training.run.stability import attention_statistics
 
 
 def gate_on_weights(model: NLQForCausalLM, tokens: torch.Tensor) -> None:
-    """Checks the records before anything is timed.
-
-    Raises:
-        SystemExit: if the recorded entropies differ from those of the weights that `output_attentions=True` returns.
-    """
+    """Raises `SystemExit` if the recorded entropies are not those of the weights of `output_attentions=True`."""
     model.eval()
     recorded = [layer["entropy"] for layer in attention_statistics(model, tokens)]
     with torch.no_grad():
@@ -47,17 +40,11 @@ def measure(activation: str, arguments: argparse.Namespace) -> tuple[list[float]
     model = NLQForCausalLM._from_config(config, attn_implementation="nlq").to(arguments.device)
     tokens = torch.randint(config.vocab_size, (arguments.batch, arguments.length), device=arguments.device)
     gate_on_weights(model, tokens[:2])
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step() -> None:
-        model(tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
+    options = argparse.Namespace(device=arguments.device, dtype="float32", compile=False)
+    step = make_step(model, transformers_loss(model), options)
     times = ([], [])
     for round_number in range(arguments.rounds + 2):  # the first two warm up
-        for rows, function in zip(times, (step, lambda: attention_statistics(model, tokens[:2]))):
+        for rows, function in zip(times, (lambda: step(tokens), lambda: attention_statistics(model, tokens[:2]))):
             elapsed = seconds(function, arguments.device)
             if round_number >= 2:
                 rows.append(elapsed)
@@ -74,17 +61,11 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    device = (
-        torch.cuda.get_device_name()
-        if arguments.device == "cuda"
-        else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    )
-    print(f"{device}, float32; {arguments.model}, {arguments.batch} x {arguments.length} tokens a step")
-    print(f"nlq {modeling_nlq.__version__}, torch {torch.__version__}, transformers {transformers.__version__}")
+    print(f"{describe(arguments.device)}; {arguments.model}, {arguments.batch} x {arguments.length} tokens a step")
     print(f"           step (ms)  record (ms)  record/step (quartiles)    every {Recipe.stability_steps} steps")
     for activation in ("softmax", "squared"):
         steps, records = measure(activation, arguments)
-        low, middle, high = statistics.quantiles([one / other for one, other in zip(records, steps)], n=4)
+        low, middle, high = quartiles(records, steps)
         step, record = (1000 * statistics.median(times) for times in (steps, records))
         share = f"{middle / Recipe.stability_steps:.2%}"
         print(f"{activation:9}  {step:9.1f}  {record:11.1f}  {middle:.3f} ({low:.3f} to {high:.3f})  {share:>14}")

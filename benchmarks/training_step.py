@@ -5,41 +5,32 @@
     python benchmarks/training_step.py --encoders      # beside EuroBertForMaskedLM
 
 A step is forward, backward and fused AdamW on random tokens. The implementations take turns, so that a busy machine
-slows all of them alike. The table gives medians and their ratio to GPT2LMHeadModel. Before anything is timed, NLQ's
-model must reproduce GPT-2's loss from its weights. litgpt is measured if it is installed. It requires an older NumPy
-than `datasets`, so install it with `pip install --no-deps litgpt lightning lightning-utilities torchmetrics
-jsonargparse`.
+slows all of them alike. Before anything is timed, NLQ's model must reproduce GPT-2's loss from its weights. litgpt is
+measured if it is installed: `pip install --no-deps litgpt lightning lightning-utilities torchmetrics jsonargparse`,
+because it requires an older NumPy than `datasets`.
 
-bfloat16 means the same as `bf16: true` for `Trainer`: weights, gradients and the optimizer in float32, the forward
-pass under `torch.autocast`. All candidates are in memory at once: 1.5 GB each of weights and optimizer at the size of
-gpt3-small. Activations and gradients exist in a candidate's own turn only.
+bfloat16 means the same as `bf16: true` for `Trainer`: the forward pass runs under `torch.autocast`. All candidates are
+in memory at once: 1.5 GB each of weights and optimizer at the size of gpt3-small.
 
-Model FLOPs utilisation (MFU) is the number of FLOPs that the model needs, divided by the number that the device could
-do in the same time. `nlq params` gives the FLOPs of a token, forward and backward: 6 for each weight of a matrix,
-including the LM head, and 12 * context * hidden_size for each layer's attention, whose causal half is not discounted
-(Chowdhery et al. 2022, arXiv 2204.02311, appendix B). The rate of the device is `--peak`, or else that of a large
-product of matrices in the same dtype at the start of the run. On the CPU the column exists only with `--peak`.
+Model FLOPs utilisation (MFU) is the share of the device's FLOPs that the model needs. `nlq params` gives the FLOPs of
+a token, by Chowdhery et al. 2022 (arXiv 2204.02311, appendix B); the causal half of attention is not discounted. The
+device's rate is `--peak`. On CUDA it defaults to that of a large product of matrices in the same dtype.
 """
 
 import argparse
 import contextlib
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 
 import torch
 import transformers
-from measure import attempt, compiled_without_fallback, describe, matmul_rate
+from measure import attempt, compiled_without_fallback, describe, matmul_rate, quartiles, seconds
 from transformers import (
     EuroBertConfig,
     EuroBertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
 )
 
 import modeling_nlq
@@ -110,11 +101,7 @@ def gpt2_config(shape: dict) -> GPT2Config:
 
 
 def gate_on_gpt2(shape: dict) -> None:
-    """Checks that NLQ's model gives GPT-2's loss with GPT-2's weights, before anything is timed.
-
-    Raises:
-        SystemExit: if it does not.
-    """
+    """Raises `SystemExit` if NLQ's model does not give GPT-2's loss with GPT-2's weights."""
     theirs = GPT2LMHeadModel(gpt2_config(shape)).eval()
     ours = NLQForCausalLM(nlq_config(shape, query_projection="linear", use_bias=True, hidden_act="gelu_new")).eval()
     weights = {
@@ -149,13 +136,11 @@ def make_decoders(shape: dict, activations: list[str] | None) -> dict[str, PreTr
     return {**candidates, f"{LIKE_LITGPT}, sdpa": NLQForCausalLM._from_config(softmax, attn_implementation="sdpa")}
 
 
-_TOKENS = ("bos_token_id", "eos_token_id", "mask_token_id", "pad_token_id")
-
-
 def make_encoders(shape: dict) -> dict[str, PreTrainedModel]:
     sizes = {name: value for name, value in shape.items() if name not in ("context", "batch")}
     sizes |= {"intermediate_size": 4 * shape["hidden_size"], "num_key_value_heads": shape["num_attention_heads"]}
-    theirs = EuroBertConfig(**sizes, max_position_embeddings=shape["context"], **dict.fromkeys(_TOKENS, 0))
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "mask_token_id", "pad_token_id"), 0)
+    theirs = EuroBertConfig(**sizes, max_position_embeddings=shape["context"], **tokens)
     candidates = {"eurobert (sdpa)": EuroBertForMaskedLM._from_config(theirs, attn_implementation="sdpa")}
     for activation in ("softmax", "sigmoid", "relu"):
         config = NLQConfig.from_dict(
@@ -218,98 +203,22 @@ def make_step(model: torch.nn.Module, loss: Callable, arguments: argparse.Namesp
     return step
 
 
-def seconds(function: Callable, device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def report(
     rows: dict[str, list[float]], baseline: str, tokens: int, utilization: dict[str, float] | None = None
 ) -> None:
-    """Prints the table.
+    """Prints a row for each candidate, from the seconds of its rounds and the tokens of a step.
 
-    Args:
-        rows: seconds of each candidate's rounds.
-        baseline: the candidate that the others are compared with.
-        tokens: number of tokens in a step.
-        utilization: for each candidate, the share of the peak that one token per second takes; adds a column of the
-            MFU.
+    `utilization`, the share of the peak that a token per second takes, adds a column of the MFU.
     """
-    reference = statistics.median(rows[baseline])
     width = max(map(len, rows))
     column = "" if utilization is None else "    MFU"
     print(f"{'':{width}}  tokens/s{column}  ratio to {baseline} (median of the rounds' ratios, quartiles)")
     for name, times in rows.items():
-        ratios = [other / own for own, other in zip(times, rows[baseline])]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = quartiles(rows[baseline], times)
         speed = tokens / statistics.median(times)
         column = "" if utilization is None else f"  {speed * utilization[name]:5.1%}"
         print(f"{name:{width}}  {speed:8,.0f}{column}  {middle:.3f}  ({low:.3f} to {high:.3f})")
-    print(f"{baseline}: {reference:.3f} s a step of {tokens:,} tokens")
-
-
-class StepTimes(TrainerCallback):
-    """Records the seconds between the ends of successive steps."""
-
-    def __init__(self):
-        self.ends = []
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.ends.append(time.perf_counter())
-
-    def times(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.ends, self.ends[1:])]
-
-
-def compare_trainer(shape: dict, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Returns median step times of a bare loop and of `Trainer` with the same model, batch and optimizer."""
-    model = NLQForCausalLM(nlq_config(shape, query_projection="linear"))
-    samples = [
-        {"input_ids": row, "labels": row}
-        for row in torch.randint(shape["vocab_size"], (shape["batch"] * steps, shape["context"]))
-    ]
-    rows = {"bare loop": [], "Trainer": []}
-    for _ in range(rounds):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        model.train()
-        times = []
-        for index in range(steps):
-            start = time.perf_counter()
-            batch = samples[index * shape["batch"] : (index + 1) * shape["batch"]]
-            tokens = torch.stack([sample["input_ids"] for sample in batch])
-            model(tokens, labels=tokens).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            times.append(time.perf_counter() - start)
-        rows["bare loop"].append(statistics.median(times[1:]))
-
-        recorder = StepTimes()
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(
-                model=model,
-                args=TrainingArguments(
-                    folder,
-                    max_steps=steps,
-                    per_device_train_batch_size=shape["batch"],
-                    learning_rate=1e-4,
-                    optim="adamw_torch_fused",
-                    save_strategy="no",
-                    report_to="none",
-                    disable_tqdm=True,
-                    use_cpu=True,
-                ),
-                train_dataset=samples,
-                callbacks=[recorder],
-            )
-            trainer.train()
-        rows["Trainer"].append(statistics.median(recorder.times()))
-    return rows
+    print(f"{baseline}: {statistics.median(rows[baseline]):.3f} s a step of {tokens:,} tokens")
 
 
 def time_steps(
@@ -356,9 +265,6 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         "--encoders", action="store_true", help="encoders beside EuroBERT, instead of decoders beside GPT-2"
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--trainer_steps", type=int, default=8, help="steps per round of the comparison with Trainer; 0: none"
-    )
     arguments = parser.parse_args(words)
     for name, default in DEFAULTS[arguments.device].items():
         if getattr(arguments, name) is None:
@@ -412,11 +318,6 @@ def main(words: list[str] | None = None) -> int:
     report(rows, baseline, tokens.numel(), None if peak is None else {name: flops[name] / peak for name in rows})
     for name, reason in failures.items():
         print(f"{name}: no figure, {reason}")
-    if arguments.trainer_steps and not (is_cuda or arguments.encoders):
-        print()
-        report(
-            compare_trainer(shape, max(arguments.rounds // 2, 2), arguments.trainer_steps), "bare loop", tokens.numel()
-        )
     return int(bool(failures))
 
 

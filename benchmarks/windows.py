@@ -3,19 +3,16 @@ window.
 
     python benchmarks/windows.py                     # window 256, lengths from 2,048 to 32,768, on the CPU in float32
 
-The lengths and candidates take turns in one process, and times are medians over the rounds. Memory is measured in a
-fresh process: the peak of one forward and backward pass, minus what the process held before. Before anything is timed,
-the outputs and gradients must equal those of `eager`.
+The lengths and candidates take turns in one process, and times are medians over the rounds. Memory is the peak of one
+forward and backward pass beyond its inputs, in a new process. Before anything is timed, the outputs and gradients must
+equal those of `eager`.
 """
 
 import argparse
-import multiprocessing
 import statistics
-import time
 
 import torch
-from attention import process_memory
-from measure import attention_layer
+from measure import attention_layer, in_new_process, process_memory, seconds
 
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.masking_nlq import make_visibility
@@ -40,19 +37,13 @@ def step(activation: str, backend: str, inputs: list[torch.Tensor], gradient: to
 
 
 def gate(arguments: argparse.Namespace) -> None:
-    """Raises `SystemExit` if results of `nlq_tiled` differ from those of `eager`, before anything is timed."""
+    """Raises `SystemExit` if the results of `nlq_tiled` differ from those of `eager`."""
     inputs, gradient = make_inputs(arguments.heads, 3 * arguments.window + 7)
     results = (step(arguments.activation, name, inputs, gradient, arguments.window) for name in ("eager", "nlq_tiled"))
     for expected, found in zip(*results):
         error = (expected - found).abs().max() / expected.abs().max()
         if not error < 1e-5:
             raise SystemExit(f"correctness gate: a window is off by {error:.2g}; nothing is timed")
-
-
-def seconds(arguments: argparse.Namespace, case, window: int | None) -> float:
-    start = time.perf_counter()
-    step(arguments.activation, "nlq_tiled", *case, window)
-    return time.perf_counter() - start
 
 
 def peak_memory(arguments: argparse.Namespace, length: int, window: int | None) -> int:
@@ -71,12 +62,11 @@ def report(arguments: argparse.Namespace) -> None:
     times: dict[tuple[int, int | None], list[float]] = {candidate: [] for candidate in candidates}
     for round_number in range(arguments.rounds + 1):  # the first one warms up
         for length, window in candidates:
-            elapsed = seconds(arguments, cases[length], window)
+            elapsed = seconds(lambda: step(arguments.activation, "nlq_tiled", *cases[length], window))  # noqa: B023
             if round_number:
                 times[length, window].append(elapsed)
     medians = {candidate: statistics.median(values) for candidate, values in times.items()}
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        peaks = {candidate: pool.apply(peak_memory, (arguments, *candidate)) for candidate in candidates}
+    peaks = {candidate: in_new_process(peak_memory, arguments, *candidate) for candidate in candidates}
     first = arguments.lengths[0], arguments.window
     print(
         "| length | window, ms | x shortest | MiB | x shortest | no window, ms | MiB |\n|---|---|---|---|---|---|---|"

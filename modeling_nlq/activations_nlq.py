@@ -1,4 +1,4 @@
-"""The table of attention activations: the functions `phi` that turn scores into weights, and the users' own.
+"""The table of attention activations, which turn scores into weights, and the activations that users register.
 
 Scores are `s = attention_scaling * q . k`. The weights are `phi(s) / Z` on the keys a query sees and 0 elsewhere. The
 normaliser `Z` is the sum of `phi` (`"sum"`), the number `n` of visible keys (`"length"`), or 1 (`"none"`).
@@ -18,7 +18,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 
-# Transformers' function names without the two that own parameters: a switch names a function, not a layer.
+# Transformers' functions without the two that have parameters: a switch names a function, not a layer
 FUNCTIONS = tuple(sorted(set(ACT2FN) - {"prelu", "xielu"}))
 
 NORMALIZATIONS = ("sum", "length", "none")
@@ -30,19 +30,17 @@ class AttentionActivation:
 
     Attributes:
         name: the value of the switch `attention_activation`.
-        function: `phi`, element by element. For softmax it is `exp`, whose sum is taken in a numerically safe order.
-        derivative: `phi'` as a function of the scores and of `phi` there, or `None`: then it is taken by
-            differentiation.
-        normalization: the canonical normaliser, used when `attention_normalization` is `None`.
+        function: `phi`, element by element for most kinds.
+        derivative: maps the scores and `phi` to `phi'`. Without it PyTorch differentiates `function`.
+        normalization: the normaliser used when `attention_normalization` is `None`.
         non_negative: whether `phi >= 0` everywhere, which the normaliser `"sum"` needs.
         formula: `phi(s)` in words.
-        source: where the formula comes from.
+        source: the paper of the formula.
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
         is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
-        kind: `"elementwise"`: apart from the normaliser, a weight depends on its own score only. `"softmax"`,
-            `"simplex"` and `"row"`: it depends on its whole row; the `function` of a `"simplex"` row projects it, and
-            that of a `"row"` takes the scores and which keys are visible (or `None`). `"linear"`: no scores are
-            computed.
+        kind: in `"elementwise"` rows a weight depends on its score and the normaliser only; in `"softmax"`,
+            `"simplex"` and `"row"` it depends on the scores of all keys. A `"simplex"` function projects the scores,
+            a `"row"` function takes the scores and a mask of visible keys (or `None`). `"linear"` has no scores.
         sees_own_key: whether a query sees the key of its own token.
     """
 
@@ -60,13 +58,11 @@ class AttentionActivation:
 
     @property
     def is_elementwise(self) -> bool:
-        """True if, apart from the normaliser, a weight depends on its own score only."""
+        """Whether a weight depends on its score and the normaliser only."""
         return self.kind == "elementwise"
 
     def weights_and_gradient(self, scores: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`phi(scores)`, and `phi'(scores) * gradient`: what a gradient with respect to `phi` is with respect to the
-        scores.
-        """
+        """Returns `phi(scores)` and `phi'(scores) * gradient`, the gradient of the scores."""
         if self.derivative is None:
             weights, pull_back = torch.func.vjp(self.function, scores)
             return weights, pull_back(gradient)[0]
@@ -75,11 +71,7 @@ class AttentionActivation:
 
 
 def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
-    """`(..., key)` -> the nearest weights that are positive or exactly 0 and sum to 1, row by row.
-
-    Raises:
-        ImportError: if the package `entmax` is not installed.
-    """
+    """Returns the projection of each row `(..., key)` of scores onto the simplex, by a function of `entmax`."""
     try:
         import entmax  # here, so that reading a configuration does not import it
     except ImportError:
@@ -90,12 +82,12 @@ def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
 
 
 def zero_limit(dtype: torch.dtype) -> float:
-    """Returns the limit below which a sum of weights counts as 0: its reciprocal or a gradient would overflow."""
+    """Returns the limit below which a sum of weights counts as 0, because its reciprocal could overflow."""
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
 
 def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
-    """True where a sum of weights counts as 0."""
+    """Returns true where a sum of weights is below `zero_limit`."""
     return total < zero_limit(total.dtype)
 
 
@@ -109,9 +101,7 @@ def exp_(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _softpick(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """`relu(e^s - 1) / sum |e^s - 1|`. The largest score above 0 is taken out of the exponents; a sum of 0 gives
-    weights 0.
-    """
+    """Computes `relu(e^s - 1) / sum |e^s - 1|`, or 0 for a sum of 0, without overflow."""
     scores = hide(scores, visible, 0.0)  # |e^0 - 1| = 0: hidden keys count nothing
     largest = scores.detach().amax(dim=-1, keepdim=True).clamp(min=0.0)
     # |e^s - 1| / e^largest, without cancellation
@@ -122,17 +112,17 @@ def _softpick(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torc
 
 
 def _stick_breaking(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """`sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))`: the latest key takes its share of the stick first."""
+    """Computes `sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))`: the latest key takes its share of the stick first."""
     log_rest = hide(nn.functional.logsigmoid(-hide(scores, visible, 0.0)), visible, 0.0)
-    # The sum over later keys, without the key itself: taking its term out again could cancel all digits
+    # The sum over later keys only: subtracting the key's own term again could cancel all digits
     later = nn.functional.pad(log_rest, (0, 1)).flip(-1).cumsum(dim=-1).flip(-1)[..., 1:]
     log_weights = nn.functional.logsigmoid(hide(scores, visible, 0.0)) + later
-    # As in `exp_`, denormal numbers take long
+    # Denormal numbers are slow
     return hide(torch.exp(log_weights.clamp(min=math.log(zero_limit(scores.dtype)))), visible, 0.0)
 
 
 def hide(tensor: torch.Tensor, visible: torch.Tensor | None, value: float) -> torch.Tensor:
-    """Puts `value` in the place of hidden keys. `visible` broadcasts to the tensor; `None` hides nothing."""
+    """Sets hidden keys to `value`. `visible` broadcasts to the tensor; `None` hides nothing."""
     return tensor if visible is None else tensor.masked_fill(~visible, value)
 
 
@@ -154,7 +144,7 @@ ATTENTION_ACTIVATIONS = {
         AttentionActivation(
             name="sigmoid",
             function=torch.sigmoid,
-            # W - w^2, in one pass
+            # w - w^2, in one pass
             derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),
             normalization="none",
             formula="sigmoid(s - log n_i); without log n_i under sum and length",
@@ -297,14 +287,13 @@ def register_attention_activation(
 
     Args:
         name: the value of the switch `attention_activation`.
-        function: `phi`. It maps a tensor of scores of any shape to a new tensor of the same shape, element by element.
-            It has no parameters, because nothing would train them.
+        function: `phi`. It maps scores of any shape to a new tensor of the same shape, element by element, and has no
+            parameters, because nothing would train them.
         derivative: `phi'(scores, phi(scores))`. Without it PyTorch differentiates `function`, which is slower.
         normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
         non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
         formula, source: shown to readers only.
-        exist_ok: replace an activation that was registered under this name. Existing models compute the new function
-            from then on.
+        exist_ok: replace an activation that was registered under this name, also in existing models.
 
     Raises:
         ValueError: if the name is taken, or the function contradicts the other arguments.
@@ -330,22 +319,18 @@ def register_attention_activation(
 
 
 def _check_function(row: AttentionActivation) -> None:
-    """Tries a user's function on a sample of scores.
-
-    Raises:
-        ValueError: if it has parameters, is not elementwise, not finite, negative despite `non_negative`, or does not
-            match its derivative.
-    """
+    """Raises `ValueError` if a user's function does not match its arguments on a sample of scores."""
     generator = torch.Generator().manual_seed(0)
-    # Unsorted, and away from round numbers, where functions have their kinks; but a query of 0 has scores of exactly 0
+    # Away from round numbers, where functions have kinks, but with some zeros, the scores of a zero query
     scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
     scores[10:, 3] = 0.0
-    weights = row.function(given := scores.clone())
+    copy = scores.clone()
+    weights = row.function(copy)
     if weights.requires_grad:
         raise ValueError(
             f"function of {row.name!r} must have no parameters, as nothing trains them; write an AttentionPart"
         )
-    if not torch.equal(given, scores):
+    if not torch.equal(copy, scores):
         raise ValueError(f"function of {row.name!r} must return a new tensor, not change the scores")
     alone = torch.stack([row.function(score.clone()) for score in scores[0]])
     if weights.shape != scores.shape or not torch.allclose(alone, weights[0], equal_nan=True):
@@ -355,16 +340,16 @@ def _check_function(row: AttentionActivation) -> None:
         raise ValueError(f"function of {row.name!r}, or its derivative, is not finite for all scores from -20 to 20")
     if row.non_negative and weights.min() < 0:
         raise ValueError(f"function of {row.name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
-    _, own_slope = row.weights_and_gradient(scores, torch.ones_like(scores))
-    if not torch.allclose(own_slope[:10], slope[:10], rtol=1e-4, atol=1e-6) or not own_slope.isfinite().all():
+    _, derivative = row.weights_and_gradient(scores, torch.ones_like(scores))
+    if not torch.allclose(derivative[:10], slope[:10], rtol=1e-4, atol=1e-6) or not derivative.isfinite().all():
         raise ValueError(f"derivative of {row.name!r} is not the derivative of its function")
 
 
 def get_attention_activation(name: str) -> AttentionActivation:
-    """Returns the row of `name`: of the table, of a registered activation, or of another function of Transformers.
+    """Returns the row of a built-in or registered activation, or of another function of Transformers.
 
     Raises:
-        ValueError: if `name` is none of these.
+        ValueError: if the name is unknown.
     """
     if name in ATTENTION_ACTIVATIONS:
         return ATTENTION_ACTIVATIONS[name]
@@ -383,8 +368,6 @@ def get_attention_activation(name: str) -> AttentionActivation:
 
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns `"did you mean 'X'? "` if a choice is similar to `name`, else an empty string; `cutoff` is that of
-    `difflib`.
-    """
+    """Returns `"did you mean 'X'? "`, or an empty string if no choice is similar by `difflib`'s `cutoff`."""
     near = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""

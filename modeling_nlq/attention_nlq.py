@@ -23,47 +23,7 @@ from .ops_nlq import Operation
 from .parts_base_nlq import AttentionCall, ScoreBias
 
 
-# The squares of scores up to this power of 2, their sums, and quotients of these fit into float32.
-LARGE_SCORE = 40
-# Rows with larger sums of weights are computed again, from smaller queries (`keep_from_overflow`)
-LARGEST_SUM = 2.0**96
 ROWS = 256  # queries of a block of `nlq_rows`
-
-
-def keep_from_overflow(
-    query: torch.Tensor, key: torch.Tensor, scaling: float, activation: AttentionActivation, normalization: str
-) -> torch.Tensor:
-    """Divides the queries so that no sum of weights overflows, where this changes no weight.
-
-    Under the normaliser `"sum"`, a factor that all scores of a query share cancels if the activation is homogeneous.
-    Without the division, the square of a score of 1e20 overflows float32, although its share of the sum does not. The
-    divisors are powers of 2, which are exact, and 1 where no score can be large.
-
-    Args:
-        query, key, scaling: as in `eager_attention_forward`.
-        activation: a row of the table.
-        normalization: `"sum"`, `"length"` or `"none"`.
-    """
-    if normalization != "sum" or not activation.is_homogeneous or not key.numel() or not scaling:
-        return query
-    largest_key = _largest_exponent(key, dim=(-2, -1)).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    largest_score = _largest_exponent(query, dim=(-1,)) + largest_key + math.log2(abs(scaling) * query.shape[-1])
-    exponent = _exponent_above(largest_score)
-    # In two steps, because float32 has no power of 2 below 2^-126
-    half = (exponent / 2).ceil()
-    return query * torch.pow(2.0, -half).to(query.dtype) * torch.pow(2.0, half - exponent).to(query.dtype)
-
-
-def _largest_exponent(states: torch.Tensor, dim: tuple[int, ...]) -> torch.Tensor:
-    """Returns the base-2 logarithm of the largest absolute number along `dim`, which is kept."""
-    return torch.linalg.vector_norm(
-        states.detach(), math.inf, dim=dim, keepdim=True, dtype=_at_least_float32(states)
-    ).log2()
-
-
-def _exponent_above(largest: torch.Tensor) -> torch.Tensor:
-    """Returns the excess of logarithms over `LARGE_SCORE`, rounded up; 0 if there is none or they are not finite."""
-    return (largest - LARGE_SCORE).clamp(min=0.0).ceil().nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _at_least_float32(states: torch.Tensor) -> torch.dtype:
@@ -77,9 +37,11 @@ def attention_weights(
     activation: AttentionActivation,
     normalization: str,
     sink: torch.Tensor | float | None = None,
-    may_overflow: bool = False,
 ) -> torch.Tensor:
     """Computes the attention weights of any activation, in at least float32.
+
+    A query that sees no key, or whose sum of weights is below `zero_limit`, gets weights 0. Scores that overflow give
+    infinity or NaN.
 
     Args:
         scores: `(batch, heads, query, key)`, already scaled.
@@ -88,11 +50,6 @@ def attention_weights(
         activation: a row of the table.
         normalization: `"sum"`, `"length"` or `"none"`.
         sink: `(heads,)` logits whose `exp` joins softmax's denominator, or one number for all heads, or `None`.
-        may_overflow: whether sums of weights above `LARGEST_SUM` may make weights NaN, which is faster.
-
-    Returns:
-        Weights of the scores' shape. A query that sees no key, or whose normaliser is 0, gets weights 0. A sum counts
-        as 0 below `zero_limit`.
     """
     scores = scores.to(_at_least_float32(scores))
     if activation.name == "softmax":
@@ -123,14 +80,9 @@ def attention_weights(
     scores = hide(scores, visible, 0.0)
     if activation.subtract_log_count and normalization == "none":
         scores = scores - log_count
-    has_large_sums = normalization == "sum" and activation.is_homogeneous and scores.numel() > 0
-    if has_large_sums and not may_overflow:
-        scores = scores * torch.pow(2.0, -_exponent_above(_largest_exponent(scores, dim=(-1,))))
     weights = hide(activation.function(scores), visible, 0.0)
     if normalization == "sum":
         total = weights.sum(dim=-1, keepdim=True)
-        if has_large_sums and may_overflow:
-            total = total.masked_fill(total > LARGEST_SUM, torch.nan)
         is_zero = counts_as_zero(total)
         return weights.masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
     return weights / count if normalization == "length" else weights
@@ -147,13 +99,8 @@ def one_query_by_pytorch(
 ) -> torch.Tensor:
     """Computes attention of a single query, as in decoding: its weights are one row, so all of them fit into memory.
 
-    Where the sum of the weights is above `LARGEST_SUM`, the output is NaN (`tiled_nlq.attend_in_scale` calls this
-    again).
-
-    Args:
-        module, attention_mask, scaling, score_bias: as in `eager_attention_forward`.
-        query: `(batch, heads, 1, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`, which are not repeated for the heads that share them.
+    The arguments are those of `eager_attention_forward`. Keys and values are not repeated for the heads that share
+    them.
 
     Returns:
         The output `(batch, 1, heads, head_dim)`.
@@ -167,8 +114,7 @@ def one_query_by_pytorch(
     scores = scores.to(_at_least_float32(scores)) * scaling
     if score_bias is not None:
         scores = scores + score_bias.dense(scores.dtype)
-    options = (module.activation, module.normalization, module.sink)
-    weights = attention_weights(scores, visible, visible_count, *options, may_overflow=True)
+    weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
     output = torch.matmul(weights.to(query.dtype).view(*by_group[:3], key.shape[2]), value)
     return output.view(batch, 1, heads, head_dim).to(dtype)
 
@@ -187,12 +133,11 @@ def scores_and_weights(
     score_bias: ScoreBias | None = None,
     call: AttentionCall | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes scores and weights with what the parts of the layer make of them, `(batch, heads, query, key)` each.
+    """Computes scores and weights, changed by the parts of the layer: `(batch, heads, query, key)` each.
 
     Args:
-        module, scaling, score_bias, call: as in `eager_attention_forward`.
-        query: `(batch, heads, query, head_dim)`.
-        columns: `(batch, heads, query, ...)`, what a part put after the columns of the queries.
+        module, query, scaling, score_bias, call: as in `eager_attention_forward`.
+        columns: `(batch, heads, query, ...)`, the columns that a part appended to the queries.
         key: `(batch, heads, key, head_dim)`, repeated for the heads that share it.
         visible, visible_count: as in `attention_weights`.
     """
@@ -236,10 +181,8 @@ def eager_attention_forward(
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
     visible, visible_count = read_visible(attention_mask, query, key, module.is_causal)
-    columns = query[..., key.shape[-1] :]  # of parts that change weights; usually there are none
+    columns = query[..., key.shape[-1] :]  # appended by a part; usually there are none
     query = query[..., : key.shape[-1]]
-    if score_bias is None and (call is None or not call.layer.parts_with("change_scores")):
-        query = keep_from_overflow(query, key, scaling, module.activation, module.normalization)
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     _, weights = scores_and_weights(module, query, columns, key, visible, visible_count, scaling, score_bias, call)
@@ -251,11 +194,10 @@ def eager_attention_forward(
 def chunked_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, call=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention as `eager` does, for some queries at a time, in memory linear in the length; it returns no
-    weights.
+    """Computes what `eager` computes, a block of queries at a time, in memory linear in the length.
 
-    The weights of a block of queries are computed, used and forgotten, and backward computes them again. In causal
-    order the keys after the last query of a block are left out. The arguments are those of `eager_attention_forward`.
+    Backward computes the weights of a block again. In causal order the keys after the last query of a block are left
+    out. The arguments are those of `eager_attention_forward`. It returns no weights.
     """
 
     def attend(*inputs):
@@ -340,9 +282,7 @@ def flex_attention_with_log_forward(
     if needs_count:
         visible_count = visible_count.expand(query.shape[0], -1).clamp(min=1).float()
         log_count = visible_count.log() if normalization == "none" else None
-    if score_bias is None:
-        query = keep_from_overflow(query, key, scaling, activation, normalization)
-    else:
+    if score_bias is not None:
         # Each sum as a float32 number and what it leaves, because only differences count
         query_bias, key_bias = ((bias.float(), (bias - bias.float()).float()) for bias in score_bias)
 

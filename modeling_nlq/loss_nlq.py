@@ -1,9 +1,8 @@
 """The next-token loss on the CPU, a row or a few rows at a time.
 
-PyTorch's cross-entropy writes three more tensors of the logits' size, `(tokens, vocabulary)`: the log-softmax, the
-gradient of the chosen entries, and the gradient of the logits. Only the last is needed, and it is computed together
-with the loss. Working through slices that fit in the cache, the others never reach memory; `docs/benchmarks.md` has
-what that gains.
+PyTorch's cross-entropy writes three more tensors of the logits' size: the log-softmax, the gradient of the chosen
+entries, and the gradient of the logits. Only the last is needed. It is computed together with the loss, in slices that
+fit in the cache, so the others never reach memory.
 """
 
 import torch
@@ -55,10 +54,9 @@ loss_and_gradient = Operation("loss", loss_in_slices)
 
 
 class _Loss(torch.autograd.Function):
-    """The sum of the counted rows' negative log-likelihoods, divided by a count. It keeps its gradient instead of the
-    logits.
+    """The sum of the counted rows' negative log-likelihoods, divided by a count.
 
-    A caller may overwrite the logits before `backward`, also where PyTorch does not see it, such as through NumPy.
+    It keeps its gradient and not the logits, so a caller may overwrite them before `backward`, even through NumPy.
     """
 
     generate_vmap_rule = True
@@ -72,17 +70,12 @@ class _Loss(torch.autograd.Function):
         count: torch.Tensor,
         has_backward: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes a number, and the gradient of the logits.
+        """Returns the loss and the gradient of the logits, empty without `has_backward`.
 
-        Args:
-            logits: `(tokens, vocabulary)`.
-            anchor: a number in the graph of the logits.
-            targets: `(tokens,)` token ids.
-            is_counted: `(tokens,)` booleans.
-            count: the number to divide by.
-            has_backward: whether the gradient is wanted.
+        `logits` are `(tokens, vocabulary)`, `targets` and `is_counted` are `(tokens,)`, and `anchor` is a number in
+        the graph of the logits.
         """
-        # Without any label the loss is NaN, and the gradient is 0, as PyTorch's
+        # Without any label the loss is NaN and the gradient 0, as in PyTorch
         weights = torch.where(is_counted, 1.0 / count, 0.0) if has_backward else None
         losses, gradient = loss_and_gradient(logits, targets, weights)
         return losses.masked_fill(~is_counted, 0.0).sum() / count, gradient
@@ -95,8 +88,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None, None, None, None, None]:
         result, anchor = ctx.saved_tensors
-        # A new tensor also where the factor is 1: hooks may change what they get in place, and a retained graph is
-        # read again
+        # A new tensor even if the factor is 1: hooks may change it in place, and a retained graph is read again
         return result * OnceDifferentiable.apply(gradient, anchor, _NO_SECOND_DERIVATIVE), None, None, None, None, None
 
 
@@ -109,23 +101,18 @@ def causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs,
 ) -> torch.Tensor:
-    """Transformers' `ForCausalLMLoss`, by its own code except on the CPU.
-
-    On the CPU it has no second derivative.
+    """Returns Transformers' `ForCausalLMLoss`, in nats per token. On the CPU it has no second derivative.
 
     Args:
         logits: `(batch, length, vocabulary)`.
-        labels: `(batch, length)` token ids; place `i` is predicted at `i - 1`.
+        labels: `(batch, length)` token ids; token `i` is predicted at `i - 1`.
         vocab_size: size of the logits' last dimension.
-        num_items_in_batch: what to divide the sum by; by default the number of labels that are not ignored.
+        num_items_in_batch: what to divide the sum by. Defaults to the number of labels that are not ignored.
         ignore_index: label without a loss.
-        shift_labels: `(batch, length)` labels already in the place that predicts them, instead of `labels`.
-
-    Returns:
-        The mean negative log-likelihood, in nats per token.
+        shift_labels: `(batch, length)` labels shifted to the positions that predict them, instead of `labels`.
 
     Raises:
-        ValueError: if the labels' shape is not that of the logits without the vocabulary.
+        ValueError: if the shape of the labels is not `(batch, length)`.
     """
     is_plain = logits.device.type == "cpu" and type(logits) is torch.Tensor and not is_tracing(logits)
     # A gradient in float16 needs a scaled loss, so it cannot be computed before the scale is known

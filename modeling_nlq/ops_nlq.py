@@ -15,13 +15,7 @@ from .masking_nlq import Visibility, read_mask
 
 
 class Kernel(NamedTuple):
-    """One way to compute an operation.
-
-    Attributes:
-        name: its name in records of runs.
-        function: the computation.
-        computes: tells, from the same arguments, whether it can.
-    """
+    """One way to compute an operation; `computes` tells from the arguments of `function` whether it can."""
 
     name: str
     function: Callable
@@ -34,7 +28,7 @@ _used: dict[str, set[str]] = {}
 
 @torch.compiler.assume_constant_result
 def record_use(operation: str, kernel: str) -> None:
-    """Notes that a kernel is used. A compiled graph notes it when it is traced."""
+    """Notes that a kernel is used, in a compiled graph when it is traced."""
     _used.setdefault(operation, set()).add(kernel)
 
 
@@ -49,12 +43,7 @@ def forget_used_kernels() -> None:
 
 
 class Operation:
-    """A function that is computed by the first kernel that can.
-
-    Args:
-        name: its name in records of runs.
-        function: the computation by PyTorch, which takes every input.
-    """
+    """A function that is computed by the first kernel that can; PyTorch's takes every input and comes last."""
 
     def __init__(self, name: str, function: Callable):
         self.name = name
@@ -93,10 +82,9 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 def operator_namespace(files: Iterable[Path]) -> str:
-    """Returns the namespace of the operators of `torch.library` that these files define.
+    """Returns the namespace of the operators that these files define, from a hash of the code.
 
-    Operators belong to the whole process, which may have loaded other revisions of this code. The hash of all its
-    files tells them apart, and equal code shares operators.
+    Operators belong to the whole process, which may have loaded other revisions of this code.
     """
     return f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]}"
 
@@ -107,11 +95,7 @@ NAMESPACE = operator_namespace(Path(__file__).parent.glob("*_nlq.py"))
 def define_operator(name: str, schema: str, function: Callable, fake: Callable) -> Callable:
     """Returns an operator of `torch.library`, which `torch.compile` keeps as one node.
 
-    Args:
-        name: its name in `NAMESPACE`.
-        schema: its arguments and results, in PyTorch's words.
-        function: the computation, with these arguments.
-        fake: makes the results, empty, with the strides that `function` returns.
+    `fake` makes empty results with the strides that `function` returns.
     """
     operators = getattr(torch.ops, NAMESPACE)
     if not hasattr(operators, name):  # equal code may have defined it
@@ -158,7 +142,7 @@ class AttentionInputs(NamedTuple):
 _TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", str: "str", float: "float"}
 # The same as arguments of an operator of `torch.library`
 SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionInputs.__annotations__.items())
-# The first of them are differentiable, and the last ones are no tensors
+# The number of differentiable inputs, which come first, and of inputs that are not tensors, which come last
 _STATES, _OPTIONS = 5, 4
 _NO_SECOND_DERIVATIVE = (
     "this attention backend has no second derivative; set attn_implementation='eager', which has one"
@@ -169,19 +153,17 @@ class DifferentiableAttention:
     """A forward and a backward pass as one differentiable function.
 
     Args:
-        forward: `AttentionInputs` to the output `(batch, query, heads, head_dim)` and other tensors for `backward`.
-            Its operators need no gradients of their own.
-        backward: the gradient of the output, the same inputs and the results of `forward`, to the gradients of the
-            query, key, value and, if it knows them, biases.
-        seed_device: where the passes read the seed: `"cpu"`, or that of the query if `None`.
+        forward: maps `AttentionInputs` to the output `(batch, query, heads, head_dim)` and tensors for `backward`.
+        backward: maps the gradient of the output, the inputs and the results of `forward` to the gradients of query,
+            key, value and, if it supports them, biases.
+        seed_device: where the passes read the seed. Defaults to the device of the query.
     """
 
     def __init__(self, forward: Callable, backward: Callable, seed_device: str | None = None):
         self.forward, self.seed_device = forward, seed_device
 
         class Attention(torch.autograd.Function):
-            # Forward-mode differentiation would silently skip a backward formula of the operator itself; it refuses
-            # this class
+            # A backward formula of the operator itself would be skipped silently in forward mode
             generate_vmap_rule = True
 
             @staticmethod
@@ -201,16 +183,16 @@ class DifferentiableAttention:
                 with torch.no_grad():
                     gradients = backward(gradient, inputs, saved[count - _OPTIONS :])
                 if torch.is_grad_enabled():  # `create_graph=True`
-                    anchor = sum(one[:0].sum() for one in inputs[:_STATES] if one is not None)
-                    gradients = [OnceDifferentiable.apply(one, anchor, _NO_SECOND_DERIVATIVE) for one in gradients]
-                # An operator cannot return None for a bias that there is not
-                given = [None if one is None else other for one, other in zip(inputs[:_STATES], gradients)]
-                return (*given, *[None] * (count - len(given)))
+                    anchor = sum(states[:0].sum() for states in inputs[:_STATES] if states is not None)
+                    gradients = [OnceDifferentiable.apply(grad, anchor, _NO_SECOND_DERIVATIVE) for grad in gradients]
+                # An operator cannot return None as the gradient of a missing bias
+                gradients = [None if states is None else grad for states, grad in zip(inputs[:_STATES], gradients)]
+                return (*gradients, *[None] * (count - len(gradients)))
 
         self.function = Attention
 
     def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
-        """Returns the output `(batch, query, heads, head_dim)`; the arguments are those of the backends' functions."""
+        """Returns the output `(batch, query, heads, head_dim)`, from the arguments of a backend's function."""
         mask, visible_count = read_mask(attention_mask, query, key, module.is_causal)
         if isinstance(mask, Visibility):
             masks = (mask.last_key, mask.key_is_valid, mask.first_key, None)
@@ -221,16 +203,15 @@ class DifferentiableAttention:
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))
         inputs = AttentionInputs(query, key, value, *score_bias or (None, None), visible_count, *masks, seed, *options)
         # Dynamo (torch 2.13) fails on such a class without gradients, where the operator alone is enough
-        has_gradient = torch.is_grad_enabled() and any(
-            one is not None and one.requires_grad for one in inputs[:_STATES]
-        )
+        tensors = [states for states in inputs[:_STATES] if states is not None]
+        has_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in tensors)
         is_plain = torch.compiler.is_compiling() and not has_gradient
         output, *_ = self.forward(inputs) if is_plain else self.function.apply(*inputs)
         return output
 
 
 def autocast_dtype(states: torch.Tensor) -> torch.dtype:
-    """Returns the type that autocast casts a tensor to, if it is on; else that of the tensor."""
+    """Returns the dtype that autocast casts a tensor to, or the tensor's if autocast is off."""
     device_type = states.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises on a meta device
         return torch.get_autocast_dtype(device_type)
@@ -238,5 +219,5 @@ def autocast_dtype(states: torch.Tensor) -> torch.dtype:
 
 
 def in_autocast_precision(*states: torch.Tensor) -> list[torch.Tensor]:
-    """Casts the tensors as autocast would, if it is on. It does not know our operators."""
+    """Casts tensors as autocast would: it does not know our operators."""
     return [tensor.to(autocast_dtype(tensor)) for tensor in states]

@@ -2,10 +2,9 @@
 length.
 
 Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep
-only sums over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as pairs
-above the causal diagonal, before a window or in other packed documents. So with a window the cost is linear in the
-length. Unlike softmax, an elementwise `phi` needs no maximum over the row, so nothing is rescaled between tiles
-(compare Dao et al. 2022, arXiv 2205.14135).
+only sums over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as those
+above the causal diagonal, so with a window the cost is linear in the length. An elementwise `phi` needs no maximum
+over the row, so nothing is rescaled between tiles; softmax is (Dao et al. 2022, arXiv 2205.14135).
 
 With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G = dO / Z`,
 
@@ -14,7 +13,7 @@ With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G =
 where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T - rowsum(G * O)`. A bias of the scores,
 `query_i - key_j`, has the sums of `dS` over rows and columns as its gradients.
 
-Softmax is rescaled between tiles. Its `Z` is part of `P`: backward subtracts the logarithm of `Z` from the scores.
+For softmax `P` includes `1 / Z`: backward subtracts `log Z` from the scores.
 
 Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, and the queries of a group share its
 keys.
@@ -23,14 +22,13 @@ keys.
 import bisect
 import functools
 import math
-import operator
+from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import counts_as_zero, exp_, get_attention_activation, zero_limit
-from .attention_nlq import LARGEST_SUM, keep_from_overflow, one_query_attention, one_query_by_pytorch
+from .attention_nlq import one_query_attention, one_query_by_pytorch
 from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_operator, in_autocast_precision
 
 
@@ -42,7 +40,9 @@ def _cut(length: int, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-_start, _end = operator.itemgetter(0), operator.itemgetter(1)
+def _reduce_tiles(tensor: torch.Tensor, tiles: list[tuple[int, int]], reduce: Callable) -> list:
+    """Returns a number for each tile. All are read from the device at once, because each read makes a GPU wait."""
+    return torch.stack([reduce(tensor[:, start:end]) for start, end in tiles]).tolist()
 
 
 class _Tiles:
@@ -56,33 +56,29 @@ class _Tiles:
         self.key_tiles = _cut(key_length, tile * tile // query_tile)  # one query against a long cache takes few tiles
         self.last_key, self.first_key = inputs.last_key, inputs.first_key
         self.key_is_valid, self.visible = inputs.key_is_valid, inputs.visible
-        # Read from the device once for all tiles, because each read makes a GPU wait
         if self.visible is None:
             self.key_index = torch.arange(key_length, device=inputs.key.device)
         if self.last_key is not None:
-            tiles = [self.last_key[:, start:end] for start, end in self.query_tiles]
-            self.first_end = torch.stack([tile.min() for tile in tiles]).tolist()
-            self.last_end = torch.stack([tile.max() for tile in tiles]).tolist()
+            self.first_end = _reduce_tiles(self.last_key, self.query_tiles, torch.min)
+            self.last_end = _reduce_tiles(self.last_key, self.query_tiles, torch.max)
         if self.key_is_valid is not None:
-            tiles = [self.key_is_valid[:, start:end] for start, end in self.key_tiles]
-            self.is_any_valid = torch.stack([tile.any() for tile in tiles]).tolist()
-            self.are_all_valid = torch.stack([tile.all() for tile in tiles]).tolist()
+            self.is_any_valid = _reduce_tiles(self.key_is_valid, self.key_tiles, torch.any)
+            self.are_all_valid = _reduce_tiles(self.key_is_valid, self.key_tiles, torch.all)
         if self.first_key is not None:
-            tiles = [self.first_key[:, start:end] for start, end in self.query_tiles]
-            self.first_start = torch.stack([tile.min() for tile in tiles]).tolist()
-            self.last_start = torch.stack([tile.max() for tile in tiles]).tolist()
+            self.first_start = _reduce_tiles(self.first_key, self.query_tiles, torch.min)
+            self.last_start = _reduce_tiles(self.first_key, self.query_tiles, torch.max)
 
     def key_tiles_of(self, i: int) -> list[int]:
-        """Returns the tiles of keys that some query of a tile sees, as far as tiles can tell."""
+        """Returns the tiles of keys that some query of a tile may see."""
         first, last = 0, len(self.key_tiles)
         if self.last_key is not None:
-            last = bisect.bisect_right(self.key_tiles, self.last_end[i], key=_start)
+            last = bisect.bisect_right(self.key_tiles, self.last_end[i], key=lambda tile: tile[0])
         if self.first_key is not None:
-            first = bisect.bisect_right(self.key_tiles, self.first_start[i], key=_end)
+            first = bisect.bisect_right(self.key_tiles, self.first_start[i], key=lambda tile: tile[1])
         return [j for j in range(first, last) if not self._is_hidden(i, j)]
 
     def query_tiles_of(self, j: int) -> list[int]:
-        """Returns the tiles of queries that see some key of a tile, as far as tiles can tell."""
+        """Returns the tiles of queries that may see some key of a tile."""
         first, last = 0, len(self.query_tiles)
         if self.last_key is not None:
             first = bisect.bisect_left(self.last_end, self.key_tiles[j][0])
@@ -125,7 +121,7 @@ class _TiledCall(_Tiles):
         self.is_softmax = self.activation.name == "softmax"
         self.scaling, self.dropout = inputs.scaling, inputs.dropout
         self.seed = None if inputs.seed is None else int(inputs.seed)
-        # Sums are taken in at least float32. Float16 has no room for weights that are not normalised yet.
+        # Float16 has no room for weights that are not normalised yet
         self.sum_dtype = torch.promote_types(inputs.query.dtype, torch.float32)
         self.dtype = self.sum_dtype if inputs.query.dtype == torch.float16 else inputs.query.dtype
         self.query = self.by_group(inputs.query).to(self.dtype).contiguous()
@@ -149,9 +145,7 @@ class _TiledCall(_Tiles):
         return tensor.unflatten(1, self.shape[1:]).flatten(0, 1)
 
     def rows(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
-        """Returns the rows of a query tile for all heads of a group:
-        `(batch * key_value_heads, group * query tile, ...)`.
-        """
+        """Returns the rows of a query tile, `(batch * key_value_heads, group * query tile, ...)`."""
         start, end = self.query_tiles[i]
         return tensor[:, :, start:end].flatten(1, 2)
 
@@ -175,11 +169,10 @@ class _TiledCall(_Tiles):
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
         bias = None if self.log_count is None else -self.log_count[..., start:end, None]
         if self.query_bias is not None:
-            # Both sums count from the tile's first query, so that numbers that matter are small
-            biases = (self.query_bias[..., start:end], self.key_bias[..., key_start:key_end])
-            by_query, by_key = (
-                self._by_head((one - self.query_bias[..., start : start + 1]).to(self.sum_dtype)) for one in biases
-            )
+            # Both biases count from the tile's first query, so that float32 is exact enough
+            first = self.query_bias[..., start : start + 1]
+            by_query = self._by_head((self.query_bias[..., start:end] - first).to(self.sum_dtype))
+            by_key = self._by_head((self.key_bias[..., key_start:key_end] - first).to(self.sum_dtype))
             if self.log_normalizer is not None:
                 by_query = by_query - self._by_head(self.log_normalizer[..., start:end])
             bias = (by_query[..., None] if bias is None else bias + by_query[..., None]) - by_key[..., None, :]
@@ -217,9 +210,7 @@ class _TiledCall(_Tiles):
         return gradient if factors is None else gradient.mul_(factors)
 
     def dropout_factors(self, i: int, j: int) -> torch.Tensor | None:
-        """Returns dropout's factors of a pair's weights. Each pair has its own seed, so every pass draws the same
-        factors.
-        """
+        """Returns dropout's factors of a pair's weights. The seed is the pair's, so that backward draws them again."""
         if self.dropout == 0.0:
             return None
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
@@ -229,20 +220,14 @@ class _TiledCall(_Tiles):
         return factors.bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
 
     def delta(self, scaled: torch.Tensor, output: torch.Tensor, inverse_normalizer: torch.Tensor) -> torch.Tensor:
-        """Returns `rowsum(G * O)`, the mean of `G V^T` weighted with `P / Z`:
-        `(batch * key_value_heads, group, query, 1)`.
+        """Returns `rowsum(G * O)`, the mean of `G V^T` weighted with `P / Z`, which FlashAttention calls delta.
 
-        FlashAttention calls it delta.
-
-        Args:
-            scaled: `G`, `(batch * key_value_heads, group, query, head_dim)`.
-            output: `O`, `(batch, query, heads, head_dim)`.
-            inverse_normalizer: `1 / Z`, `(batch, heads, query)`.
+        It has the shape `(batch * key_value_heads, group, query, 1)`; `scaled` is `G`, with head_dim at the end.
         """
         if output.dtype == self.sum_dtype:
             return (scaled * self.by_group(output.transpose(1, 2))).sum(dim=-1, keepdim=True)
-        # The rounding of `G V^T` must cancel, because `phi' / Z`, the next factor, has no bound. So this is the mean
-        # of exactly the numbers that it is subtracted from
+        # `phi' / Z`, the next factor, is unbounded, so the rounding of `G V^T` must cancel: this is the mean of the
+        # same rounded numbers
         delta = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
         for i, (start, end) in enumerate(self.query_tiles):
             rows = self.rows(scaled, i)
@@ -260,7 +245,7 @@ class _TiledCall(_Tiles):
 
 
 def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and `1 / Z`, or `log Z` of softmax, as `_new_results` makes them."""
+    """Returns the output and `1 / Z`, for softmax `log Z`, in the shapes of `_new_results`."""
     normalization = inputs.normalization
     output, inverse_normalizer = _new_results(*inputs)
     with torch.autocast(inputs.query.device.type, enabled=False):
@@ -282,10 +267,7 @@ def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tenso
                 call.add_product(weighted, weights, call.columns(call.value, j))
             total = total.view(*call.shape, end - start)
             if normalization == "sum":
-                # A gradient divided by a larger sum, or a row divided by an infinite sum, would silently be 0
                 tile_inverse = torch.where(counts_as_zero(total), 0.0, 1.0 / total)
-                if call.activation.is_homogeneous:
-                    tile_inverse.masked_fill_(total > LARGEST_SUM, torch.nan)
             elif normalization == "length":
                 tile_inverse = (1.0 / call.count[..., start:end]).expand_as(total)
             else:
@@ -297,8 +279,9 @@ def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and `log Z` of a query tile, `(batch * key_value_heads, group * query tile, ...)`; 0 without
-    keys.
+    """Returns the output and `log Z` of a query tile, `(batch * key_value_heads, group * query tile, ...)`.
+
+    Both are 0 for a query without keys.
     """
     weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
     total = torch.zeros_like(weighted[..., 0])
@@ -320,9 +303,7 @@ def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tens
 def _tiled_attention_backward(
     gradient: torch.Tensor, inputs: AttentionInputs, results: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key, value and the biases, in their shapes, given that of the output; empty without a
-    bias.
-    """
+    """Returns the gradients of query, key, value and the biases, in their shapes; empty tensors without a bias."""
     output, inverse_normalizer = results
     query, key, value, *biases = inputs[:5]
     with torch.autocast(query.device.type, enabled=False):
@@ -369,7 +350,7 @@ def _tiled_attention_backward(
 
 
 def _new_results(query: torch.Tensor, *others) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes the results, empty: the output `(batch, query, heads, head_dim)`, and `1 / Z`, `(batch, heads, query)`."""
+    """Makes the empty output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
     batch, heads, query_length, head_dim = query.shape
     inverse_normalizer = query.new_empty(
         batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32)
@@ -404,43 +385,20 @@ _attention = DifferentiableAttention(
 def tiled_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Attention for every elementwise activation, and softmax without a sink, in memory linear in the length.
+    """Computes every elementwise activation, and softmax without a sink, in memory linear in the length.
 
-    The arguments are those of `eager_attention_forward`. Dropout is drawn from PyTorch's random number generator.
-
-    Returns:
-        The output `(batch, query, heads, head_dim)`, and no weights.
+    The arguments are those of `eager_attention_forward`. It returns the output and no weights.
     """
-    inputs = (module, query, key, value, attention_mask, scaling, dropout)
-    return attend_in_scale(_attention.attend, *inputs, score_bias), None
+    inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)
+    return attend_in_tiles(_attention, *inputs), None
 
 
-def attend_in_scale(
-    attend, module, query, key, value, attention_mask, scaling, dropout, score_bias=None
+def attend_in_tiles(
+    attention: DifferentiableAttention, module, query, key, value, attention_mask, scaling, dropout, score_bias=None
 ) -> torch.Tensor:
-    """Returns the output of an attention function with the arguments of `tiled_attention_forward`.
-
-    It computes a single query by an operation of its own, and calls the function again, with smaller queries, where
-    sums of weights overflow. It casts inputs as autocast would.
-    """
+    """Computes a single query by its own operation and several by `attention`, in the precision of autocast."""
     query, key, value = in_autocast_precision(query, key, value)
-    inputs = (key, value, attention_mask, scaling)
-    if query.shape[2] == 1 and not (dropout and module.training):
-        # A single query needs no tiles, and hardly any memory
-        attend = (
-            one_query_attention
-            if score_bias is None
-            else functools.partial(one_query_by_pytorch, score_bias=score_bias)
-        )
-    else:
-        inputs += (dropout, score_bias)
-    activation, normalization = module.activation, module.normalization
-    # With a bias, no common factor of the scores leaves the weights as they are
-    if score_bias is not None or normalization != "sum" or not activation.is_homogeneous:
-        return attend(module, query, *inputs)
-    rescaled = functools.partial(keep_from_overflow, query, key, scaling, activation, normalization)
-    if is_tracing(query) or query.is_meta:
-        return attend(module, rescaled(), *inputs)
-    # Sums rarely overflow. Looking for large keys first would cost a third of the time of decoding
-    output = attend(module, query, *inputs)
-    return output if output.isfinite().all() else attend(module, rescaled(), *inputs)
+    inputs = (module, query, key, value, attention_mask, scaling)
+    if query.shape[2] != 1 or (dropout and module.training):
+        return attention.attend(*inputs, dropout, score_bias)
+    return one_query_attention(*inputs) if score_bias is None else one_query_by_pytorch(*inputs, score_bias)

@@ -89,7 +89,7 @@ def test_training_step(monkeypatch, capsys):
     }
     monkeypatch.setitem(training_step.SHAPES, "small", shape)
     peak = 0.001
-    words = ["--rounds", "3", "--trainer_steps", "0", "--dtype", "bfloat16"]
+    words = ["--rounds", "3", "--dtype", "bfloat16"]
     assert training_step.main([*words, "--peak", str(peak)]) == 0
     lines = {line.split("  ")[0]: line.split("  ")[1:] for line in capsys.readouterr().out.splitlines()}
     flops = 6 * (2 * 12 * 32**2 + 96 * 32) + 2 * 12 * 64 * 32

@@ -11,8 +11,7 @@ from support.attention_cases import ALL_COMBINATIONS, combinations, error, layer
 from support.grids import slow_except
 from torch.utils.data import DataLoader, Dataset
 
-from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
-from modeling_nlq.attention_nlq import one_query_attention
+from modeling_nlq.attention_nlq import one_query_attention, one_query_by_pytorch
 from modeling_nlq.kernels.cpu import build, cpu_ops
 from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS
 from modeling_nlq.loss_nlq import loss_and_gradient
@@ -64,21 +63,23 @@ class TestOneQuery:
             given = None if masked is None else visible if masked == "heads" else visible[:, :1]
             assert error(attend(layer(activation, normalization), *states, given, 0.3), expected) < 2e-6
 
-    @pytest.mark.parametrize("name", [name for name in ACTIVATIONS if ATTENTION_ACTIVATIONS[name].is_homogeneous])
-    def test_large_scores(self, name):
-        """Squares of scores may overflow, the scores themselves may not."""
-        query, key, value = one_query(1, 2, 2, 9, 16)
-        module = layer(name, "sum")
-        expected = attend(module, query, key, value, None, 1.0)
-        torch.testing.assert_close(attend(module, query * 2.0**90, key, value, None, 1.0), expected)
-        assert attend(module, query * 2.0**90, key * 2.0**90, value, None, 1.0).isnan().all()
-
     @pytest.mark.parametrize("name", ACTIVATIONS)
-    def test_not_a_number(self, name):
+    def test_nan_stays_in_its_head(self, name):
         query, key, value = one_query(1, 2, 2, 9, 16)
         query[:, 0] = torch.nan
         output = attend(layer(name, "length"), query, key, value, None, 1.0)
         assert output[:, :, 0].isnan().all() and not output[:, :, 1].isnan().any()
+
+    @pytest.mark.parametrize("size", [2.0**40, 2.0**70])
+    @pytest.mark.parametrize("normalization", ["sum", "length"])
+    def test_overflow_gives_what_pytorch_gives(self, size, normalization):
+        """The squares of the scores, or the scores themselves, are infinite in float32."""
+        module = layer("squared", normalization)
+        query, key, value = (states.abs() for states in one_query(1, 2, 2, 9, 16))
+        inputs = (query * size, key * size, value, None, 1.0)
+        expected = one_query_by_pytorch(module, *inputs)
+        assert not expected.isfinite().any()
+        torch.testing.assert_close(attend(module, *inputs), expected, equal_nan=True)
 
     def test_left_to_pytorch(self, monkeypatch):
         states, module = one_query(1, 2, 2, 9, 16), layer("relu", "length")
@@ -99,8 +100,6 @@ class TestOneQuery:
 @needs_compiler
 @pytest.mark.usefixtures("no_grad")
 class TestOperators:
-    """Use by PyTorch's transformations, and labels that are none."""
-
     def test_vmap(self):
         logits, targets, weights = torch.randn(3, 5, 7), torch.randint(7, (3, 5)), torch.rand(3, 5)
         found = torch.func.vmap(loss_and_gradient)(logits, targets, weights)

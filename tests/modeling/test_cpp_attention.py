@@ -64,19 +64,16 @@ class TestAgreement:
     @parametrize_grid(
         {"head_dim": (1, 8, 40, 64, 80, 128), "layout": SOME_LAYOUTS, "dtype": ("float32", "bfloat16")}, strength=1
     )
-    def test_head_dims(self, cpp_passes, head_dim, layout, dtype):
+    def test_head_dims_agree_with_the_formulas(self, cpp_passes, head_dim, layout, dtype):
         agrees(layout, ("softplus", "sum"), layout.states(getattr(torch, dtype), head_dim))
         # bfloat16 is multiplied in pairs
         assert cpp_passes == ([] if (dtype, head_dim) == ("bfloat16", 1) else BOTH)
 
-    @pytest.mark.parametrize("layout", [LONG_LAYOUTS[name] for name in ("padding", "packed", "many_heads")])
-    def test_long_sequences_in_bfloat16(self, cpp_passes, layout):
-        agrees(layout, ("relu", "sum"), layout.states(torch.bfloat16, head_dim=16))
-        assert cpp_passes
-
     @pytest.mark.parametrize("layout", LONG_LAYOUTS.values(), ids=LONG_LAYOUTS)
-    def test_long_sequences_of_softmax(self, cpp_passes, layout):
-        agrees(layout, ("softmax", "sum"), layout.states(torch.float32, head_dim=16))
+    @pytest.mark.parametrize("pair, dtype", [(("relu", "sum"), torch.bfloat16), (("softmax", "sum"), torch.float32)])
+    def test_long_sequences(self, cpp_passes, layout, pair, dtype):
+        agrees(layout, pair, layout.states(dtype, head_dim=16))
+        assert cpp_passes or layout.query_length == 1
 
     @two_dtypes
     @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -89,7 +86,7 @@ class TestAgreement:
 
     @two_dtypes
     def test_strides(self, cpp_passes, dtype):
-        """Rows in pieces, heads and lengths in any order, and gradients that are one number."""
+        """Any order of axes in memory, and an expanded gradient."""
         layout = LAYOUTS["grouped_queries"]
         module, states = layer_for(layout, "sigmoid"), layout.states(dtype, head_dim=6)
 
@@ -107,36 +104,23 @@ class TestAgreement:
         for expand in (False, True):
             expected = run_with([0, 1, 2, 3], expand)
             for order in ([0, 2, 1, 3], [3, 2, 1, 0], [1, 3, 0, 2]):
-                assert all(
-                    torch.equal(one, other) for one, other in zip(run_with(order, expand), expected, strict=True)
-                )
+                assert all(torch.equal(*pair) for pair in zip(run_with(order, expand), expected, strict=True))
 
 
 class TestSoftmax:
     """`nlq` hands softmax to these kernels where they are."""
 
     def test_extreme_scores(self, cpp_passes):
-        """Scores that float32 barely holds give weights of 0 and 1; what is not a number stays so."""
+        """Scores that float32 barely holds give weights of 0 and 1, and NaN stays NaN."""
         query, key, value = (torch.randn(1, 2, 5, 4) for _ in range(3))
-        module, function = layer("softmax"), functools.partial(attend_in_cpp, layer("softmax"))
-        one = function(query * 1e37, key, value, scaling=1.0)
-        torch.testing.assert_close(one, attend("eager", module, query * 1e37, key, value, scaling=1.0))
+        module = layer("softmax")
+        output = attend_in_cpp(module, query * 1e37, key, value, scaling=1.0)
+        torch.testing.assert_close(output, attend("eager", module, query * 1e37, key, value, scaling=1.0))
         # A query that sees one key gets its value, however the score is rounded
-        one = function(query * 1e10, key, value, scaling=0.3)
-        assert torch.equal(one[:, 0], value[:, :, 0])
+        assert torch.equal(attend_in_cpp(module, query * 1e10, key, value, scaling=0.3)[:, 0], value[:, :, 0])
         query[0, 0, 3] = torch.nan
-        one = function(query, key, value, scaling=1.0)
-        assert one[0, 3, 0].isnan().all() and one.isnan().sum() == 4
-
-    def test_refused(self, monkeypatch):
-        states, module = [torch.randn(1, 1, 3, 4) for _ in range(3)], layer("softmax")
-        module.config._attn_implementation = "nlq_cpp"
-        for call in (
-            lambda: [tensor.double() for tensor in states],
-            lambda: monkeypatch.setenv("NLQ_CPP", "0") or states,
-        ):
-            with pytest.raises(ValueError, match=r"'nlq_cpp' .* computes float32 and bfloat16"):
-                attend_in_cpp(module, *call())
+        output = attend_in_cpp(module, query, key, value, scaling=1.0)
+        assert output[0, 3, 0].isnan().all() and output.isnan().sum() == 4
 
     @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
     def test_model(self, cpp_passes, precision):
@@ -188,7 +172,7 @@ class TestFunctions:
 
     @two_dtypes
     def test_not_finite(self, cpp_passes, monkeypatch, activation, dtype):
-        """Scores that are huge, infinite or not a number give what PyTorch's operators give."""
+        """Scores that are huge, infinite or NaN give what PyTorch's operators give."""
         scores = torch.tensor([1e20, -1e20, 3e38, -3e38, 200.0, -200.0, torch.inf, -torch.inf, torch.nan])
         actual = values_and_slopes(activation, scores, dtype)
         monkeypatch.setenv("NLQ_CPP", "0")
@@ -199,20 +183,15 @@ class TestFunctions:
 
 @two_dtypes
 def test_threads_change_nothing(cpp_passes, dtype):
-    layout = LONG_LAYOUTS["many_heads"]
-    module, states, found, threads = (
-        layer_for(layout, "softplus"),
-        layout.states(dtype, 8),
-        [],
-        torch.get_num_threads(),
-    )
+    layout, threads, results = LONG_LAYOUTS["many_heads"], torch.get_num_threads(), []
+    module, states = layer_for(layout, "softplus"), layout.states(dtype, 8)
     try:
         for number in (1, 2, 5):
             torch.set_num_threads(number)
-            found.append(run("nlq_cpp", layout, module, states))
+            results.append(run("nlq_cpp", layout, module, states))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(one, other) for actual in found[1:] for one, other in zip(actual, found[0], strict=True))
+    assert all(torch.equal(*pair) for actual in results[1:] for pair in zip(actual, results[0], strict=True))
 
 
 @pytest.mark.parametrize("activation", ["squared", "relu_squared", "softplus"])
@@ -231,16 +210,19 @@ def test_mean_gradient_cancels(cpp_passes, activation):
         assert (gradient.float().abs() <= 2**-14 * largest[..., None] * states_of_other.float().abs()).all()
 
 
-@pytest.mark.parametrize("without", ["_multiplies", None])
-def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, without):
-    if without is None:
+@pytest.mark.parametrize("reason", ["no kernels", "switched off"])
+def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, reason):
+    """`nlq` computes by PyTorch, and `nlq_cpp` by name is refused."""
+    if reason == "switched off":
         monkeypatch.setenv("NLQ_CPP", "0")
     else:
-        monkeypatch.setattr(cpu_ops, without, lambda *_: False)
-    layout = LAYOUTS["causal"]
-    states = layout.states()
-    agrees(layout, ("relu", "length"), states)
+        monkeypatch.setattr(cpu_ops, "_multiplies", lambda is_half: False)
+    layout, module = LAYOUTS["causal"], layer("softmax")
+    agrees(layout, ("relu", "length"), layout.states())
     assert not cpp_passes
+    module.config._attn_implementation = "nlq_cpp"
+    with pytest.raises(ValueError, match=r"'nlq_cpp' .* computes float32 and bfloat16"):
+        attend_in_cpp(module, *layout.states())
 
 
 class TestTransforms:
@@ -258,7 +240,7 @@ class TestTransforms:
             is_dense = isinstance(mask, torch.Tensor)
             masks = (None, None, None, mask) if is_dense else (mask.last_key, mask.key_is_valid, mask.first_key, None)
             bias = count.float().clamp(min=1).log()
-            inputs = (query, key, value, bias, None, *masks, "sigmoid", "none", SCALING, 1e9, 64, 64)
+            inputs = (query, key, value, bias, None, *masks, "sigmoid", "none", SCALING, 64, 64)
             torch.library.opcheck(cpu_ops.operators.attention.default, inputs)
             results = cpu_ops.operators.attention(*inputs)
             options = ("sigmoid", "none", SCALING, 64, 64)

@@ -236,10 +236,6 @@ LONG_LAYOUTS = {
     "one_query_long_cache": chunk(1, 600, 599, heads=4),
     "many_heads": chunk(141, 141, 0, batch=3, heads=11, key_value_heads=1),
 }
-# A sum of weights that is too small to divide by
-almost_nothing = pytest.mark.parametrize(
-    "activation, score", [("relu", 1e-40), ("relu_squared", 1e-21), ("squared", -1e-21), ("softplus", -95.0)]
-)
 # One of each normaliser; the first has a bias, the second a mean gradient
 THREE = [("sigmoid", "none"), ("softplus", "sum"), ("gelu", "length")]
 SCALING = 0.5  # a power of two: exact in every precision

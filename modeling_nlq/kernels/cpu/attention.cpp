@@ -46,7 +46,7 @@ struct Call {
   Index threads, batch, heads, key_value_heads, queries, keys, width, query_tile, key_tile;
   Index activation;   // its row of `ROWS`
   bool is_sum, is_softmax;
-  double scaling, largest_sum;
+  double scaling;
   States query, key, value, bias, key_is_valid, first_key, last_key, visible;
   // For softmax, `inverse_normalizer` is the logarithm of the sum of exponentials
   States output, remainder, inverse_normalizer;
@@ -381,8 +381,7 @@ void forward(const Call& call) {
       float* inverse = at<float>(call.inverse_normalizer, batch, head, query);
       for (Index i = 0; i < queries; i++) {
         const float total = totals.data[i];
-        // A gradient divided by a larger sum, or a row divided by an infinite sum, would silently be 0
-        if (call.is_sum) inverse[i] = total < ZERO_LIMIT ? 0 : total > float(call.largest_sum) ? NAN : 1 / total;
+        if (call.is_sum) inverse[i] = total < ZERO_LIMIT ? 0 : 1 / total;
         const float scale = inverse[i];
         if (call.is_softmax) inverse[i] = scale == 0 ? INFINITY : biases.data[i] + std::log(total);
         T* output = at<T>(call.output, batch, head, query + i);
@@ -560,8 +559,8 @@ bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFl
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias,
     const Optional& inverse_count, const Optional& last_key, const Optional& key_is_valid, const Optional& first_key,
-    const Optional& visible, std::string_view activation, std::string_view normalization, double scaling, double largest_sum,
-    Index query_tile, Index key_tile) {
+    const Optional& visible, std::string_view activation, std::string_view normalization, double scaling, Index query_tile,
+    Index key_tile) {
   Arguments arguments(
       query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
@@ -573,7 +572,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
   if (inverse_count) normalizer.copy_(*inverse_count);
   const at::Tensor subtracted = bias ? bias->to(at::kFloat) : normalizer.new_zeros({1, 1, call.queries});
   call.bias = arguments.keep(subtracted.contiguous().expand(rows));
-  call.largest_sum = largest_sum;
   call.output = arguments.keep(output.transpose(1, 2));
   if (has_remainder) call.remainder = arguments.keep(remainder.transpose(1, 2));
   call.inverse_normalizer = States(normalizer);
@@ -630,7 +628,7 @@ TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
       attention,
       "(Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? inverse_count, Tensor? last_key, "
       "Tensor? key_is_valid, Tensor? first_key, Tensor? visible, str activation, str normalization, float scaling, "
-      "float largest_sum, int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)");
+      "int query_tile, int key_tile) -> (Tensor, Tensor, Tensor)");
   NLQ_OPERATOR(
       attention_backward,
       "(Tensor gradient, Tensor query, Tensor key, Tensor value, Tensor output, Tensor remainder, Tensor normalizer, "

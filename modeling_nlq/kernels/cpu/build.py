@@ -1,9 +1,8 @@
 """Compiles the C++ operators of this folder into one library, once per machine.
 
-They are optional and for Linux. They replace PyTorch code that computes the same, and where they cannot be compiled,
-that code stays. Compiling, by `nlq build` or at the first use of an operator, needs a C++ compiler and takes up to a
-minute. The library is kept in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`, where no other user may
-be able to write. The variable `NLQ_CPP=0` turns it off.
+They are optional and for Linux; without them PyTorch computes the same. `nlq build` or the first use of an operator
+compiles them, in up to a minute. The library lies in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`,
+and is not loaded if another user can write it.
 """
 
 import contextlib
@@ -26,9 +25,9 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 FOLDER = Path(__file__).parent
+TORCH = Path(torch.__file__).parent
 
-# Instructions by what PyTorch itself uses here. Not those of the compiler's machine, because several may share the
-# folder
+# Not `-march=native`, because machines with other instructions may share the folder
 _TARGETS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
 _WITHOUT_AVX512 = ("-DNLQ_PLAIN_PRODUCTS",)  # products as loops, which only tests use: PyTorch's need AVX-512
 # Without -ffast-math, because NaN and infinity have a meaning here
@@ -51,14 +50,7 @@ def is_enabled() -> bool:
 
 @functools.cache
 def load(namespace: str) -> bool:
-    """Loads the library, which registers its operators, and compiles it first if that was not done before.
-
-    Args:
-        namespace: namespace of the operators.
-
-    Returns:
-        False, with a warning, if it cannot be compiled.
-    """
+    """Loads the library, which registers its operators, and compiles it if needed; false with a warning on failure."""
     library = library_file(namespace)
     try:
         if not library.exists():
@@ -76,9 +68,9 @@ def load(namespace: str) -> bool:
 
 
 def is_private(place: int | Path) -> bool:
-    """Tells whether only this user and root can write a file or folder, given by its path or descriptor.
+    """Tells whether only this user and root can write a file or folder.
 
-    The owner's own group may write, as with a umask of 002: one of the owner's name, without other members.
+    A group of the owner's name without other members may write it too, as with a umask of 002.
     """
     if sys.platform == "win32":  # which has no such permissions
         return True
@@ -102,17 +94,15 @@ def _open_library(library: Path) -> None:
 
 
 def _first_error(error: Exception) -> str:
-    """What an error of a compiler or of the system says, in one line."""
+    """Returns the first error of a compiler, or the text of another error."""
     lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line.lower()]
     return lines[0] if lines else str(error)
 
 
 def library_file(namespace: str) -> Path:
-    """Returns where the library lies, or will. Its name tells builds apart, also those of machines that share the
-    folder.
-    """
+    """Returns the path of the library. Its name is a hash of all that a build depends on."""
     contents = [file.read_bytes() for file in (*_sources(), *sorted(FOLDER.glob("*.h")))]
-    parts = (contents, _flags(namespace), _compiler(), torch.__version__, str(_torch_folder()))
+    parts = (contents, _flags(namespace), _compiler(), torch.__version__, str(TORCH))
     default = Path.home() / ".cache" / "torch_extensions"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
     if folder.is_dir() and not is_private(folder):
@@ -127,15 +117,15 @@ def compile_library(namespace: str) -> None:
     Raises:
         OSError, subprocess.CalledProcessError: if they cannot be compiled.
     """
-    library, torch_folder = library_file(namespace), _torch_folder()
-    headers = [f"-I{torch_folder / 'include' / place}" for place in ("", "torch/csrc/api/include")]
-    # Processes that compile at the same time each write files of their own; the last one to finish stays
+    library = library_file(namespace)
+    headers = [f"-I{TORCH / 'include' / folder}" for folder in ("", "torch/csrc/api/include")]
+    # Processes that compile at the same time write to different folders; the last one to finish stays
     library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = {source: str(Path(scratch, f"{source.stem}.o")) for source in _sources()}
         list(threads.map(lambda source: _run(namespace, "-c", str(source), "-o", objects[source], *headers), objects))
         result = Path(scratch, "library.so")
-        libraries = (f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
+        libraries = (f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-ltorch", "-lc10")
         _run(namespace, "-shared", *objects.values(), "-o", str(result), *libraries)
         result.chmod(0o755)  # whatever the umask is
         result.replace(library)
@@ -152,10 +142,6 @@ def _sources() -> list[Path]:
 
 def _compiler() -> str:
     return os.environ.get("CXX") or "g++"
-
-
-def _torch_folder() -> Path:
-    return Path(torch.__file__).parent
 
 
 def _flags(namespace: str) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
-"""The C++ operators of this folder as rows of the tables of backends and operations, and what each can compute."""
+"""The C++ operators as a backend of attention and as kernels of operations, and which calls each supports."""
 
 import functools
-import math
 import threading
 
 import torch
@@ -9,12 +8,12 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ...activations_nlq import get_attention_activation
-from ...attention_nlq import LARGEST_SUM, eager_attention_forward
+from ...attention_nlq import eager_attention_forward
 from ...backends_nlq import AttentionBackend, AttentionRequest
 from ...configuration_nlq import AUTOMATIC
 from ...masking_nlq import read_visible
 from ...ops_nlq import AttentionInputs, DifferentiableAttention, in_autocast_precision, operator_namespace
-from ...tiled_nlq import attend_in_scale, tiled_attention_forward
+from ...tiled_nlq import attend_in_tiles, tiled_attention_forward
 from .build import FOLDER, instructions, is_enabled, load
 
 
@@ -25,10 +24,10 @@ NAMESPACE = operator_namespace([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"), *FOL
 operators = getattr(torch.ops, NAMESPACE)
 
 
-# A compiled graph takes the answers as constants: whatever is built is built before the operator enters a graph
+# A compiled graph takes the answer as a constant: the operators are built before they enter a graph
 @torch.compiler.assume_constant_result
 def is_built() -> bool:
-    """Tells whether the operators can be used here. The first time, it compiles them, unless `nlq build` did."""
+    """Tells whether the operators can be used here. The first call compiles them, unless `nlq build` did."""
     return is_enabled() and _load()
 
 
@@ -53,15 +52,14 @@ def _load_once() -> bool:
 
 @torch.compiler.assume_constant_result
 def _multiplies(is_half: bool) -> bool:
-    """Tells whether the CPU has the kernels for small matrices that attention uses."""
+    """Tells whether this CPU has oneDNN's kernels for small matrices, which attention uses."""
     return instructions() == "AVX512" and is_built() and operators.can_multiply(is_half)
 
 
 def _attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     inverse_count = 1.0 / inputs.visible_count.clamp(min=1).float() if inputs.normalization == "length" else None
-    largest_sum = LARGEST_SUM if get_attention_activation(inputs.activation).is_homogeneous else math.inf
     states = (inputs.query, inputs.key, inputs.value, _log_count(inputs), inverse_count)
-    return operators.attention(*states, *_masks_and_options(inputs), largest_sum, *FORWARD_TILES)
+    return operators.attention(*states, *_masks_and_options(inputs), *FORWARD_TILES)
 
 
 def _attention_backward(
@@ -77,7 +75,7 @@ def _masks_and_options(inputs: AttentionInputs) -> tuple:
 
 
 def _log_count(inputs: AttentionInputs) -> torch.Tensor | None:
-    """Returns what is subtracted from the scores, if anything is."""
+    """Returns the term that sigmoid subtracts from the scores, or `None`."""
     is_subtracted = get_attention_activation(inputs.activation).subtract_log_count and inputs.normalization == "none"
     return inputs.visible_count.clamp(min=1).float().log() if is_subtracted else None
 
@@ -88,18 +86,23 @@ attention = DifferentiableAttention(_attention, _attention_backward)
 def attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Attention by C++ code, in memory linear in the length; arguments and results as in `tiled_attention_forward`.
+    """Computes what `tiled_attention_forward` computes, and softmax, from the same arguments.
 
     Raises:
-        ValueError: for what there is no such code for, if this backend was asked for.
+        ValueError: if this backend was requested by name and the C++ code does not support the call.
     """
     states = in_autocast_precision(query, key, value)
     query, key, value = states
-    is_right = query.dtype == key.dtype == value.dtype and key.shape == value.shape
-    is_right = is_right and all(tensor.device.type == "cpu" for tensor in states) and not (dropout and module.training)
-    if not (is_right and _takes(query.dtype, query.shape[-1])):
+    is_supported = (
+        query.dtype == key.dtype == value.dtype
+        and key.shape == value.shape
+        and all(tensor.device.type == "cpu" for tensor in states)
+        and not (dropout and module.training)
+        and _supports(query.dtype, query.shape[-1])
+    )
+    if not is_supported:
         if module.config._attn_implementation == AUTOMATIC:
-            # It was chosen by the model's embeddings. This layer is on another device, or its cache has another type
+            # The choice looked at the embeddings; this layer is on another device, or its cache has another dtype
             other = tiled_attention_forward if module.activation.is_elementwise else eager_attention_forward
             return other(module, *states, attention_mask, scaling, dropout)[0], None
         raise ValueError(
@@ -109,24 +112,23 @@ def attention_forward(
         )
     if module.activation.name == "softmax":
         return attention.attend(module, *states, attention_mask, scaling, dropout), None
-    return attend_in_scale(attention.attend, module, *states, attention_mask, scaling, dropout), None
+    return attend_in_tiles(attention, module, *states, attention_mask, scaling, dropout), None
 
 
-def _takes(dtype: torch.dtype, head_dim: int) -> bool:
-    # bfloat16 is multiplied in pairs
-    return (dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)) and _multiplies(
-        dtype == torch.bfloat16
-    )
+def _supports(dtype: torch.dtype, head_dim: int) -> bool:
+    if dtype == torch.bfloat16:
+        return head_dim % 2 == 0 and _multiplies(True)  # it is multiplied in pairs
+    return dtype == torch.float32 and _multiplies(False)
 
 
 def computes_attention(request: AttentionRequest) -> bool:
-    """Tells whether `attention_forward` computes a layer, and a call of it if the call's tensors are known."""
+    """Tells whether `attention_forward` supports a layer, and a call if the request describes its tensors."""
     if request.activation.name not in (*ACTIVATIONS, "softmax") or request.sink is not None:
         return False
     if request.device is None:
         return True
     # PyTorch's own kernels are as fast for a single query
-    return request.device.type == "cpu" and request.queries > 1 and _takes(request.dtype, request.head_dim)
+    return request.device.type == "cpu" and request.queries > 1 and _supports(request.dtype, request.head_dim)
 
 
 BACKEND = AttentionBackend(attention_forward, computes_attention, has_dropout=False, is_portable=False)
@@ -135,9 +137,7 @@ BACKEND = AttentionBackend(attention_forward, computes_attention, has_dropout=Fa
 def computes_one_query(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others
 ) -> bool:
-    """Tells whether `one_query` computes this, from the same arguments. Compiled models fuse PyTorch's operators
-    instead.
-    """
+    """Tells whether `one_query` supports a call. Compiled models fuse PyTorch's operators instead."""
     if module.activation.name not in ACTIVATIONS or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -149,25 +149,23 @@ def computes_one_query(
 
 
 def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tensor:
-    """Computes what `one_query_by_pytorch` computes, from the same arguments; NaN where float32 cannot hold the
-    scores.
-    """
+    """Computes what `one_query_by_pytorch` computes."""
     activation, normalization = module.activation, module.normalization
     visible, count = read_visible(attention_mask, query, key, module.is_causal)
-    count = count if isinstance(count, torch.Tensor) else None  # a number is that of all keys
+    count = count if isinstance(count, torch.Tensor) else None  # else every query sees all keys
     has_bias = activation.subtract_log_count and normalization == "none"
-    options = (activation.name, normalization, has_bias, activation.is_homogeneous, scaling)
+    options = (activation.name, normalization, has_bias, scaling)
     return operators.one_query(query, key, value, visible, count, *options)
 
 
 def computes_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> bool:
-    """Tells whether the operator computes what `loss_in_slices` computes, from the same arguments."""
-    is_right = logits.dtype in (torch.float32, torch.bfloat16) and logits.device.type == "cpu" and logits.numel() > 0
-    return is_right and is_built()
+    """Tells whether `loss` supports a call."""
+    has_dtype = logits.dtype in (torch.float32, torch.bfloat16)
+    return has_dtype and logits.device.type == "cpu" and logits.numel() > 0 and is_built()
 
 
 def loss(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `loss_in_slices` computes, from the same arguments."""
+    """Computes what `loss_in_slices` computes."""
     return operators.loss(*inputs)
 
 
@@ -183,5 +181,5 @@ def _new_gradients(gradient, query, key, value, *others):
     return tuple(states.new_empty(states.shape) for states in (query, key, value))
 
 
-# What the operators that enter a compiled graph return, empty
+# Functions that make the empty results of the operators that enter a compiled graph
 FAKES = {"attention": _new_attention, "attention_backward": _new_gradients}

@@ -5,9 +5,6 @@
 
 namespace {
 
-// The squares of scores up to this power of 2, their sums, and quotients of these fit into float32, as in `attention_nlq`
-constexpr float LARGE_SCORE = 40;
-
 float dot(const float* x, const float* y, int64_t width) {
   vec sums = {};
   int64_t i = 0;
@@ -21,12 +18,12 @@ float dot(const float* x, const float* y, int64_t width) {
 
 // The weights of one head, before they are normalised, and their sum
 template <class Phi>
-float weigh(float* scores, const uint8_t* visible, int64_t keys, float factor, float bias) {
+float weigh(float* scores, const uint8_t* visible, int64_t keys, float bias) {
   float total = 0;
 #pragma omp simd reduction(+ : total)
   for (int64_t j = 0; j < keys; j++) {
     float weight, slope;
-    Phi::both(scores[j] * factor - bias, weight, slope);
+    Phi::both(scores[j] - bias, weight, slope);
     scores[j] = weight;
     total += weight;
   }
@@ -37,7 +34,7 @@ float weigh(float* scores, const uint8_t* visible, int64_t keys, float factor, f
   return total;
 }
 
-using Weigh = float (*)(float*, const uint8_t*, int64_t, float, float);
+using Weigh = float (*)(float*, const uint8_t*, int64_t, float);
 struct Row {
   std::string_view name;
   Weigh weigh;
@@ -57,7 +54,7 @@ struct Call {
   at::IntArrayRef query_steps, key_steps, value_steps, visible_steps, count_steps;
   int64_t heads, group, keys, width;
   Weigh weigh;
-  bool is_sum, is_length, subtracts_log_count, is_homogeneous;
+  bool is_sum, is_length, subtracts_log_count;
   double scaling;
 };
 
@@ -72,7 +69,6 @@ void mix(const std::vector<float>& weights, const float* value, int64_t step, fl
   for (int n = 0; n < N; n++) *(vec*)(output + 16 * n) = sums[n];
 }
 
-// NaN if the scores are too large for float32
 void attend(const Call& call, int64_t batch, int64_t head) {
   const float* query = call.query + batch * call.query_steps[0] + head * call.query_steps[1];
   const float* key = call.key + batch * call.key_steps[0] + head / call.group * call.key_steps[1];
@@ -84,24 +80,8 @@ void attend(const Call& call, int64_t batch, int64_t head) {
   std::vector<float> weights(call.keys);
   for (int64_t j = 0; j < call.keys; j++)
     weights[j] = dot(query, key + j * call.key_steps[2], call.width) * float(call.scaling);
-
-  float factor = 1;
-  if (call.is_sum && call.is_homogeneous) {
-    float largest = 0, zero = 0;
-#pragma omp simd reduction(max : largest) reduction(+ : zero)
-    for (int64_t j = 0; j < call.keys; j++) {
-      const float score = visible == nullptr || visible[j] ? std::fabs(weights[j]) : 0.0f;
-      largest = largest < score ? score : largest;
-      zero += score - score;  // NaN if the score is not finite
-    }
-    if (zero != 0) {
-      std::fill(output, output + call.width, NAN);
-      return;
-    }
-    factor = std::ldexp(1.0f, -int(std::max(0.0f, std::ceil(std::log2(largest) - LARGE_SCORE))));
-  }
   const float bias = call.subtracts_log_count ? std::log(count) : 0.0f;
-  const float total = call.weigh(weights.data(), visible, call.keys, factor, bias);
+  const float total = call.weigh(weights.data(), visible, call.keys, bias);
   const float scale = call.is_sum ? (total < ZERO_LIMIT ? 0.0f : 1.0f / total) : call.is_length ? 1.0f / count : 1.0f;
 
   for (float& weight : weights) weight *= scale;
@@ -118,7 +98,7 @@ void attend(const Call& call, int64_t batch, int64_t head) {
 at::Tensor one_query(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& visible,
     const Optional& count, std::string_view activation, std::string_view normalization,
-    bool subtracts_log_count, bool is_homogeneous, double scaling) {
+    bool subtracts_log_count, double scaling) {
   const int64_t batch = query.size(0), heads = query.size(1), keys = key.size(2), width = query.size(3);
   const at::Tensor queries = with_rows(query), all_keys = with_rows(key), values = with_rows(value);
   const at::Tensor output = query.new_empty({batch, 1, heads, width});
@@ -131,7 +111,7 @@ at::Tensor one_query(
       queries.strides(), all_keys.strides(), values.strides(),
       visible ? seen.strides() : at::IntArrayRef(), count ? counts.strides() : at::IntArrayRef(),
       heads, heads / key.size(1), keys, width, ROWS[find_activation(ROWS, activation)].weigh,
-      normalization == "sum", normalization == "length", subtracts_log_count, is_homogeneous, scaling};
+      normalization == "sum", normalization == "length", subtracts_log_count, scaling};
   const int64_t rows = batch * heads;
 #pragma omp parallel for num_threads(at::get_num_threads()) if (rows * keys > 512)
   for (int64_t i = 0; i < rows; i++) attend(call, i / heads, i % heads);
@@ -144,5 +124,5 @@ TORCH_LIBRARY_FRAGMENT(NLQ_NAMESPACE, library) {
   NLQ_OPERATOR(
       one_query,
       "(Tensor query, Tensor key, Tensor value, Tensor? visible, Tensor? count, str activation, str normalization, "
-      "bool subtracts_log_count, bool is_homogeneous, float scaling) -> Tensor");
+      "bool subtracts_log_count, float scaling) -> Tensor");
 }
