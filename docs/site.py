@@ -14,7 +14,7 @@ from nlq import app
 
 
 REPOSITORY = Path(__file__).parent.parent
-# Pages whose sources lie in the root of the repository, by their names in the site
+# Pages of the site whose sources are in the root of the repository
 ROOT_PAGES = {"README.md": "index.md"} | {name: name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
 SOURCE = "source"  # where files lie that pages link to and that are no pages
 

@@ -16,11 +16,11 @@ from ..storage import fetch
 from ..text import bar_options
 from .inference import analyse
 from .outcome import TaskOutcome
-from .plan import Progress
+from .plan import ScaleProgress
 from .results import RunStore, run_folder
 
 
-def score_runs(progress: Progress, finished: RunStore) -> None:
+def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
     """Evaluates the reported runs that have no `tasks.json` yet, one after another, in this process.
 
     A run that diverged has no weights to evaluate.
@@ -41,7 +41,7 @@ def score_runs(progress: Progress, finished: RunStore) -> None:
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read_scores(progress: Progress, folder: Path) -> dict[str, dict[str, TaskOutcome]]:
+def read_scores(progress: ScaleProgress, folder: Path) -> dict[str, dict[str, TaskOutcome]]:
     """Reads and judges the scores of the reported runs, by task and metric.
 
     Scores are judged as losses are (see `judged_losses`). Holm's correction is over the models, for each metric by

@@ -13,7 +13,7 @@ from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
 from ..values import from_json
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
-from .plan import Comparison, Progress, Run
+from .plan import Comparison, Run, ScaleProgress
 from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
 
@@ -268,7 +268,7 @@ def read_outcome(content: dict[str, Any], source: str | Path = RESULTS_FILE) -> 
     return from_json(Outcome, content, f"{source}: ")
 
 
-def gather(progress: Progress, finished: RunStore, **more: Any) -> ScaleOutcome:
+def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOutcome:
     """Gathers the results of one scale from its finished runs.
 
     Args:

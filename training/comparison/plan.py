@@ -220,7 +220,7 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Progress:
+class ScaleProgress:
     """How far a scale is: what its finished runs say about the choices of rates, and about the seeds of each model.
 
     Attributes:
@@ -256,7 +256,7 @@ class Progress:
         return [run for run in runs if run not in reported]
 
 
-def progress_of(scale: Scale, results: Results) -> Progress:
+def progress_of(scale: Scale, results: Results) -> ScaleProgress:
     """Finds which runs of a scale come next, from the finished runs alone.
 
     With `stop: early`, the first interim analysis is made when the runs of the first `FIRST_INTERIM` seeds are
@@ -286,7 +286,7 @@ def progress_of(scale: Scale, results: Results) -> Progress:
             break
         counts |= dict.fromkeys([scale.baseline, *open_models], max(counts.values()) + 1)
     finished = {model: sum(_count(scale, tuning, results) for tuning in seen) for model, seen in tunings.items()}
-    return Progress(scale, tunings, finished)
+    return ScaleProgress(scale, tunings, finished)
 
 
 def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
@@ -336,7 +336,7 @@ class Comparison:
         """The scale with the most compute."""
         return list(self.scales.values())[-1]
 
-    def progress(self, results: Mapping[str, Results]) -> dict[str, Progress]:
+    def progress(self, results: Mapping[str, Results]) -> dict[str, ScaleProgress]:
         """Returns how far each scale is that has begun, by name; the next one begins when all before it are finished.
 
         Each seed begins the search for its rate where it ended at the last scale that has the seed. With one start for
@@ -346,7 +346,7 @@ class Comparison:
             results: the metrics of finished runs, by scale.
         """
         starts: dict[str, dict[int, float]] = {}
-        found: dict[str, Progress] = {}
+        found: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
             found[name] = progress_of(scale.starting_at(starts), results[name])
             if found[name].ready:

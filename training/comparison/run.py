@@ -24,7 +24,7 @@ from ..text import bar_options
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
 from .outcome import Outcome, gather, gather_scales, read_outcome, to_json
-from .plan import Comparison, Progress, Run, Scale, progress_of
+from .plan import Comparison, Run, Scale, ScaleProgress, progress_of
 from .reading import load_outline
 from .report import write_report
 from .results import RunStore, run_folder, scale_folder
@@ -133,7 +133,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     return json.loads(text)
 
 
-def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Progress:
+def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> ScaleProgress:
     """Makes the runs of a scale that are not finished, and returns its progress."""
 
     def ready() -> tuple[list[RunSpec], int]:

@@ -8,7 +8,7 @@ from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yam
 from ..run.run_folder import RunProgress
 from ..text import align
 from ..values import from_json
-from .plan import Progress
+from .plan import ScaleProgress
 from .reading import load_outline
 from .results import RunStore, scale_folder
 
@@ -46,7 +46,7 @@ def describe_status(folder: Path) -> list[str]:
     return lines
 
 
-def _describe(progress: Progress, folder: Path) -> list[str]:
+def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
     """Says how far one scale is."""
     rows, count, total = [["model", "runs finished", "seeds", "rates chosen"]], 0, 0
     for model, tunings in progress.tunings.items():

@@ -36,14 +36,14 @@ class Workers(Protocol):
 
 
 def make_runs(
-    workers: Workers, ready: Callable[[], tuple[list[RunSpec], int]], progress: tqdm, steps: int
+    workers: Workers, ready: Callable[[], tuple[list[RunSpec], int]], bar: tqdm, steps: int
 ) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
     """Makes runs, as many at once as the workers have room for, and yields each with its metrics as it is finished.
 
     Args:
         ready: returns the runs that can begin, and the number of finished runs. It is called again whenever a run has
             ended; a run that it returned before is not begun twice.
-        progress: a bar over the steps of all runs.
+        bar: progress over the steps of all runs.
         steps: the number of steps of each run.
 
     Raises:
@@ -62,7 +62,7 @@ def make_runs(
                 break
             ended, is_locked = set(), False
             while not ended:
-                _show(progress, workers.progress(), [spec.name for spec in running.values()], done * steps)
+                _show(bar, workers.progress(), [spec.name for spec in running.values()], done * steps)
                 ended, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in ended:
                 spec = running.pop(future)
@@ -74,7 +74,7 @@ def make_runs(
                 except Exception as error:
                     log = f"{origin(Path(spec.recipe.output_dir))}{LOG}"
                     failures.append(f"run {spec.name} {workers.describe_error(error)}; see {log}")
-                    progress.write(failures[-1], file=sys.stderr)
+                    bar.write(failures[-1], file=sys.stderr)
                 else:
                     yield spec, metrics
             if is_locked:
@@ -86,14 +86,14 @@ def make_runs(
         raise ChildProcessError(f"{count}{'; '.join(failures)}")
 
 
-def _show(progress: tqdm, reports: dict[str, RunProgress], running: list[str], done: int) -> None:
+def _show(bar: tqdm, reports: dict[str, RunProgress], running: list[str], done: int) -> None:
     """Draws the steps of finished runs and of those at work, and the loss of one of them."""
     reports = {name: reports[name] for name in running if name in reports}
     text = f"{len(running)} runs at work" if len(running) > 1 else running[0]
     if len(reports) == 1 and (loss := next(iter(reports.values())).loss) is not None:
         text = f"loss {loss:.3f}, {text}"
-    progress.set_postfix_str(text, refresh=False)
-    progress.update(done + sum(report.step for report in reports.values()) - progress.n)
+    bar.set_postfix_str(text, refresh=False)
+    bar.update(done + sum(report.step for report in reports.values()) - bar.n)
 
 
 def describe_failure(error: BaseException) -> str:

@@ -33,10 +33,9 @@ from ..values import Value
 from .parametrization import check_completep
 
 
-# Fields of `TrainingArguments` that name a run in the services of trackers
-TRACKERS = ("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 # Fields of `TrainingArguments` that do not belong to a recipe: the user's folders, names and tokens
-_PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", *TRACKERS)
+_PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
+_PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
 _READERS = {"source": "encoder", "target": "decoder"}
 # Metrics of an evaluation that are better if greater. Trainer assumes this of every metric but a loss
@@ -559,7 +558,7 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
             f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: "
             f"{objective}{hint}"
         )
-    for name in recipe.to_dict().keys() - Recipe.read_by(recipe.objective):
+    for name in (name for name in recipe.to_dict() if name not in Recipe.read_by(recipe.objective)):
         yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
     # Others may see the document before, or have no layers to record; the shipped recipes set attn_implementation: nlq
     is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)

@@ -58,11 +58,11 @@ class RunFailed(Exception):
 
 
 def beside(folder: Path, suffix: str, rank: int = 0) -> Path:
-    """The log (suffix `LOG`) or the progress (`PROGRESS`, see `Progress`) of a run, beside its folder."""
+    """The log (suffix `LOG`) or the progress (`PROGRESS`, see `ProgressWriter`) of a run, beside its folder."""
     return folder.with_name(f"{folder.name}.rank-{rank}{suffix}" if rank else f"{folder.name}{suffix}")
 
 
-class Progress(TrainerCallback):
+class ProgressWriter(TrainerCallback):
     """Writes the progress of a run to a file during a `with` block, and deletes the file if the block ends without an
     error.
 
@@ -77,7 +77,7 @@ class Progress(TrainerCallback):
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressWriter":
         self._thread.start()
         return self
 
@@ -140,7 +140,7 @@ def run_in_subprocess(
                 stack.enter_context(RunFolder(folder).held())
             _redirect_output(beside(folder, LOG, rank))
             if rank == 0:
-                progress = stack.enter_context(Progress(beside(folder, PROGRESS), order.pace, report))
+                progress = stack.enter_context(ProgressWriter(beside(folder, PROGRESS), order.pace, report))
                 callbacks = [progress, *callbacks]
             try:
                 metrics = _train(order, callbacks)

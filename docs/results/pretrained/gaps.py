@@ -1,7 +1,7 @@
 """Draws gaps.png and prints its table: how far a model is from the unchanged one while both are trained.
 
-Models of one seed see the same tokens in the same order, so losses are compared step by step. The loss of a step is
-that of its tokens before they are trained on, so that of the first step is the loss without training.
+Models of one seed see the same tokens in the same order, so losses are compared step by step. Each loss is
+computed before the step, so the first one is the loss without training.
 """
 
 import json
