@@ -47,19 +47,21 @@ def test_number_of_jobs_that_is_refused(engine, message):
         make_engine(engine, jobs=0)
 
 
-def test_runs_side_by_side(two_models, tmp_path, monkeypatch):
+def test_runs_side_by_side(finished, tmp_path):
     """Two runs at a time give the same results to the bit, and a run that dies stops no other."""
-    file, expected, folder = two_models
+    folder, expected, file = finished
     results = tmp_path / "results"
     shutil.copytree(folder, results)
-    for run in sorted(results.glob("runs/*/*/"))[1:]:
+    runs = [results / "runs" / "twin" / f"rate-0.01-seed-{seed}" for seed in range(3)]
+    for run in runs:
         shutil.rmtree(run)
-    (results / LAST).write_text("no folder")
-    with pytest.raises(ChildProcessError, match=r"^run squared/rate-0\.01-seed-1 failed: "):
-        run_comparison(load_plan(file), results, LocalEngine(1, jobs=2))
-    assert len(metrics_of(results)) == len(metrics_of(folder)) - 1
-    (results / LAST).unlink()
-    assert without_times(run_comparison(load_plan(file), results, LocalEngine(1, jobs=2))) == without_times(expected)
+    runs[0].write_text("no folder")
+    engine = LocalEngine(1, jobs=2)
+    with pytest.raises(ChildProcessError, match=r"^run twin/rate-0\.01-seed-0 failed: "):
+        run_comparison(load_plan(file), results, engine)
+    assert [(run / METRICS_FILE).is_file() for run in runs] == [False, True, True]
+    runs[0].unlink()
+    assert without_times(run_comparison(load_plan(file), results, engine)) == without_times(expected)
 
 
 def files_of(folder: Path, pattern: str = "runs/**/*") -> dict[Path, int]:
