@@ -13,7 +13,7 @@ import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import xxhash
 from datasets import (
@@ -36,7 +36,10 @@ from transformers.utils import logging
 from ..disk import open_file, read_text
 from ..files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format, parse_yaml
 from ..text import first_line, is_disk_full, root_cause
-from .recipe import Recipe
+
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
 logger = logging.get_logger(__name__)
@@ -124,7 +127,7 @@ def is_format(name: str) -> bool:
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
-def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
+def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     """Loads the documents in the splits `train`, `validation` and, if the recipe asks for one, `test`.
 
     Args:
@@ -186,7 +189,7 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
 
 
-def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | IterableDataset:
+def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
     """Rows whose only column is the text that the recipe's template makes of the others."""
     template, known = recipe.text_template, rows.column_names
     if r"\n" in template:
@@ -219,14 +222,14 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | 
     return rows.map(join, remove_columns=known, **identity)
 
 
-def files_by_split(recipe: Recipe) -> dict[str, list[Path]]:
+def files_by_split(recipe: "Recipe") -> dict[str, list[Path]]:
     """The files of a built-in or local dataset by split; none are known of a dataset of the Hub."""
     if recipe.dataset in BUILT_IN_CORPORA:
         return {"train": python_files(recipe.dataset)}
     return _local_files(recipe)[1] if Path(recipe.dataset).exists() else {}
 
 
-def _load(recipe: Recipe, load: Callable, *arguments, **options):
+def _load(recipe: "Recipe", load: Callable, *arguments, **options):
     """Calls a function of `datasets`, with errors that name the dataset."""
     name = recipe.dataset
     try:
@@ -240,7 +243,7 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
         raise ValueError(f"dataset {name!r} {what}") from error
 
 
-def _find_files(recipe: Recipe, source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
+def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
     """Finds the files of a folder or Hub dataset; raises `ValueError` if its card names another one."""
     builder = _load(recipe, load_dataset_builder, source, recipe.dataset_config)
     for path in itertools.chain(*(builder.config.data_files or {}).values()):
@@ -272,7 +275,7 @@ def _list_files(folder: Path) -> set[str]:
     return {str(path) for path in found if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
 
 
-def _local_files(recipe: Recipe) -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
+def _local_files(recipe: "Recipe") -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
     """The reader of a local dataset, a value of `DATA_FORMATS` or the builder of a folder, and its files by split."""
     name, path = recipe.dataset, Path(recipe.dataset)
     if path.is_file():
@@ -288,7 +291,7 @@ def _local_files(recipe: Recipe) -> tuple[str | DatasetBuilder, dict[str, list[P
     return builder.name if builder.name == "text" else builder, files
 
 
-def _load_local(recipe: Recipe) -> tuple[dict[str, Dataset | IterableDataset], str]:
+def _load_local(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset], str]:
     """The rows of a file or a folder by split, and a text that follows the content of the files."""
     reader, files = _local_files(recipe)
     digests = {split: [_load(recipe, _hash_file, path) for path in paths] for split, paths in files.items()}
@@ -330,7 +333,7 @@ def _open(path: str | Path, mode: str, **options) -> IO:
     return (gzip.open if packed else open)(path, mode, **options)
 
 
-def check_text(value, recipe: Recipe) -> str:
+def check_text(value, recipe: "Recipe") -> str:
     """Returns a value of the text column; raises `ValueError` if it is no text, or too long a one."""
     if not isinstance(value, str):
         columns, kind = " and ".join(map(repr, recipe.text_columns.values())), type(value).__name__
@@ -350,14 +353,14 @@ def is_conversation(value: Any) -> bool:
     )
 
 
-def _lies_between(document: dict, recipe: Recipe, first: float, last: float) -> bool:
+def _lies_between(document: dict, recipe: "Recipe", first: float, last: float) -> bool:
     """Tells whether a hash of the document's text, the same in every process, lies in `[first, last)` of [0, 1)."""
     value = document[next(iter(recipe.text_columns.values()))]
     text = json.dumps(value) if is_conversation(value) else check_text(value, recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
 
-def _hold_out(splits: dict, recipe: Recipe) -> dict:
+def _hold_out(splits: dict, recipe: "Recipe") -> dict:
     """Takes the dataset's own splits, and holds out documents of its training split for the missing ones."""
     wanted = {"validation": recipe.validation_fraction, "test": recipe.test_fraction}
     documents, bounds, end = {"train": splits["train"]}, {}, 0.0

@@ -14,12 +14,11 @@ from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA, check_keys
 from ..models import load_model
-from ..size import context_of, objective_of, positions_of
+from ..size import context_of, kind_of, positions_of
 from ..text import check_number
-from .data import make_blocks, make_collator
 from .documents import is_format, load_documents
-from .masked import Masking, MaskingTrainer, check_mask_token
-from .pairs import chrf_of
+from .mlm import MaskingTrainer
+from .objectives import OBJECTIVES, Causal, Objective, name_for, objective_of
 from .recipe import Recipe
 from .trained_on import RECORDED, SHAPES, read_trained_on
 
@@ -53,13 +52,14 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 class LanguageModelingMetrics:
     """Trainer's `compute_metrics` with `batch_eval_metrics=True`: adds up batch after batch, and computes at the end.
 
-    With `bytes_per_token` of the evaluated text there are bits per byte. Of masked tokens there are none, and the
-    perplexity is called a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659): no model of texts has it.
+    Args:
+        bytes_per_token: of the evaluated text, for bits per byte; `None` leaves them out.
+        objective: names the metrics, and says where labels stand.
     """
 
-    def __init__(self, bytes_per_token: float | None = None, objective: str = "causal"):
-        self.is_masked, self.shift = objective == "masked", int(objective == "causal")
-        self.bytes_per_token = None if self.is_masked else bytes_per_token
+    def __init__(self, bytes_per_token: float | None = None, objective: Objective | type[Objective] = Causal):
+        self.objective = objective
+        self.bytes_per_token = bytes_per_token if objective.has_bits_per_byte else None
         self.metric = load_metric(str(METRIC), keep_in_memory=True)
         self._rows: list[tuple[float, int]] = []  # of one evaluation
         self._is_over = False
@@ -69,7 +69,7 @@ class LanguageModelingMetrics:
             self._rows.clear()
         self._is_over = compute_result
         losses, correct = prediction.predictions
-        tokens = (prediction.label_ids[:, self.shift :] != -100).sum(dim=1)
+        tokens = (prediction.label_ids[:, self.objective.label_shift :] != -100).sum(dim=1)
         self._rows += zip(losses.double().sum(dim=1).tolist(), tokens.tolist())
         self.metric.add(
             negative_log_likelihood=losses.double().sum().item(),
@@ -79,7 +79,7 @@ class LanguageModelingMetrics:
         if not compute_result:
             return {}
         found = self.metric.compute(bytes_per_token=self.bytes_per_token)
-        return {f"pseudo_{name}" if self.is_masked and name == "perplexity" else name: found[name] for name in found}
+        return {self.objective.perplexity if name == "perplexity" else name: found[name] for name in found}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
         """What each of several parts of the evaluated text adds to its loss, in order, times their number, in nats per
@@ -144,8 +144,8 @@ def evaluate(
         raise ValueError(f"block_size={block_size} exceeds the {positions} positions of model {name!r}")
     trained_on = read_trained_on(name)
     given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
-    objective = objective_of(loaded.config)
-    for field in given.keys() - Recipe.read_by(objective):
+    objective = name_for(kind_of(loaded.config))
+    for field in given.keys() - Recipe.read_by(OBJECTIVES[objective]):
         raise ValueError(f"{field}={given[field]!r} does not go with a model of objective={objective!r}")
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
     own = [
@@ -209,9 +209,9 @@ def evaluate_model(
 
     `keep_remainder` is that of `make_blocks`. An encoder predicts masked tokens, always the same ones.
     """
-    if recipe.objective == "masked":
-        check_mask_token(tokenizer, tokenizer.name_or_path)
-    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
+    objective = objective_of(recipe)
+    objective.check_tokenizer(tokenizer, tokenizer.name_or_path)
+    validation = objective.make_rows(load_documents(recipe, is_whole)["validation"], tokenizer, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
             model=model,
@@ -222,10 +222,10 @@ def evaluate_model(
                 dataloader_pin_memory=torch.cuda.is_available(),
                 report_to="none",
             ),
-            data_collator=make_collator(recipe, tokenizer, model),
-            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, recipe.objective),
-            preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(recipe.objective == "causal")),
+            data_collator=objective.make_collator(tokenizer, model),
+            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, objective),
+            preprocess_logits_for_metrics=functools.partial(token_losses, shift=objective.label_shift),
         )
-        trainer.masking = Masking(tokenizer, recipe.mask_probability, 0) if recipe.objective == "masked" else None
-        found = trainer.evaluate(validation.dataset)
-    return found | (chrf_of(model, tokenizer, validation, recipe) if recipe.objective == "seq2seq" else {})
+        trainer.masking = objective.make_masking(tokenizer, seed=0)
+        metrics = trainer.evaluate(validation.dataset)
+    return metrics | objective.evaluate_generation(model, tokenizer, validation)

@@ -5,8 +5,11 @@ from torch import nn
 from transformers import set_seed
 
 from ..models import load_model
-from ..size import positions_of
+from ..size import ModelKind, positions_of
 from ..text import check_number
+
+
+_GENERATING = (ModelKind.DECODER, ModelKind.ENCODER_DECODER)
 
 
 def generate_text(
@@ -35,7 +38,7 @@ def generate_text(
         ValueError: for an empty prompt, one that leaves no position for new tokens, or no new tokens.
     """
     check_number("max_new_tokens", max_new_tokens, 1)
-    loaded, tokenizer = load_model(model, trust_remote_code, decoder_for="generation")
+    loaded, tokenizer = load_model(model, trust_remote_code, _GENERATING, "generation")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text

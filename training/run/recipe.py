@@ -25,11 +25,12 @@ from ...configuration import find
 from ..disk import read_text, resolve_user_path
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, load_config, read_record
-from ..size import KINDS, context_of, objective_of, positions_of, shapes_of, vocabulary_of
+from ..size import ModelKind, context_of, kind_of, positions_of, shapes_of, vocabulary_of
 from ..storage import normalized
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from ..values import Value
+from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq, name_for
 from .parametrization import check_completep
 
 
@@ -37,21 +38,19 @@ from .parametrization import check_completep
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
-_READERS = {"source": "encoder", "target": "decoder"}
 # Metrics of an evaluation that are better if greater. Trainer assumes this of every metric but a loss
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
-_TEXT, _MASKED, _PAIRS = ("causal", "masked"), ("masked",), ("seq2seq",)
 
 
-def _affects(what: str, objectives: Sequence[str] = ("causal", "masked", "seq2seq")) -> dict[str, Any]:
+def _affects(what: str, objective: type[Objective] = Objective) -> dict[str, Any]:
     """Returns the metadata of a field of `Recipe`.
 
     Args:
         what: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or `nothing`:
             a run may resume with another value.
-        objectives: those that read the field.
+        objective: the class of the objectives that read the field.
     """
-    return {"affects": what, "objectives": objectives}
+    return {"affects": what, "objective": objective}
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,15 @@ class Recipe(Value):
     or .parquet; text in UTF-8."""
     dataset_config: str | None = field(default=None, metadata=_affects("data"))
     """The configuration of a Hub dataset."""
-    text_column: str = field(default="text", metadata=_affects("data", _TEXT))
+    text_column: str = field(default="text", metadata=_affects("data", PackedText))
     """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
-    text_template: str | None = field(default=None, metadata=_affects("data", _TEXT))
+    text_template: str | None = field(default=None, metadata=_affects("data", PackedText))
     """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
-    source_column: str = field(default="source", metadata=_affects("data", _PAIRS))
+    source_column: str = field(default="source", metadata=_affects("data", Seq2Seq))
     """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
-    target_column: str = field(default="target", metadata=_affects("data", _PAIRS))
+    target_column: str = field(default="target", metadata=_affects("data", Seq2Seq))
     """With `seq2seq`, the column of the texts that are to be written."""
-    streaming: bool = field(default=False, metadata=_affects("data", _TEXT))
+    streaming: bool = field(default=False, metadata=_affects("data", PackedText))
     """Read the dataset while training instead of storing it; needs `max_steps`."""
     validation_fraction: float = field(default=0.02, metadata=_affects("data"))
     """Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."""
@@ -89,19 +88,19 @@ class Recipe(Value):
     else `bpe:8192`."""
     parts: dict[str, str] | None = field(default=None, metadata=_affects("model"))
     """Python files with attention parts of your own, which the model's `attention_parts` name."""
-    block_size: int = field(default=1024, metadata=_affects("data", _TEXT))
+    block_size: int = field(default=1024, metadata=_affects("data", PackedText))
     """Length of a training sample, in tokens."""
-    max_source_length: int = field(default=512, metadata=_affects("data", _PAIRS))
+    max_source_length: int = field(default=512, metadata=_affects("data", Seq2Seq))
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
-    max_target_length: int = field(default=128, metadata=_affects("data", _PAIRS))
+    max_target_length: int = field(default=128, metadata=_affects("data", Seq2Seq))
     """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
-    packing: Literal["stream", "documents"] = field(default="stream", metadata=_affects("data", _TEXT))
+    packing: Literal["stream", "documents"] = field(default="stream", metadata=_affects("data", PackedText))
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
-    objective: Literal["causal", "masked", "seq2seq"] = field(default="causal", metadata=_affects("data"))
+    objective: Literal[*OBJECTIVES] = field(default="causal", metadata=_affects("data"))
     """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a
     target from a source, by an encoder with a decoder."""
-    mask_probability: float = field(default=0.3, metadata=_affects("data", _MASKED))
+    mask_probability: float = field(default=0.3, metadata=_affects("data", Masked))
     """With `masked`, the share of tokens that are to be predicted."""
     num_proc: int | None = field(default=None, metadata=_affects("nothing"))
     """Processes that prepare the data."""
@@ -111,14 +110,16 @@ class Recipe(Value):
     lora: dict[str, Any] | None = field(default=None, metadata=_affects("training"))
     """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights
     at the end."""
-    parametrization: Literal["standard", "completep"] = field(default="standard", metadata=_affects("training", _TEXT))
+    parametrization: Literal["standard", "completep"] = field(
+        default="standard", metadata=_affects("training", PackedText)
+    )
     """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate
     of a model of `base_sizes` suits this one too (arXiv 2505.01618)."""
     base_sizes: dict[str, Any] | None = field(default=None, metadata=_affects("training"))
     """With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."""
     attn_implementation: str | None = field(default=None, metadata=_affects("training"))
     """Attention backend; by default the model's own choice."""
-    record_stability: bool = field(default=False, metadata=_affects("training", _TEXT))
+    record_stability: bool = field(default=False, metadata=_affects("training", PackedText))
     """Record entropy, normaliser and scores of every attention layer while training."""
     stability_steps: int = field(default=50, metadata=_affects("training"))
     """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
@@ -159,22 +160,19 @@ class Recipe(Value):
         return [item.name for item in dataclasses.fields(cls) if item.metadata["affects"] in what]
 
     @classmethod
-    def read_by(cls, objective: str) -> list[str]:
+    def read_by(cls, objective: type[Objective]) -> list[str]:
         """Returns the names of the fields that an objective reads."""
-        return [item.name for item in dataclasses.fields(cls) if objective in item.metadata["objectives"]]
+        return [item.name for item in dataclasses.fields(cls) if issubclass(objective, item.metadata["objective"])]
 
     @property
     def text_columns(self) -> dict[str, str]:
         """The columns of text that are read, by the field that names each."""
-        names = ("source_column", "target_column") if self.objective == "seq2seq" else ("text_column",)
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in OBJECTIVES[self.objective].columns}
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
         """The lengths of a full training sample, in tokens: of a block, or of source and target."""
-        if self.objective == "seq2seq":
-            return (self.max_source_length, self.max_target_length)
-        return (self.block_size,)
+        return tuple(getattr(self, name) for name in OBJECTIVES[self.objective].lengths)
 
     @property
     def has_weights(self) -> bool:
@@ -522,10 +520,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
     """Lists the lengths of a recipe for which a model has too few positions."""
-    lengths = {"block_size": "decoder"}
-    if objective_of(config) == "seq2seq":
-        lengths = {f"max_{text}_length": half for text, half in _READERS.items()}
-    for name, half in lengths.items():
+    for name, half in OBJECTIVES[recipe.objective].lengths.items():
         positions, context = positions_of(config, half), context_of(config, half)
         if positions is not None and getattr(recipe, name) > positions:
             less = "" if positions == context else f" less the {context - positions} up to the id of the pad token"
@@ -534,7 +529,8 @@ def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[s
 
 def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     config = recipe.config
-    objective = objective_of(config)
+    kind = kind_of(config)
+    objective = OBJECTIVES[recipe.objective]
     yield from conflicts_of_lengths(recipe, config)
     if recipe.new_vocabulary_size and recipe.has_weights:
         yield (
@@ -548,17 +544,15 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
             f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
             "convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    if objective != recipe.objective:
-        hint = (
-            ""
-            if "seq2seq" in (objective, recipe.objective)
-            else f"; or set is_causal: {str(objective == 'masked').lower()}"
-        )
+    if kind is not objective.kind:
+        has_both = ModelKind.ENCODER_DECODER in (kind, objective.kind)
+        hint = "" if has_both else f"; or set is_causal: {str(kind is ModelKind.ENCODER).lower()}"
         yield (
-            f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: "
-            f"{objective}{hint}"
+            f"objective={recipe.objective!r}: model {recipe.model!r} is {kind.description}; set objective: "
+            f"{name_for(kind)}{hint}"
         )
-    for name in (name for name in recipe.to_dict() if name not in Recipe.read_by(recipe.objective)):
+    read = Recipe.read_by(objective)
+    for name in (name for name in recipe.to_dict() if name not in read):
         yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
     # Others may see the document before, or have no layers to record; the shipped recipes set attn_implementation: nlq
     is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
@@ -566,7 +560,7 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
         value = getattr(recipe, name)
         if str(value).startswith(AUTOMATIC) if name == "attn_implementation" else value != getattr(Recipe, name):
             yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
-    if recipe.parametrization == "completep" and recipe.objective != "seq2seq":
+    if recipe.parametrization == "completep" and "parametrization" in read:
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
         if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):

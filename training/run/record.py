@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..disk import atomic_dir, make_empty_folder
 from ..files import CHECKPOINT
-from .masked import MaskingTrainer
+from .mlm import MaskingTrainer
 from .parametrization import Factors, split_groups
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..disk import resolve_user_path, write_text
 from ..models import load_model
+from ..size import ModelKind
 from ..text import check_number, first_line, root_cause
 
 
@@ -48,7 +49,7 @@ def evaluate_tasks(
 
     check_number("num_fewshot", num_fewshot, 0)
     check_number("batch_size", batch_size, 1)
-    loaded, tokenizer = load_model(str(model), trust_remote_code, decoder_for="lm_eval")
+    loaded, tokenizer = load_model(str(model), trust_remote_code, [ModelKind.DECODER], "lm_eval")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     manager, specs, single = _load_tasks(tasks, str(model))
     wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)

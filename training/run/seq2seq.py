@@ -1,16 +1,20 @@
 """Pairs of a source and a target text, for an encoder with a decoder: their tokens, and chrF of generated text."""
 
 import importlib.util
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .blocks import Blocks
 from .documents import check_text
-from .recipe import Recipe
+
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
 logger = logging.get_logger(__name__)
@@ -18,25 +22,7 @@ logger = logging.get_logger(__name__)
 GENERATED_ROWS = 256  # of a split, of which chrF is computed
 
 
-@dataclass
-class Blocks:
-    """The tokens of a split, cut into blocks, or in pairs.
-
-    Attributes:
-        dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept. Pairs:
-            `labels`.
-        tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
-        bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
-        references: the whole targets of the first `GENERATED_ROWS` pairs.
-    """
-
-    dataset: Dataset | IterableDataset
-    tokens: int | None = None
-    bytes_per_token: float | None = None
-    references: list[str] | None = None
-
-
-def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
+def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "Recipe") -> Blocks:
     """Encodes each pair, with end-of-text behind source and target; says how many are cut to the recipe's lengths.
 
     Args:
@@ -86,7 +72,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]] | torch.Te
 
 @torch.no_grad()
 def chrf_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: Recipe
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: "Recipe"
 ) -> dict[str, float]:
     """Computes chrF (Popovic 2015) of the likeliest text for each of the first pairs, from 0 to 100, if `sacrebleu` is
     there.
