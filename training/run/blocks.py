@@ -24,11 +24,11 @@ _ENCODED = Features({**_TOKENS, "length": Value("int64"), "bytes": Value("int64"
 
 @dataclass
 class Blocks:
-    """The tokens of a split, cut into blocks, or in pairs.
+    """The tokens of a split, in blocks or pairs.
 
     Attributes:
-        dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept. Pairs:
-            `labels`.
+        dataset: rows `input_ids` of `block_size` tokens. The last may be shorter if the remainder was kept. Pairs also
+            have `labels`.
         tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
         references: the whole targets of the first `GENERATED_ROWS` pairs.
@@ -48,20 +48,18 @@ def make_blocks(
 ) -> Blocks:
     """Joins documents by end-of-text into one stream, and cuts the stream into blocks.
 
-    A special token that is written in a document, such as `<|endoftext|>`, is read as text. Tokenizers whose model
-    looks up whole words (`Unigram`, `WordLevel`) still read it as a special token. The blocks of a `Dataset` do not
-    depend on the number of processes. An `IterableDataset` is cut a thousand documents at a time, and the rest that
-    fills no block at the end of each thousand is dropped.
+    Reads a special token that a document contains, such as `<|endoftext|>`, as text. Tokenizers that look up whole
+    words (`Unigram`, `WordLevel`) still read it as a special token. The blocks of a `Dataset` do not depend on the
+    number of processes. An `IterableDataset` is cut a thousand documents at a time, without the rest of each thousand.
 
     Args:
         documents: a split.
         tokenizer: a fast one.
         recipe: names the column of text and the block size.
-        keep_remainder: whether two or more tokens that fill no block are a shorter last one; not of an
-            `IterableDataset`.
+        keep_remainder: keep two or more tokens at the end of a `Dataset` as a shorter block.
 
     Raises:
-        ValueError: if the documents make no block.
+        ValueError: if the documents do not fill a block.
     """
     column, block_size, end = recipe.text_column, recipe.block_size, tokenizer.eos_token_id
     too_few = (
@@ -73,7 +71,7 @@ def make_blocks(
         is_chat = is_conversation(batch[column][0])
         texts = _chat_texts(batch[column], tokenizer, recipe) if is_chat else batch[column]
         texts = [check_text(text, recipe) for text in texts]
-        # The special tokens of a template are meant; those that are written in a document are text
+        # A chat template writes special tokens, but a document contains them as text
         ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=not is_chat, verbose=False)["input_ids"]
         sizes = {"length": [len(document) + 1 for document in ids], "bytes": [len(text.encode()) for text in texts]}
         return {"input_ids": [[*document, end] for document in ids], **sizes}
@@ -94,7 +92,7 @@ def make_blocks(
             raise ValueError(f"dataset {recipe.dataset!r} has too few {too_few}")
         return Blocks(blocks)
 
-    # By default `datasets` hashes the pickle of a tokenizer, which changes with use; its serialised form does not
+    # `datasets` would hash the pickle of a tokenizer, which changes with use, unlike its serialised form
     is_text = isinstance(documents.features[column], Value)
     kind = "special tokens split" if is_text else tokenizer.chat_template
     identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end, kind))
@@ -109,7 +107,7 @@ def make_blocks(
     ).with_format("numpy")
     ends = np.cumsum(encoded["length"][:])
     tokens = int(ends[-1])
-    has_remainder = keep_remainder and tokens % block_size > 1  # one token alone has no loss
+    has_remainder = keep_remainder and tokens % block_size > 1  # a single token does not have a loss
     count = tokens // block_size + has_remainder
     if count == 0:
         raise ValueError(f"dataset {recipe.dataset!r} has only {tokens} {too_few}")
@@ -154,15 +152,13 @@ def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe:
 
 @dataclass
 class BlockCollator:
-    """Makes a batch of blocks, in which every token is its own label. Shorter ones are padded by tokens without a
-    label.
+    """Makes a batch of blocks, with each token as its own label. Pads shorter blocks by tokens without labels.
 
     Attributes:
         end_of_text: the token after each document.
-        restart: whether positions, and so attention, begin anew after each end of text. The first token of a document
-            then has no label, since it would be predicted from a document it cannot see.
-        is_causal: false for encoders, in which other tokens would see padding, and each token of the text keeps its
-            label.
+        restart: whether positions, and so attention, restart after each end of text. The first token of a document
+            then loses its label, because it does not see the token before it.
+        is_causal: false for encoders, which would attend to padding, and where each token of the text keeps its label.
     """
 
     end_of_text: int

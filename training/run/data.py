@@ -22,7 +22,7 @@ from .recipe import Recipe
 
 
 END_OF_TEXT = "<|endoftext|>"
-# Not end-of-text, to which a collator would then give no label
+# A token other than end-of-text, because a collator gives padding no label
 PAD = "<|pad|>"
 MASK = "<|mask|>"
 # Says that the blocks beside it are complete
@@ -33,10 +33,10 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
     """Makes the tokenizer of a recipe: trains it on the training documents (`bpe:SIZE`), or loads it.
 
     Raises:
-        ValueError: if it cannot be loaded or has no end-of-text token, or no mask token where tokens are masked.
+        ValueError: if it cannot be loaded, or lacks an end-of-text token or a token that the objective needs.
     """
     if recipe.new_vocabulary_size is not None:
-        # A stream costs as much to read again: its first documents are enough
+        # Reading a stream twice doubles its cost, so the tokenizer learns from its first documents
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
         texts = (check_text(row[column], recipe) for row in sample for column in recipe.text_columns.values())
         return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
@@ -53,11 +53,10 @@ def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDatase
 
 
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Tokenizer:
-    """Byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masked tokens.
+    """Trains byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masks.
 
-    End-of-text stands between two texts that are encoded together, `tokenizer(a, b)`, and nothing is added to one
-    text. `vocab_size` is the number of tokens, special ones included; at least 256 bytes and the special tokens are
-    made.
+    End-of-text separates two texts that are encoded together, `tokenizer(a, b)`. A single text gets no special token.
+    `vocab_size` counts the special tokens and the 256 bytes, which are always in the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,11 +68,11 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     trained = json.loads(tokenizer.to_str())["model"]
-    # The blank of a first word may come from `add_prefix_space=True`: it is not trimmed
+    # `add_prefix_space=True` may add the blank of a first word, so it is not trimmed
     offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
     ids = [(END_OF_TEXT, trained["vocab"][END_OF_TEXT])]
     pair = processors.TemplateProcessing(single="$A", pair=f"$A {END_OF_TEXT} $B:1", special_tokens=ids)
-    # A class for which `from_pretrained(..., add_prefix_space=True)` has an effect
+    # This class supports `from_pretrained(..., add_prefix_space=True)`
     return GPT2Tokenizer(
         trained["vocab"],
         [tuple(merge) for merge in trained["merges"]],
@@ -88,23 +87,21 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The number of embeddings that a tokenizer needs: its largest id plus one. Where ids have gaps it has fewer
-    tokens.
-    """
+    """Returns the number of embeddings that a tokenizer needs: its largest id plus one, as ids may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:
-    """Raises `ValueError` if a tokenizer, called `name`, has ids for which a model has no embeddings."""
+    """Raises `ValueError` if the tokenizer with this name has ids beyond the embeddings of a model."""
     if (size := vocabulary_size(tokenizer)) > (known := vocabulary_of(config)):
         raise ValueError(f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={known}")
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):
-    """A shuffled stream of blocks, read again and again, each time in another order.
+    """A shuffled stream of blocks that repeats, each time in another order.
 
     Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run
-    could not skip what was trained on before.
+    could not skip the blocks it has seen.
     """
 
     def __init__(self, blocks: IterableDataset):
@@ -124,14 +121,13 @@ class EndlessBlocks(torch.utils.data.IterableDataset):
 def prepare_data(
     recipe: Recipe, tokenizer_folder: Path | None = None, seed: int = 0
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
-    """Prepares a tokenizer and blocks by split, and returns with them the fingerprint of the documents (see
-    `Documents`).
+    """Returns the tokenizer, the blocks by split, and the fingerprint of the documents (see `Documents`).
 
     Args:
         recipe: names the data.
-        tokenizer_folder: the run's tokenizer lies there, or is saved there for its other processes and for a resumed
-            run. If `save_blocks` saved the blocks there too, nothing is prepared.
-        seed: of the order of a stream's documents; stored blocks are shuffled by `Trainer`.
+        tokenizer_folder: a folder to load the tokenizer from, or to save it in for other processes and a resumed run.
+            Blocks that `save_blocks` has saved there are loaded, too.
+        seed: shuffles the documents of a stream. `Trainer` shuffles stored blocks.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
         return load_tokenizer(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
@@ -154,9 +150,7 @@ def prepare_data(
 
 
 def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path) -> None:
-    """Saves the result of `prepare_data`, not of a stream, beside its tokenizer, for other machines; `BLOCKS_FILE`
-    last.
-    """
+    """Saves the stored blocks of `prepare_data` beside their tokenizer, for other machines, and `BLOCKS_FILE` last."""
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
     names = ("tokens", "bytes_per_token", "references")
@@ -167,7 +161,7 @@ def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path
 def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
     content = read_json(folder / BLOCKS_FILE)
     blocks = {
-        split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes)  # in the format in which they were saved
+        split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes)  # keeps the format
         for split, sizes in content["splits"].items()
     }
     return blocks, content["fingerprint"]

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 PAIRS = "python-docstrings"  # the built-in corpus of pairs
-# Of a document: a tokenizer takes some hundred bytes of memory for each
+# Limits a document: a tokenizer needs some hundred bytes of memory for each character
 MOST_CHARACTERS = 5_000_000
-# Of files in a folder, where others may hold links or archives
+# Suffixes of files to read in a folder. Other files may hold links or archives
 _TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
@@ -58,9 +58,7 @@ def python_files(corpus: str) -> list[Path]:
 
 
 def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """The documents of a built-in corpus: one per file that is valid Python source text. `datasets` caches by the
-    arguments.
-    """
+    """Yields the documents of a built-in corpus, one per valid Python file. `datasets` caches by the arguments."""
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     for path in python_files(corpus):
         try:
@@ -73,7 +71,7 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
 
 
 def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """Returns the code of each function without its docstring, and the docstring's first line."""
+    """Yields the code of each function without its docstring, and the docstring's first line."""
     seen = set()
     for document in python_documents(corpus, fingerprint):
         lines = document["text"].splitlines(keepends=True)
@@ -94,11 +92,11 @@ def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
 
 
 def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[str, str]]:
-    """The documents of text files: paragraphs between blank lines. A line of white space is blank.
+    """Yields the documents of text files: paragraphs between blank lines. A line of white space is blank.
 
     Args:
         paths: UTF-8 files, with or without a byte order mark, and compressed if they end in `.gz`.
-        fingerprints: hashes of their contents, by which `datasets` caches.
+        fingerprints: hashes of their contents, the keys of the cache of `datasets`.
     """
     for path in paths:
         with _open(path, "rt", encoding="utf-8-sig") as file:
@@ -111,8 +109,8 @@ class Documents(dict[str, Dataset | IterableDataset]):
     """Documents by split.
 
     Attributes:
-        fingerprint: hash of the text and of the fields of the recipe that shape the documents, without the place and
-            the time of a file; for a dataset of the Hub that of `datasets`, and `None` for a stream from there.
+        fingerprint: hash of the text and of the recipe's fields that shape the documents, without paths and times of
+            files. A dataset of the Hub has the fingerprint of `datasets`, and a stream from there `None`.
     """
 
     def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
@@ -128,7 +126,7 @@ def is_format(name: str) -> bool:
 
 
 def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
-    """Loads the documents in the splits `train`, `validation` and, if the recipe asks for one, `test`.
+    """Loads the documents in the splits `train`, `validation` and, if `test_fraction` is set, `test`.
 
     Args:
         recipe: names the dataset.
@@ -190,7 +188,7 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
 
 
 def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
-    """Rows whose only column is the text that the recipe's template makes of the others."""
+    """Replaces the columns of each row by the text that the recipe's template makes of them."""
     template, known = recipe.text_template, rows.column_names
     if r"\n" in template:
         logger.warning_once(
@@ -223,7 +221,7 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset 
 
 
 def files_by_split(recipe: "Recipe") -> dict[str, list[Path]]:
-    """The files of a built-in or local dataset by split; none are known of a dataset of the Hub."""
+    """Returns the files of a built-in or local dataset by split, and nothing for a dataset of the Hub."""
     if recipe.dataset in BUILT_IN_CORPORA:
         return {"train": python_files(recipe.dataset)}
     return _local_files(recipe)[1] if Path(recipe.dataset).exists() else {}
@@ -253,7 +251,7 @@ def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) ->
 
 
 def _read_rows(builder: DatasetBuilder, streaming: bool) -> dict[str, Dataset | IterableDataset]:
-    """The rows of these files by split, as `load_dataset` reads them."""
+    """Returns the rows of these files by split, as `load_dataset` reads them."""
     if streaming:
         return builder.as_streaming_dataset()
     builder.download_and_prepare()
@@ -261,7 +259,7 @@ def _read_rows(builder: DatasetBuilder, streaming: bool) -> dict[str, Dataset | 
 
 
 def _list_files(folder: Path) -> set[str]:
-    """The files of text below a folder; raises `ValueError` for links, but those of the Hub's cache."""
+    """Returns the files of text below a folder; raises `ValueError` for links outside the Hub's cache."""
     found, card = set(folder.rglob("*")), folder / CARD_FILE
     for path in found:
         if path.is_symlink():
@@ -276,7 +274,7 @@ def _list_files(folder: Path) -> set[str]:
 
 
 def _local_files(recipe: "Recipe") -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
-    """The reader of a local dataset, a value of `DATA_FORMATS` or the builder of a folder, and its files by split."""
+    """Returns the reader of a local dataset, one of `DATA_FORMATS` or a folder's builder, and its files by split."""
     name, path = recipe.dataset, Path(recipe.dataset)
     if path.is_file():
         reader = data_format(path)
@@ -285,22 +283,21 @@ def _local_files(recipe: "Recipe") -> tuple[str | DatasetBuilder, dict[str, list
                 f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz"
             )
         return reader, {"train": [path.absolute()]}
-    folder = path.resolve()  # `datasets` takes a bare name for that of the Hub or of a format
+    folder = path.resolve()  # `datasets` takes a bare name for a dataset of the Hub or a format
     builder = _find_files(recipe, str(folder), _load(recipe, _list_files, folder).__contains__)
     files = {str(split): list(map(Path, paths)) for split, paths in builder.config.data_files.items()}
     return builder.name if builder.name == "text" else builder, files
 
 
 def _load_local(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset], str]:
-    """The rows of a file or a folder by split, and a text that follows the content of the files."""
+    """Returns the rows of a file or a folder by split, and a text that identifies the content of the files."""
     reader, files = _local_files(recipe)
     digests = {split: [_load(recipe, _hash_file, path) for path in paths] for split, paths in files.items()}
     content = json.dumps(digests)
     if Path(recipe.dataset).is_file():
         content = f"{reader} {digests['train'][0]}"
         if reader != "text":
-            # By default `datasets` caches by the times of modification, and takes a name such as `g[1].jsonl` for a
-            # pattern
+            # `datasets` would cache by modification times, and would take a name such as `g[1].jsonl` for a pattern
             data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
             reader = _load(recipe, load_dataset_builder, reader, data_files=data_files)
     if reader != "text":
@@ -334,7 +331,7 @@ def _open(path: str | Path, mode: str, **options) -> IO:
 
 
 def check_text(value, recipe: "Recipe") -> str:
-    """Returns a value of the text column; raises `ValueError` if it is no text, or too long a one."""
+    """Returns a value of the text column; raises `ValueError` unless it is text of at most `MOST_CHARACTERS`."""
     if not isinstance(value, str):
         columns, kind = " and ".join(map(repr, recipe.text_columns.values())), type(value).__name__
         raise ValueError(f"dataset {recipe.dataset!r}: column {columns} must hold text, and a row holds a {kind}")
@@ -354,7 +351,7 @@ def is_conversation(value: Any) -> bool:
 
 
 def _lies_between(document: dict, recipe: "Recipe", first: float, last: float) -> bool:
-    """Tells whether a hash of the document's text, the same in every process, lies in `[first, last)` of [0, 1)."""
+    """Tells whether the hash of a document's text, a number in [0, 1), is in `[first, last)`."""
     value = document[next(iter(recipe.text_columns.values()))]
     text = json.dumps(value) if is_conversation(value) else check_text(value, recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
@@ -373,7 +370,7 @@ def _hold_out(splits: dict, recipe: "Recipe") -> dict:
     for split, (first, last) in ({**bounds, "train": (end, 1.0)} if bounds else {}).items():
         options = {}
         if not recipe.streaming:
-            # By default `datasets` hashes the name of the function, and would reuse a result of another version of it
+            # `datasets` would hash the name of the function, and reuse the result of another version of it
             identity = Hasher.hash(
                 (splits["train"]._fingerprint, "hash of text", *recipe.text_columns.values(), first, last)
             )

@@ -82,11 +82,10 @@ class LanguageModelingMetrics:
         return {self.objective.perplexity if name == "perplexity" else name: found[name] for name in found}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
-        """What each of several parts of the evaluated text adds to its loss, in order, times their number, in nats per
-        token.
+        """Returns the share of each of several parts of the text in its loss, times their number, in nats per token.
 
-        The mean is the loss, and the spread tells how much of its noise is due to the choice of the text. `None` if
-        the text has fewer blocks than parts, or a loss is infinite or not a number.
+        Their mean is the loss, and their spread shows how much noise comes from the choice of the text. Returns `None`
+        if the text has fewer blocks than parts, or a loss is infinite or NaN.
         """
         if len(self._rows) < count:
             return None
@@ -109,24 +108,23 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates a saved model on text that it was not trained on.
 
-    If the model was trained on this dataset, as the records beside it say, its recipe gives the defaults. A local file
-    is evaluated whole, whatever the model was trained on, unless `validation_fraction` is given. The last block may be
-    shorter than the others, but where this is the run's own evaluation, which leaves out what fills no block.
+    If the records beside the model say that it was trained on this dataset, its recipe sets the defaults. A local file
+    is evaluated whole, even if the model was trained on it, unless `validation_fraction` is set. The last block may be
+    shorter than the others, except when the settings repeat the run's own evaluation, which drops it.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
-        dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on
-            last, of which only held-out documents are taken, unless it is a local file or folder; `python-stdlib` if
-            nothing is known.
+        dataset: a dataset as in a recipe, for its validation split. Defaults to the held-out documents of the last
+            dataset that the model was trained on, unless this is a local file or folder, or else to `python-stdlib`.
         batch_size: blocks per device.
-        fields: those of a recipe that say which texts are evaluated, and in what blocks (`EVALUATED`). By default they
-            are as in the run; what no run says is as in a recipe, with blocks as long as the model's context. `None`
-            is not given.
+        fields: the fields of a recipe in `EVALUATED`, which select texts and set their blocks. Defaults to the run's
+            own settings. Without a run, recipe defaults apply and `block_size` is the model's context. `None` means
+            the default.
 
     Returns:
-        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. Of
-        an encoder, loss and accuracy are those of masked tokens, and there are `eval_pseudo_perplexity` and no bits
-        per byte.
+        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. An
+        encoder's loss and accuracy are means over masked tokens. It has `eval_pseudo_perplexity` and lacks bits per
+        byte.
 
     Raises:
         ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, and a
@@ -182,11 +180,11 @@ def evaluate(
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
-    """The dataset that a model was trained on last, or the default of recipes.
+    """Returns the dataset that a model was trained on last, or the default of recipes.
 
     Raises:
-        ValueError: unless it is a built-in corpus, or `owner/name` and no file. Whoever made the model named it,
-            perhaps elsewhere: only its reader knows whether anything else may be read.
+        ValueError: unless it is a built-in corpus or a dataset of the Hub. The model's author may have meant a file of
+            another machine, so only the user can say whether to read one.
     """
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
     local, part = "the local " * (Path(dataset).is_absolute() or Path(dataset).exists()), r"[\w-]+(\.[\w-]+)*"
@@ -207,7 +205,7 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Evaluates a language model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
 
-    `keep_remainder` is that of `make_blocks`. An encoder predicts masked tokens, always the same ones.
+    `make_blocks` explains `keep_remainder`. An encoder predicts masked tokens, always the same ones.
     """
     objective = objective_of(recipe)
     objective.check_tokenizer(tokenizer, tokenizer.name_or_path)

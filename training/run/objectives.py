@@ -1,6 +1,6 @@
 """Training objectives: what a model predicts, and everything that depends on it.
 
-A new objective is a subclass of `Objective` with a row in `OBJECTIVES`.
+To add an objective, write a subclass of `Objective` and its row in `OBJECTIVES`.
 """
 
 from collections.abc import Mapping
@@ -31,26 +31,25 @@ class Objective:
     Attributes:
         kind: the models that it trains.
         columns: the fields of a recipe that name its columns of text.
-        lengths: the fields of a recipe with the lengths of a full sample in tokens, each with the half of the model
-            that reads it.
+        lengths: the fields with the lengths of a full sample in tokens, and the half of the model that reads each.
         label_shift: 1 where a token's logits stand one position before it, else 0.
-        loss_type: Transformers' loss, for models whose class does not name one.
-        loss_unit, loss_name, loss_note: a loss is a mean in nats per `loss_unit`. Titles call it `loss_name`, and
-            reports explain it by `loss_note`.
-        perplexity: the metric that is the exponential of the loss.
+        loss_type: Transformers' loss for model classes without a `loss_type`.
+        loss_unit, loss_name, loss_note: the loss is a mean in nats per `loss_unit`. Titles call it `loss_name`, and
+            `loss_note` explains it in reports.
+        perplexity: name of the exponential of the loss.
         has_bits_per_byte: whether the losses of a text add up to its log-likelihood.
     """
 
     kind: ClassVar[ModelKind]
     columns: ClassVar[tuple[str, ...]]
     lengths: ClassVar[Mapping[str, str]]
-    label_shift: ClassVar[int] = 0
-    loss_type: ClassVar[str] = "ForMaskedLM"
-    loss_unit: ClassVar[str] = "token"
-    loss_name: ClassVar[str] = "loss"
-    loss_note: ClassVar[str] = ""
-    perplexity: ClassVar[str] = "perplexity"
-    has_bits_per_byte: ClassVar[bool] = True
+    label_shift = 0
+    loss_type = "ForMaskedLM"
+    loss_unit = "token"
+    loss_name = "loss"
+    loss_note = ""
+    perplexity = "perplexity"
+    has_bits_per_byte = True
 
     def __init__(self, recipe: "Recipe"):
         self.recipe = recipe
@@ -66,7 +65,7 @@ class Objective:
     def make_rows(
         self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, keep_remainder: bool = False
     ) -> Blocks:
-        """Makes rows of tokens from the documents of a split; for `keep_remainder` see `make_blocks`."""
+        """Makes rows of tokens from the documents of a split. `make_blocks` explains `keep_remainder`."""
         raise NotImplementedError
 
     def make_collator(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> DataCollator:
@@ -74,8 +73,7 @@ class Objective:
         raise NotImplementedError
 
     def make_masking(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Masking | None:
-        """Returns what masks the batches, or `None`."""
-        return None
+        """Returns what masks batches, or `None`."""
 
     def evaluate_generation(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Blocks
@@ -123,7 +121,8 @@ class Causal(PackedText):
 class Masked(PackedText):
     """Predicts hidden tokens, with an encoder.
 
-    No model of texts has the perplexity of masked tokens, a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659).
+    Their losses do not make a likelihood of the text, hence the pseudo-perplexity (Salazar et al. 2020, arXiv
+    1910.14659).
     """
 
     kind = ModelKind.ENCODER
@@ -173,7 +172,7 @@ def objective_of(recipe: "Recipe") -> Objective:
 
 
 def objective_in(content: Mapping[str, Any]) -> type[Objective]:
-    """Returns the objective that the file of a recipe names, or the default one if it names none that exists."""
+    """Returns the objective that the content of a recipe's file names; `Causal` for an unknown name."""
     return next((kind for name, kind in OBJECTIVES.items() if name == content.get("objective")), Causal)
 
 

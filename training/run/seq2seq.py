@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-GENERATED_ROWS = 256  # of a split, of which chrF is computed
+GENERATED_ROWS = 256  # pairs of the validation split that chrF is computed on
 
 
 def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "Recipe") -> Blocks:
@@ -45,7 +45,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "
             ids = ids_of(texts)
             rows[name] = [[*text[: length - 1], tokenizer.eos_token_id] for text in ids]
             rows["is_cut"] = [before or len(text) >= length for before, text in zip(rows["is_cut"], ids)]
-            # Of the last column, the target: of its whole text, so that cutting does not change the bytes of a token
+            # The last column, the target, sets these. They count its whole text, so that cutting does not change them
             rows |= {"bytes": [len(text.encode()) for text in texts], "length": [len(text) + 1 for text in ids]}
         return rows
 
@@ -74,10 +74,10 @@ def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]] | torch.Te
 def chrf_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: "Recipe"
 ) -> dict[str, float]:
-    """Computes chrF (Popovic 2015) of the likeliest text for each of the first pairs, from 0 to 100, if `sacrebleu` is
-    there.
+    """Returns chrF (Popovic 2015), from 0 to 100, of the likeliest text for each of the first pairs, if `sacrebleu` is
+    installed.
 
-    It compares with whole targets, though at most `max_target_length` tokens are generated.
+    It compares with whole targets, though the model generates at most `max_target_length` tokens.
     """
     if importlib.util.find_spec("sacrebleu") is None:
         logger.warning("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]")
