@@ -61,7 +61,9 @@ def make_blocks(
     Raises:
         ValueError: if the documents do not fill a block.
     """
-    column, block_size, end = recipe.text_column, recipe.block_size, tokenizer.eos_token_id
+    column = recipe.text_column
+    block_size = recipe.block_size
+    end_of_text = tokenizer.eos_token_id
     too_few = (
         f"tokens in a split: block_size={block_size} fits none; give more text, or raise "
         f"validation_fraction={recipe.validation_fraction} and test_fraction={recipe.test_fraction}"
@@ -74,7 +76,7 @@ def make_blocks(
         # A chat template writes special tokens, but a document contains them as text
         ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=not is_chat, verbose=False)["input_ids"]
         sizes = {"length": [len(document) + 1 for document in ids], "bytes": [len(text.encode()) for text in texts]}
-        return {"input_ids": [[*document, end] for document in ids], **sizes}
+        return {"input_ids": [[*document, end_of_text] for document in ids], **sizes}
 
     if isinstance(documents, IterableDataset):
 
@@ -95,7 +97,7 @@ def make_blocks(
     # `datasets` would hash the pickle of a tokenizer, which changes with use, unlike its serialised form
     is_text = isinstance(documents.features[column], Value)
     kind = "special tokens split" if is_text else tokenizer.chat_template
-    identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end, kind))
+    identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end_of_text, kind))
     encoded = documents.map(
         encode,
         batched=True,
@@ -113,7 +115,8 @@ def make_blocks(
         raise ValueError(f"dataset {recipe.dataset!r} has only {tokens} {too_few}")
 
     def cut(indices: list[int]) -> dict:
-        begin, end = indices[0] * block_size, min((indices[-1] + 1) * block_size, tokens)
+        begin = indices[0] * block_size
+        end = min((indices[-1] + 1) * block_size, tokens)
         first, last = np.searchsorted(ends, [begin, end - 1], side="right")
         stream = np.concatenate(list(encoded[int(first) : int(last) + 1]["input_ids"]))
         skipped = begin - (ends[first - 1] if first else 0)

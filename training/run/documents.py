@@ -135,7 +135,7 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     Raises:
         ValueError: if the dataset is missing, empty, not text, lacks the column, or leaves a split without documents.
     """
-    name, columns = recipe.dataset, recipe.text_columns
+    name = recipe.dataset
     content = None
     if name in BUILT_IN_CORPORA:
         digest = hashlib.sha256()
@@ -162,9 +162,10 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     if recipe.text_template is not None:
         splits = {split: _join_columns(rows, recipe) for split, rows in splits.items()}
     known = splits["train"].column_names
-    for field, column in columns.items():
+    for field, column in recipe.text_columns.items():
         if known is not None and column not in known:
-            hint = ", or join several by text_template, such as '{instruction} {output}'" * (field == "text_column")
+            is_text = field == "text_column"
+            hint = ", or join several by text_template, such as '{instruction} {output}'" if is_text else ""
             raise ValueError(
                 f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}"
             )
@@ -183,13 +184,14 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
     shares = (recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents)
-    shape = [content, *columns.values(), *shares, is_whole, *filter(None, [recipe.text_template])]
+    shape = [content, *recipe.text_columns.values(), *shares, is_whole, *filter(None, [recipe.text_template])]
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
 
 
 def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
     """Replaces the columns of each row by the text that the recipe's template makes of them."""
-    template, known = recipe.text_template, rows.column_names
+    template = recipe.text_template
+    known = rows.column_names
     if r"\n" in template:
         logger.warning_once(
             f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes"
@@ -260,22 +262,24 @@ def _read_rows(builder: DatasetBuilder, streaming: bool) -> dict[str, Dataset | 
 
 def _list_files(folder: Path) -> set[str]:
     """Returns the files of text below a folder; raises `ValueError` for links outside the Hub's cache."""
-    found, card = set(folder.rglob("*")), folder / CARD_FILE
-    for path in found:
+    paths = set(folder.rglob("*"))
+    card = folder / CARD_FILE
+    for path in paths:
         if path.is_symlink():
             open_file(path).close()
-    if folder / ".huggingface.yaml" in found:
+    if folder / ".huggingface.yaml" in paths:
         raise ValueError(f"{folder / '.huggingface.yaml'} is not read; describe the files in {CARD_FILE}")
-    match = REGEX_YAML_BLOCK.search(read_text(card)) if card in found else None
+    match = REGEX_YAML_BLOCK.search(read_text(card)) if card in paths else None
     for config in (parse_yaml(match[2]).get("configs") or []) if match else []:
         if re.search(r"'[/~]|\.\.[/']|:[/:]", str((config.get("data_files"), config.get("data_dir")))):
             raise ValueError(f"{CARD_FILE} names files outside of the folder")
-    return {str(path) for path in found if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
+    return {str(path) for path in paths if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
 
 
 def _local_files(recipe: "Recipe") -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
     """Returns the reader of a local dataset, one of `DATA_FORMATS` or a folder's builder, and its files by split."""
-    name, path = recipe.dataset, Path(recipe.dataset)
+    name = recipe.dataset
+    path = Path(name)
     if path.is_file():
         reader = data_format(path)
         if reader is None:
@@ -303,7 +307,8 @@ def _load_local(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset],
     if reader != "text":
         return _load(recipe, _read_rows, reader, recipe.streaming), content
     # The loader of `datasets` makes each line a document, or does not split at lines of white space
-    kind, splits = IterableDataset if recipe.streaming else Dataset, {}
+    kind = IterableDataset if recipe.streaming else Dataset
+    splits = {}
     for split, paths in files.items():
         options = {"gen_kwargs": {"paths": list(map(str, paths)), "fingerprints": digests[split]}, "split": split}
         splits[split] = _load(
@@ -314,11 +319,13 @@ def _load_local(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset],
 
 def _hash_file(path: Path) -> str:
     """Hashes the content of a file, unpacked; raises `ValueError` for a line that would fill the memory."""
-    digest, length, has_lines = xxhash.xxh64(), 0, path.suffix.lower() not in (".parquet", ".arrow")
+    digest = xxhash.xxh64()
+    length = 0  # of the last line, so far
+    has_lines = path.suffix.lower() not in (".parquet", ".arrow")
     with _open(path, "rb") as file:
         while chunk := file.read(2**20):
             digest.update(chunk)
-            length = len(chunk) - chunk.rfind(b"\n") - 1 + length * (b"\n" not in chunk)
+            length = len(chunk) - chunk.rfind(b"\n") - 1 + (0 if b"\n" in chunk else length)
             if has_lines and length > 64 * 2**20:
                 raise ValueError(f"{path.name} has a line of more than 64 MiB; cut it into several")
     return digest.hexdigest()
@@ -333,7 +340,8 @@ def _open(path: str | Path, mode: str, **options) -> IO:
 def check_text(value, recipe: "Recipe") -> str:
     """Returns a value of the text column; raises `ValueError` unless it is text of at most `MOST_CHARACTERS`."""
     if not isinstance(value, str):
-        columns, kind = " and ".join(map(repr, recipe.text_columns.values())), type(value).__name__
+        columns = " and ".join(map(repr, recipe.text_columns.values()))
+        kind = type(value).__name__
         raise ValueError(f"dataset {recipe.dataset!r}: column {columns} must hold text, and a row holds a {kind}")
     if len(value) > MOST_CHARACTERS:
         raise ValueError(
@@ -360,7 +368,9 @@ def _lies_between(document: dict, recipe: "Recipe", first: float, last: float) -
 def _hold_out(splits: dict, recipe: "Recipe") -> dict:
     """Takes the dataset's own splits, and holds out documents of its training split for the missing ones."""
     wanted = {"validation": recipe.validation_fraction, "test": recipe.test_fraction}
-    documents, bounds, end = {"train": splits["train"]}, {}, 0.0
+    documents = {"train": splits["train"]}
+    bounds = {}
+    end = 0.0
     for split, fraction in wanted.items():
         if fraction > 0.0 and split in splits:
             documents[split] = splits[split]

@@ -44,7 +44,8 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     # In float32 and side by side, which a CPU reads several times as fast
-    logits, targets = logits[:, : logits.shape[1] - shift].float().flatten(0, 1), labels[:, shift:]
+    logits = logits[:, : logits.shape[1] - shift].float().flatten(0, 1)
+    targets = labels[:, shift:]
     losses = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
     return losses.view(targets.shape), logits.argmax(dim=-1).view(targets.shape) == targets
 
@@ -132,7 +133,8 @@ def evaluate(
     """
     check_keys("evaluate", fields, EVALUATED)
     given = {field: value for field, value in fields.items() if value is not None}
-    block_size, validation_fraction = given.get("block_size"), given.get("validation_fraction")
+    block_size = given.get("block_size")
+    validation_fraction = given.get("validation_fraction")
     check_number("batch_size", batch_size, 1)
     check_number("block_size", block_size, 2)
     name = str(model)
@@ -187,7 +189,8 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
             another machine, so only the user can say whether to read one.
     """
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
-    local, part = "the local " * (Path(dataset).is_absolute() or Path(dataset).exists()), r"[\w-]+(\.[\w-]+)*"
+    local = "the local " if Path(dataset).is_absolute() or Path(dataset).exists() else ""
+    part = r"[\w-]+(\.[\w-]+)*"
     is_name = not local and re.fullmatch(f"{part}(/{part})?", dataset, re.ASCII)
     if dataset in BUILT_IN_CORPORA or (is_name and "/" in dataset):
         return dataset

@@ -43,10 +43,10 @@ def generate_text(
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.device)
-    length, is_pair = inputs["input_ids"].shape[1], loaded.config.is_encoder_decoder
+    length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty")
-    if is_pair:  # sources end so
+    if loaded.config.is_encoder_decoder:  # sources end in end-of-text
         inputs = {name: nn.functional.pad(row, (0, 1), value=1) for name, row in inputs.items()}
         inputs["input_ids"][:, -1] = tokenizer.eos_token_id
         if (positions := positions_of(loaded.config, "encoder")) is not None and length >= positions:

@@ -39,7 +39,8 @@ class Masking(DataCollatorForLanguageModeling):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):
         super().__init__(tokenizer, mlm_probability=probability)
-        self.data_seed, self.special = seed, torch.tensor(tokenizer.all_special_ids)
+        self.data_seed = seed
+        self.special = torch.tensor(tokenizer.all_special_ids)
 
     def mask(self, batch: dict[str, Any], step: int | str) -> dict[str, Any]:
         """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`: -100 except for chosen tokens.
@@ -61,7 +62,8 @@ class Masking(DataCollatorForLanguageModeling):
             chosen = self.torch_mask_tokens(tokens[None].clone(), ~is_text[None])
             if is_text.any() and (chosen[1] == -100).all():
                 place = is_text.nonzero()[torch.randint(int(is_text.sum()), (1,), generator=self.generator)].item()
-                chosen[0][0, place], chosen[1][0, place] = self.tokenizer.mask_token_id, tokens[place]
+                chosen[0][0, place] = self.tokenizer.mask_token_id
+                chosen[1][0, place] = tokens[place]
             masked = row.clone()
             masked[:length] = chosen[0][0]
             rows.append(masked)

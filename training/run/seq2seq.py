@@ -33,7 +33,8 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "
     Returns:
         Rows of `input_ids` and `labels`, the tokens of the targets, and references for chrF.
     """
-    columns, lengths = list(recipe.text_columns.values()), (recipe.max_source_length, recipe.max_target_length)
+    columns = list(recipe.text_columns.values())
+    lengths = recipe.sample_lengths
 
     def ids_of(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]

@@ -80,7 +80,8 @@ def train_recipe(
         ValueError: as `train` does.
     """
     arguments = recipe.arguments
-    place, is_main_process = RunFolder(Path(arguments.output_dir)), arguments.process_index == 0
+    place = RunFolder(Path(arguments.output_dir))
+    is_main_process = arguments.process_index == 0
     folder = place.path
     check_recipe(recipe)
     with arguments.main_process_first(local=False):
@@ -219,7 +220,10 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 def _announcement(run: _Run) -> str:
     """Says what is trained, on how much text, where, and by which attention backends, compiled now if need be."""
-    model, arguments, tokens, backends = run.trainer.model, run.trainer.args, run.blocks["train"].tokens, {}
+    model = run.trainer.model
+    arguments = run.trainer.args
+    tokens = run.blocks["train"].tokens
+    backends = {}
     for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
         parameter = next(layer.parameters())
         tensors = (arguments.device, parameter.dtype, max(run.recipe.sample_lengths), layer.head_dim)
@@ -321,7 +325,8 @@ def _collect(run: _Run) -> dict[str, Any]:
 
 def _evaluate_and_save(run: _Run) -> dict[str, Any]:
     objective = objective_of(run.recipe)
-    trainer, last = run.trainer, {}
+    trainer = run.trainer
+    last = {}
     # The evaluation after the last step, if there was one and the weights are still the same
     if not trainer.args.load_best_model_at_end:
         entries = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
