@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,7 +27,7 @@ from modeling_nlq.configuration_nlq import check_kernels
 from ..configuration import find, suggestion
 from .disk import check_no_symlinks, open_file, read_text, resolve_user_path, safe_join
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml, relative_imports
-from .size import AUTO_CLASSES, KINDS, listed, objective_of
+from .size import ModelKind, kind_of, listed
 from .text import first_line, one_line
 from .trust import run_parts
 
@@ -225,14 +225,15 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
 
 
 def load_model(
-    name: str, trust_remote_code: bool = False, decoder_for: str | None = None
+    name: str, trust_remote_code: bool = False, kinds: Collection[ModelKind] = ModelKind, purpose: str = ""
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a saved language model, a decoder or an encoder, and its tokenizer.
 
     Args:
         name: folder or Hub name.
         trust_remote_code: run the code that lies beside the model, if it is of a type that Transformers does not know.
-        decoder_for: what needs a decoder, if an encoder is to be refused.
+        kinds: the kinds of models that are allowed.
+        purpose: what needs a decoder, for the error of another kind.
 
     Raises:
         ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is
@@ -244,10 +245,10 @@ def load_model(
         with source_named(name):
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             check_kernels(config, name)
-            kind = objective_of(config)
-            if (kind == "masked" and decoder_for is not None) or (kind == "seq2seq" and decoder_for == "lm_eval"):
-                raise ValueError(f"{name!r} is {KINDS[kind]}: {decoder_for} needs a decoder")
-            model, found = AUTO_CLASSES[kind].from_pretrained(
+            kind = kind_of(config)
+            if kind not in kinds:
+                raise ValueError(f"{name!r} is {kind.description}: {purpose} needs a decoder")
+            model, found = kind.auto_class.from_pretrained(
                 name, config=config, output_loading_info=True, trust_remote_code=trust_remote_code
             )
         tokenizer = load_tokenizer(name, trust_remote_code)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 import torch
@@ -44,26 +45,33 @@ class Size:
     trained: int
 
 
-# Names and Auto classes of the models for each objective
-KINDS = {"causal": "a decoder", "masked": "an encoder", "seq2seq": "an encoder and decoder"}
-AUTO_CLASSES = {"causal": AutoModelForCausalLM, "masked": AutoModelForMaskedLM, "seq2seq": AutoModelForSeq2SeqLM}
+class ModelKind(Enum):
+    """The kinds of language models, each with the Auto class that makes it."""
+
+    DECODER = "a decoder", AutoModelForCausalLM
+    ENCODER = "an encoder", AutoModelForMaskedLM
+    ENCODER_DECODER = "an encoder and decoder", AutoModelForSeq2SeqLM
+
+    def __init__(self, description: str, auto_class: type):
+        self.description = description
+        self.auto_class = auto_class
 
 
 def auto_class_of(config: PreTrainedConfig) -> type:
     """Returns the Auto class that makes a language model from a configuration."""
-    return AUTO_CLASSES[objective_of(config)]
+    return kind_of(config).auto_class
 
 
-def objective_of(config: PreTrainedConfig) -> str:
-    """Returns the `objective` of a recipe that trains a language model of this configuration."""
+def kind_of(config: PreTrainedConfig) -> ModelKind:
+    """Returns the kind of the language model that a configuration describes."""
     if config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping:
-        return "seq2seq"
+        return ModelKind.ENCODER_DECODER
     classes = AutoModelForCausalLM, AutoModelForMaskedLM
     is_of_decoders, is_of_encoders = (type(config) in each._model_mapping for each in classes)
     # BERT is in both mappings; it is an encoder unless `is_decoder` is set
     is_plain = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
     is_encoder = not getattr(config, "is_causal", True) or (is_of_encoders and (is_plain or not is_of_decoders))
-    return "masked" if is_encoder else "causal"
+    return ModelKind.ENCODER if is_encoder else ModelKind.DECODER
 
 
 def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTrainedConfig:
@@ -241,7 +249,7 @@ def _attention_products(half: str, config: PreTrainedConfig, length: int, source
     is_nlq = isinstance(config, NLQConfig)
     key_value_heads = config.num_key_value_heads if is_nlq else None
     # A window of an encoder has this many tokens on each side
-    sides = 2 if half == "encoder" or objective_of(config) == "masked" else 1
+    sides = 2 if half == "encoder" or kind_of(config) is ModelKind.ENCODER else 1
     products = [
         # In linear attention, heads of queries read the state, and heads of keys write it
         length * head_dim * head_dim * (heads + key_value_heads)

@@ -14,7 +14,7 @@ from modeling_nlq.training.run import trainer
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Runs of a single test draw no losses, which takes a third of their time; those that tests share do."""
-    monkeypatch.setattr(trainer, "plot_losses", lambda history, path, title: write_text(path, ""))
+    monkeypatch.setattr(trainer, "plot_losses", lambda history, path, title, unit: write_text(path, ""))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from ..run.objectives import objective_of
 from ..run.recipe import emulated_bf16
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
@@ -93,9 +94,7 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
     device, rows = arguments.device, arguments.per_device_train_batch_size
     if device.type == "cpu":
         rows = min(rows, max(1, _CPU_TOKENS // sum(recipe.sample_lengths)))
-    lengths = {"input_ids": recipe.sample_lengths[0], "labels": recipe.sample_lengths[-1]}
-    if recipe.objective == "seq2seq":
-        lengths["decoder_input_ids"] = lengths["labels"]
+    lengths = objective_of(recipe).input_lengths
     batch = {name: torch.randint(vocabulary_of(config), (rows, length)).to(device) for name, length in lengths.items()}
     model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
     model.to(device).train()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import RESULTS_FILE, STATE_FILE, read_json
+from ..run.objectives import Objective, objective_in
 from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
 from ..values import from_json
@@ -215,15 +216,20 @@ class ScaleOutcome:
         return all(run.test_loss_parts is not None for model in self.models.values() for run in model.finished)
 
     @property
+    def objective(self) -> type[Objective]:
+        """The objective of all models."""
+        recipe = self.comparison.get("recipe")
+        return objective_in(recipe if isinstance(recipe, dict) else {})
+
+    @property
     def loss_unit(self) -> str:
         """What losses are means over, in nats: tokens, or masked tokens."""
-        recipe = self.comparison.get("recipe")
-        return "masked token" if isinstance(recipe, dict) and recipe.get("objective") == "masked" else "token"
+        return self.objective.loss_unit
 
     @property
     def loss_name(self) -> str:
         """What a loss is called in titles."""
-        return "loss" if self.loss_unit == "token" else "loss of masked tokens"
+        return self.objective.loss_name
 
     def flops(self, model: str) -> int:
         """The FLOPs of a run of a model."""

@@ -23,6 +23,7 @@ from ...configuration import find
 from ..disk import resolve_user_path
 from ..files import check_keys, merged, read_section, read_yaml
 from ..run.lora import choose_trained
+from ..run.objectives import objective_in
 from ..run.recipe import (
     Recipe,
     check_recipe,
@@ -33,7 +34,7 @@ from ..run.recipe import (
 )
 from ..run.tasks import check_tasks
 from ..sharing.scrub import without_folders
-from ..size import Size, matching_intermediate_size, measure
+from ..size import ModelKind, Size, matching_intermediate_size, measure
 from ..text import QUOTE_IT, check_name, one_line
 from .fields import ComparisonFields, ModelFields, ScaleFields
 from .inference import FIRST_INTERIM
@@ -98,7 +99,8 @@ def read_file(
         recipe = read_yaml(resolve_user_path(recipe_source))
     check_trusted(recipe, overrides, recipe_source, trust_parts)
     check_kernels(given, str(path))
-    defaults = {"test_fraction": 0.02, "record_stability": recipe.get("objective") != "seq2seq"}
+    objective = objective_in(recipe)
+    defaults = {"test_fraction": 0.02, "record_stability": "record_stability" in Recipe.read_by(objective)}
     recipe = _merged({**defaults, **recipe}, given, str(path), recipe_source)
     if any(given.get(section) for section in _SECTIONS) and isinstance(given["recipe"], str):
         recipe_source = f"{path} with {recipe_source}"
@@ -106,7 +108,7 @@ def read_file(
     if (tasks := given.get("tasks")) is not None:
         if not isinstance(tasks, list) or not all(isinstance(task, str) for task in tasks):
             raise ValueError(f"{path}: tasks={tasks!r} must be a list of names of tasks")
-        if recipe.get("objective", "causal") != "causal":
+        if objective.kind is not ModelKind.DECODER:
             raise ValueError(
                 f"{path}: tasks={tasks!r}: lm_eval's tasks need decoders; take tasks out, or set objective: causal"
             )

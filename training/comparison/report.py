@@ -22,7 +22,6 @@ from .render import Section, bullets, markdown_table, to_markdown, to_page, warn
 from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,
-    MASKED_LOSSES,
     given_fields,
     improvement_rows,
     provenance,
@@ -449,8 +448,8 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
         f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} "
         f"({', '.join(map(str, seeds))}), {found.tokens_per_run:,} tokens a run.",
     ]
-    if found.loss_unit == "masked token":
-        sentences.append(MASKED_LOSSES)
+    if found.objective.loss_note:
+        sentences.append(found.objective.loss_note)
     if found.same_tokens:
         sentences.append(
             "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed."

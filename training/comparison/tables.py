@@ -21,14 +21,8 @@ _ABSURD = 100.0
 Rows = list[dict[str, str]]
 
 
-MASKED_LOSSES = "Losses are of masked tokens, the same ones for all models; perplexities are pseudo-perplexities."
 # With interim analyses: p times the number of models, divided by the share of the error that the analysis spends
 BONFERRONI = "Bonferroni p"
-# Titles of columns where losses are those of masked tokens
-MASKED = {
-    "test loss (nats)": "test loss of masked tokens (nats)",
-    "perplexity improvement (%)": "pseudo-perplexity improvement (%)",
-}
 
 
 def summary_rows(found: ScaleOutcome) -> Rows:
@@ -58,7 +52,11 @@ def summary_rows(found: ScaleOutcome) -> Rows:
             "diverged": f"{len(model.runs) - len(finished)} of {len(model.runs)}",
         }
         rows.append(row)
-    names = (MASKED if found.loss_unit == "masked token" else {}) | ({"Holm p": BONFERRONI} if found.interim else {})
+    names = {
+        "test loss (nats)": f"test {found.loss_name} (nats)",
+        "perplexity improvement (%)": f"{found.objective.perplexity.replace('_', '-')} improvement (%)",
+        **({"Holm p": BONFERRONI} if found.interim else {}),
+    }
     return [{names.get(title, title): cell for title, cell in row.items()} for row in rows]
 
 

@@ -8,8 +8,8 @@ from transformers.utils import logging
 from ..disk import write_text
 from ..files import PAGE_FILE
 from ..models import load_model
-from ..run.data import make_blocks
 from ..run.documents import load_documents
+from ..run.objectives import objective_of
 from ..run.recipe import Recipe
 from ..storage import fetch
 from ..text import one_line
@@ -34,16 +34,11 @@ def explore_runs(
     """
     try:
         loaded = {name: load_model(str(fetch(folder))) for name, folder in runs.items()}
-        tokenizer = next(iter(loaded.values()))[1]
-        subjects = {name: prepare(model) for name, (model, _) in loaded.items()}
-        row = next(iter(make_blocks(load_documents(recipe)[split], tokenizer, recipe).dataset))
-        shown, source = list(map(int, row["input_ids"])), None
-        if recipe.objective == "seq2seq":
-            start = next(iter(subjects.values())).pair.config.decoder_start_token_id
-            shown, source = [start, *map(int, row["labels"])], shown
-        elif recipe.packing == "documents":
-            ends = [index + 1 for index, token in enumerate(shown) if token == tokenizer.eos_token_id]
-            shown = max((shown[start:end] for start, end in zip([0, *ends], [*ends, len(shown)])), key=len)
+        model, tokenizer = next(iter(loaded.values()))
+        subjects = {name: prepare(each) for name, (each, _) in loaded.items()}
+        objective = objective_of(recipe)
+        row = next(iter(objective.make_rows(load_documents(recipe)[split], tokenizer).dataset))
+        shown, source = objective.tokens_to_explore(row, tokenizer, model.config)
         write_text(target / PAGE_FILE, explore_tokens(subjects, tokenizer, shown, notes=notes, source=source).page)
         return True
     except Exception as error:  # the runs are finished, so no error of a library may end the command

@@ -13,7 +13,7 @@ import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import xxhash
 from datasets import (
@@ -36,15 +36,18 @@ from transformers.utils import logging
 from ..disk import open_file, read_text
 from ..files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format, parse_yaml
 from ..text import first_line, is_disk_full, root_cause
-from .recipe import Recipe
+
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
 logger = logging.get_logger(__name__)
 
 PAIRS = "python-docstrings"  # the built-in corpus of pairs
-# Of a document: a tokenizer takes some hundred bytes of memory for each
+# Limits a document: a tokenizer needs some hundred bytes of memory for each character
 MOST_CHARACTERS = 5_000_000
-# Of files in a folder, where others may hold links or archives
+# Suffixes of files to read in a folder. Other files may hold links or archives
 _TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
@@ -55,9 +58,7 @@ def python_files(corpus: str) -> list[Path]:
 
 
 def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """The documents of a built-in corpus: one per file that is valid Python source text. `datasets` caches by the
-    arguments.
-    """
+    """Yields the documents of a built-in corpus, one per valid Python file. `datasets` caches by the arguments."""
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     for path in python_files(corpus):
         try:
@@ -70,7 +71,7 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
 
 
 def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """Returns the code of each function without its docstring, and the docstring's first line."""
+    """Yields the code of each function without its docstring, and the docstring's first line."""
     seen = set()
     for document in python_documents(corpus, fingerprint):
         lines = document["text"].splitlines(keepends=True)
@@ -91,11 +92,11 @@ def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
 
 
 def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[str, str]]:
-    """The documents of text files: paragraphs between blank lines. A line of white space is blank.
+    """Yields the documents of text files: paragraphs between blank lines. A line of white space is blank.
 
     Args:
         paths: UTF-8 files, with or without a byte order mark, and compressed if they end in `.gz`.
-        fingerprints: hashes of their contents, by which `datasets` caches.
+        fingerprints: hashes of their contents, the keys of the cache of `datasets`.
     """
     for path in paths:
         with _open(path, "rt", encoding="utf-8-sig") as file:
@@ -108,8 +109,8 @@ class Documents(dict[str, Dataset | IterableDataset]):
     """Documents by split.
 
     Attributes:
-        fingerprint: hash of the text and of the fields of the recipe that shape the documents, without the place and
-            the time of a file; for a dataset of the Hub that of `datasets`, and `None` for a stream from there.
+        fingerprint: hash of the text and of the recipe's fields that shape the documents, without paths and times of
+            files. A dataset of the Hub has the fingerprint of `datasets`, and a stream from there `None`.
     """
 
     def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
@@ -124,8 +125,8 @@ def is_format(name: str) -> bool:
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
-def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
-    """Loads the documents in the splits `train`, `validation` and, if the recipe asks for one, `test`.
+def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
+    """Loads the documents in the splits `train`, `validation` and, if `test_fraction` is set, `test`.
 
     Args:
         recipe: names the dataset.
@@ -134,7 +135,7 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     Raises:
         ValueError: if the dataset is missing, empty, not text, lacks the column, or leaves a split without documents.
     """
-    name, columns = recipe.dataset, recipe.text_columns
+    name = recipe.dataset
     content = None
     if name in BUILT_IN_CORPORA:
         digest = hashlib.sha256()
@@ -161,9 +162,10 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     if recipe.text_template is not None:
         splits = {split: _join_columns(rows, recipe) for split, rows in splits.items()}
     known = splits["train"].column_names
-    for field, column in columns.items():
+    for field, column in recipe.text_columns.items():
         if known is not None and column not in known:
-            hint = ", or join several by text_template, such as '{instruction} {output}'" * (field == "text_column")
+            is_text = field == "text_column"
+            hint = ", or join several by text_template, such as '{instruction} {output}'" if is_text else ""
             raise ValueError(
                 f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}"
             )
@@ -182,13 +184,14 @@ def load_documents(recipe: Recipe, is_whole: bool = False) -> Documents:
     if content is None:
         return Documents(documents, None if recipe.streaming or is_whole else documents["train"]._fingerprint)
     shares = (recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents)
-    shape = [content, *columns.values(), *shares, is_whole, *filter(None, [recipe.text_template])]
+    shape = [content, *recipe.text_columns.values(), *shares, is_whole, *filter(None, [recipe.text_template])]
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
 
 
-def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | IterableDataset:
-    """Rows whose only column is the text that the recipe's template makes of the others."""
-    template, known = recipe.text_template, rows.column_names
+def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
+    """Replaces the columns of each row by the text that the recipe's template makes of them."""
+    template = recipe.text_template
+    known = rows.column_names
     if r"\n" in template:
         logger.warning_once(
             f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes"
@@ -219,14 +222,14 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: Recipe) -> Dataset | 
     return rows.map(join, remove_columns=known, **identity)
 
 
-def files_by_split(recipe: Recipe) -> dict[str, list[Path]]:
-    """The files of a built-in or local dataset by split; none are known of a dataset of the Hub."""
+def files_by_split(recipe: "Recipe") -> dict[str, list[Path]]:
+    """Returns the files of a built-in or local dataset by split, and nothing for a dataset of the Hub."""
     if recipe.dataset in BUILT_IN_CORPORA:
         return {"train": python_files(recipe.dataset)}
     return _local_files(recipe)[1] if Path(recipe.dataset).exists() else {}
 
 
-def _load(recipe: Recipe, load: Callable, *arguments, **options):
+def _load(recipe: "Recipe", load: Callable, *arguments, **options):
     """Calls a function of `datasets`, with errors that name the dataset."""
     name = recipe.dataset
     try:
@@ -240,7 +243,7 @@ def _load(recipe: Recipe, load: Callable, *arguments, **options):
         raise ValueError(f"dataset {name!r} {what}") from error
 
 
-def _find_files(recipe: Recipe, source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
+def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
     """Finds the files of a folder or Hub dataset; raises `ValueError` if its card names another one."""
     builder = _load(recipe, load_dataset_builder, source, recipe.dataset_config)
     for path in itertools.chain(*(builder.config.data_files or {}).values()):
@@ -250,7 +253,7 @@ def _find_files(recipe: Recipe, source: str, is_own: Callable[[str], bool]) -> D
 
 
 def _read_rows(builder: DatasetBuilder, streaming: bool) -> dict[str, Dataset | IterableDataset]:
-    """The rows of these files by split, as `load_dataset` reads them."""
+    """Returns the rows of these files by split, as `load_dataset` reads them."""
     if streaming:
         return builder.as_streaming_dataset()
     builder.download_and_prepare()
@@ -258,23 +261,25 @@ def _read_rows(builder: DatasetBuilder, streaming: bool) -> dict[str, Dataset | 
 
 
 def _list_files(folder: Path) -> set[str]:
-    """The files of text below a folder; raises `ValueError` for links, but those of the Hub's cache."""
-    found, card = set(folder.rglob("*")), folder / CARD_FILE
-    for path in found:
+    """Returns the files of text below a folder; raises `ValueError` for links outside the Hub's cache."""
+    paths = set(folder.rglob("*"))
+    card = folder / CARD_FILE
+    for path in paths:
         if path.is_symlink():
             open_file(path).close()
-    if folder / ".huggingface.yaml" in found:
+    if folder / ".huggingface.yaml" in paths:
         raise ValueError(f"{folder / '.huggingface.yaml'} is not read; describe the files in {CARD_FILE}")
-    match = REGEX_YAML_BLOCK.search(read_text(card)) if card in found else None
+    match = REGEX_YAML_BLOCK.search(read_text(card)) if card in paths else None
     for config in (parse_yaml(match[2]).get("configs") or []) if match else []:
         if re.search(r"'[/~]|\.\.[/']|:[/:]", str((config.get("data_files"), config.get("data_dir")))):
             raise ValueError(f"{CARD_FILE} names files outside of the folder")
-    return {str(path) for path in found if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
+    return {str(path) for path in paths if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
 
 
-def _local_files(recipe: Recipe) -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
-    """The reader of a local dataset, a value of `DATA_FORMATS` or the builder of a folder, and its files by split."""
-    name, path = recipe.dataset, Path(recipe.dataset)
+def _local_files(recipe: "Recipe") -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
+    """Returns the reader of a local dataset, one of `DATA_FORMATS` or a folder's builder, and its files by split."""
+    name = recipe.dataset
+    path = Path(name)
     if path.is_file():
         reader = data_format(path)
         if reader is None:
@@ -282,28 +287,28 @@ def _local_files(recipe: Recipe) -> tuple[str | DatasetBuilder, dict[str, list[P
                 f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz"
             )
         return reader, {"train": [path.absolute()]}
-    folder = path.resolve()  # `datasets` takes a bare name for that of the Hub or of a format
+    folder = path.resolve()  # `datasets` takes a bare name for a dataset of the Hub or a format
     builder = _find_files(recipe, str(folder), _load(recipe, _list_files, folder).__contains__)
     files = {str(split): list(map(Path, paths)) for split, paths in builder.config.data_files.items()}
     return builder.name if builder.name == "text" else builder, files
 
 
-def _load_local(recipe: Recipe) -> tuple[dict[str, Dataset | IterableDataset], str]:
-    """The rows of a file or a folder by split, and a text that follows the content of the files."""
+def _load_local(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset], str]:
+    """Returns the rows of a file or a folder by split, and a text that identifies the content of the files."""
     reader, files = _local_files(recipe)
     digests = {split: [_load(recipe, _hash_file, path) for path in paths] for split, paths in files.items()}
     content = json.dumps(digests)
     if Path(recipe.dataset).is_file():
         content = f"{reader} {digests['train'][0]}"
         if reader != "text":
-            # By default `datasets` caches by the times of modification, and takes a name such as `g[1].jsonl` for a
-            # pattern
+            # `datasets` would cache by modification times, and would take a name such as `g[1].jsonl` for a pattern
             data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
             reader = _load(recipe, load_dataset_builder, reader, data_files=data_files)
     if reader != "text":
         return _load(recipe, _read_rows, reader, recipe.streaming), content
     # The loader of `datasets` makes each line a document, or does not split at lines of white space
-    kind, splits = IterableDataset if recipe.streaming else Dataset, {}
+    kind = IterableDataset if recipe.streaming else Dataset
+    splits = {}
     for split, paths in files.items():
         options = {"gen_kwargs": {"paths": list(map(str, paths)), "fingerprints": digests[split]}, "split": split}
         splits[split] = _load(
@@ -314,11 +319,13 @@ def _load_local(recipe: Recipe) -> tuple[dict[str, Dataset | IterableDataset], s
 
 def _hash_file(path: Path) -> str:
     """Hashes the content of a file, unpacked; raises `ValueError` for a line that would fill the memory."""
-    digest, length, has_lines = xxhash.xxh64(), 0, path.suffix.lower() not in (".parquet", ".arrow")
+    digest = xxhash.xxh64()
+    length = 0  # of the last line, so far
+    has_lines = path.suffix.lower() not in (".parquet", ".arrow")
     with _open(path, "rb") as file:
         while chunk := file.read(2**20):
             digest.update(chunk)
-            length = len(chunk) - chunk.rfind(b"\n") - 1 + length * (b"\n" not in chunk)
+            length = len(chunk) - chunk.rfind(b"\n") - 1 + (0 if b"\n" in chunk else length)
             if has_lines and length > 64 * 2**20:
                 raise ValueError(f"{path.name} has a line of more than 64 MiB; cut it into several")
     return digest.hexdigest()
@@ -330,10 +337,11 @@ def _open(path: str | Path, mode: str, **options) -> IO:
     return (gzip.open if packed else open)(path, mode, **options)
 
 
-def check_text(value, recipe: Recipe) -> str:
-    """Returns a value of the text column; raises `ValueError` if it is no text, or too long a one."""
+def check_text(value, recipe: "Recipe") -> str:
+    """Returns a value of the text column; raises `ValueError` unless it is text of at most `MOST_CHARACTERS`."""
     if not isinstance(value, str):
-        columns, kind = " and ".join(map(repr, recipe.text_columns.values())), type(value).__name__
+        columns = " and ".join(map(repr, recipe.text_columns.values()))
+        kind = type(value).__name__
         raise ValueError(f"dataset {recipe.dataset!r}: column {columns} must hold text, and a row holds a {kind}")
     if len(value) > MOST_CHARACTERS:
         raise ValueError(
@@ -350,17 +358,19 @@ def is_conversation(value: Any) -> bool:
     )
 
 
-def _lies_between(document: dict, recipe: Recipe, first: float, last: float) -> bool:
-    """Tells whether a hash of the document's text, the same in every process, lies in `[first, last)` of [0, 1)."""
+def _lies_between(document: dict, recipe: "Recipe", first: float, last: float) -> bool:
+    """Tells whether the hash of a document's text, a number in [0, 1), is in `[first, last)`."""
     value = document[next(iter(recipe.text_columns.values()))]
     text = json.dumps(value) if is_conversation(value) else check_text(value, recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
 
-def _hold_out(splits: dict, recipe: Recipe) -> dict:
+def _hold_out(splits: dict, recipe: "Recipe") -> dict:
     """Takes the dataset's own splits, and holds out documents of its training split for the missing ones."""
     wanted = {"validation": recipe.validation_fraction, "test": recipe.test_fraction}
-    documents, bounds, end = {"train": splits["train"]}, {}, 0.0
+    documents = {"train": splits["train"]}
+    bounds = {}
+    end = 0.0
     for split, fraction in wanted.items():
         if fraction > 0.0 and split in splits:
             documents[split] = splits[split]
@@ -370,7 +380,7 @@ def _hold_out(splits: dict, recipe: Recipe) -> dict:
     for split, (first, last) in ({**bounds, "train": (end, 1.0)} if bounds else {}).items():
         options = {}
         if not recipe.streaming:
-            # By default `datasets` hashes the name of the function, and would reuse a result of another version of it
+            # `datasets` would hash the name of the function, and reuse the result of another version of it
             identity = Hasher.hash(
                 (splits["train"]._fingerprint, "hash of text", *recipe.text_columns.values(), first, last)
             )

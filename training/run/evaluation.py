@@ -14,12 +14,11 @@ from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA, check_keys
 from ..models import load_model
-from ..size import context_of, objective_of, positions_of
+from ..size import context_of, kind_of, positions_of
 from ..text import check_number
-from .data import make_blocks, make_collator
 from .documents import is_format, load_documents
-from .masked import Masking, MaskingTrainer, check_mask_token
-from .pairs import chrf_of
+from .mlm import MaskingTrainer
+from .objectives import OBJECTIVES, Causal, Objective, name_for, objective_of
 from .recipe import Recipe
 from .trained_on import RECORDED, SHAPES, read_trained_on
 
@@ -45,7 +44,8 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     # In float32 and side by side, which a CPU reads several times as fast
-    logits, targets = logits[:, : logits.shape[1] - shift].float().flatten(0, 1), labels[:, shift:]
+    logits = logits[:, : logits.shape[1] - shift].float().flatten(0, 1)
+    targets = labels[:, shift:]
     losses = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
     return losses.view(targets.shape), logits.argmax(dim=-1).view(targets.shape) == targets
 
@@ -53,13 +53,14 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 class LanguageModelingMetrics:
     """Trainer's `compute_metrics` with `batch_eval_metrics=True`: adds up batch after batch, and computes at the end.
 
-    With `bytes_per_token` of the evaluated text there are bits per byte. Of masked tokens there are none, and the
-    perplexity is called a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659): no model of texts has it.
+    Args:
+        bytes_per_token: of the evaluated text, for bits per byte; `None` leaves them out.
+        objective: names the metrics, and says where labels stand.
     """
 
-    def __init__(self, bytes_per_token: float | None = None, objective: str = "causal"):
-        self.is_masked, self.shift = objective == "masked", int(objective == "causal")
-        self.bytes_per_token = None if self.is_masked else bytes_per_token
+    def __init__(self, bytes_per_token: float | None = None, objective: Objective | type[Objective] = Causal):
+        self.objective = objective
+        self.bytes_per_token = bytes_per_token if objective.has_bits_per_byte else None
         self.metric = load_metric(str(METRIC), keep_in_memory=True)
         self._rows: list[tuple[float, int]] = []  # of one evaluation
         self._is_over = False
@@ -69,7 +70,7 @@ class LanguageModelingMetrics:
             self._rows.clear()
         self._is_over = compute_result
         losses, correct = prediction.predictions
-        tokens = (prediction.label_ids[:, self.shift :] != -100).sum(dim=1)
+        tokens = (prediction.label_ids[:, self.objective.label_shift :] != -100).sum(dim=1)
         self._rows += zip(losses.double().sum(dim=1).tolist(), tokens.tolist())
         self.metric.add(
             negative_log_likelihood=losses.double().sum().item(),
@@ -79,14 +80,13 @@ class LanguageModelingMetrics:
         if not compute_result:
             return {}
         found = self.metric.compute(bytes_per_token=self.bytes_per_token)
-        return {f"pseudo_{name}" if self.is_masked and name == "perplexity" else name: found[name] for name in found}
+        return {self.objective.perplexity if name == "perplexity" else name: found[name] for name in found}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
-        """What each of several parts of the evaluated text adds to its loss, in order, times their number, in nats per
-        token.
+        """Returns the share of each of several parts of the text in its loss, times their number, in nats per token.
 
-        The mean is the loss, and the spread tells how much of its noise is due to the choice of the text. `None` if
-        the text has fewer blocks than parts, or a loss is infinite or not a number.
+        Their mean is the loss, and their spread shows how much noise comes from the choice of the text. Returns `None`
+        if the text has fewer blocks than parts, or a loss is infinite or NaN.
         """
         if len(self._rows) < count:
             return None
@@ -109,24 +109,23 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates a saved model on text that it was not trained on.
 
-    If the model was trained on this dataset, as the records beside it say, its recipe gives the defaults. A local file
-    is evaluated whole, whatever the model was trained on, unless `validation_fraction` is given. The last block may be
-    shorter than the others, but where this is the run's own evaluation, which leaves out what fills no block.
+    If the records beside the model say that it was trained on this dataset, its recipe sets the defaults. A local file
+    is evaluated whole, even if the model was trained on it, unless `validation_fraction` is set. The last block may be
+    shorter than the others, except when the settings repeat the run's own evaluation, which drops it.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
-        dataset: as in a recipe; its validation split is evaluated. By default the one that the model was trained on
-            last, of which only held-out documents are taken, unless it is a local file or folder; `python-stdlib` if
-            nothing is known.
+        dataset: a dataset as in a recipe, for its validation split. Defaults to the held-out documents of the last
+            dataset that the model was trained on, unless this is a local file or folder, or else to `python-stdlib`.
         batch_size: blocks per device.
-        fields: those of a recipe that say which texts are evaluated, and in what blocks (`EVALUATED`). By default they
-            are as in the run; what no run says is as in a recipe, with blocks as long as the model's context. `None`
-            is not given.
+        fields: the fields of a recipe in `EVALUATED`, which select texts and set their blocks. Defaults to the run's
+            own settings. Without a run, recipe defaults apply and `block_size` is the model's context. `None` means
+            the default.
 
     Returns:
-        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. Of
-        an encoder, loss and accuracy are those of masked tokens, and there are `eval_pseudo_perplexity` and no bits
-        per byte.
+        `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. An
+        encoder's loss and accuracy are means over masked tokens. It has `eval_pseudo_perplexity` and lacks bits per
+        byte.
 
     Raises:
         ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, and a
@@ -134,7 +133,8 @@ def evaluate(
     """
     check_keys("evaluate", fields, EVALUATED)
     given = {field: value for field, value in fields.items() if value is not None}
-    block_size, validation_fraction = given.get("block_size"), given.get("validation_fraction")
+    block_size = given.get("block_size")
+    validation_fraction = given.get("validation_fraction")
     check_number("batch_size", batch_size, 1)
     check_number("block_size", block_size, 2)
     name = str(model)
@@ -144,8 +144,8 @@ def evaluate(
         raise ValueError(f"block_size={block_size} exceeds the {positions} positions of model {name!r}")
     trained_on = read_trained_on(name)
     given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
-    objective = objective_of(loaded.config)
-    for field in given.keys() - Recipe.read_by(objective):
+    objective = name_for(kind_of(loaded.config))
+    for field in given.keys() - Recipe.read_by(OBJECTIVES[objective]):
         raise ValueError(f"{field}={given[field]!r} does not go with a model of objective={objective!r}")
     is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
     own = [
@@ -182,14 +182,15 @@ def evaluate(
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
-    """The dataset that a model was trained on last, or the default of recipes.
+    """Returns the dataset that a model was trained on last, or the default of recipes.
 
     Raises:
-        ValueError: unless it is a built-in corpus, or `owner/name` and no file. Whoever made the model named it,
-            perhaps elsewhere: only its reader knows whether anything else may be read.
+        ValueError: unless it is a built-in corpus or a dataset of the Hub. The model's author may have meant a file of
+            another machine, so only the user can say whether to read one.
     """
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
-    local, part = "the local " * (Path(dataset).is_absolute() or Path(dataset).exists()), r"[\w-]+(\.[\w-]+)*"
+    local = "the local " if Path(dataset).is_absolute() or Path(dataset).exists() else ""
+    part = r"[\w-]+(\.[\w-]+)*"
     is_name = not local and re.fullmatch(f"{part}(/{part})?", dataset, re.ASCII)
     if dataset in BUILT_IN_CORPORA or (is_name and "/" in dataset):
         return dataset
@@ -207,11 +208,11 @@ def evaluate_model(
 ) -> dict[str, float]:
     """Evaluates a language model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
 
-    `keep_remainder` is that of `make_blocks`. An encoder predicts masked tokens, always the same ones.
+    `make_blocks` explains `keep_remainder`. An encoder predicts masked tokens, always the same ones.
     """
-    if recipe.objective == "masked":
-        check_mask_token(tokenizer, tokenizer.name_or_path)
-    validation = make_blocks(load_documents(recipe, is_whole)["validation"], tokenizer, recipe, keep_remainder)
+    objective = objective_of(recipe)
+    objective.check_tokenizer(tokenizer, tokenizer.name_or_path)
+    validation = objective.make_rows(load_documents(recipe, is_whole)["validation"], tokenizer, keep_remainder)
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
             model=model,
@@ -222,10 +223,10 @@ def evaluate_model(
                 dataloader_pin_memory=torch.cuda.is_available(),
                 report_to="none",
             ),
-            data_collator=make_collator(recipe, tokenizer, model),
-            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, recipe.objective),
-            preprocess_logits_for_metrics=functools.partial(token_losses, shift=int(recipe.objective == "causal")),
+            data_collator=objective.make_collator(tokenizer, model),
+            compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, objective),
+            preprocess_logits_for_metrics=functools.partial(token_losses, shift=objective.label_shift),
         )
-        trainer.masking = Masking(tokenizer, recipe.mask_probability, 0) if recipe.objective == "masked" else None
-        found = trainer.evaluate(validation.dataset)
-    return found | (chrf_of(model, tokenizer, validation, recipe) if recipe.objective == "seq2seq" else {})
+        trainer.masking = objective.make_masking(tokenizer, seed=0)
+        metrics = trainer.evaluate(validation.dataset)
+    return metrics | objective.evaluate_generation(model, tokenizer, validation)

@@ -5,8 +5,11 @@ from torch import nn
 from transformers import set_seed
 
 from ..models import load_model
-from ..size import positions_of
+from ..size import ModelKind, positions_of
 from ..text import check_number
+
+
+_GENERATING = (ModelKind.DECODER, ModelKind.ENCODER_DECODER)
 
 
 def generate_text(
@@ -35,15 +38,15 @@ def generate_text(
         ValueError: for an empty prompt, one that leaves no position for new tokens, or no new tokens.
     """
     check_number("max_new_tokens", max_new_tokens, 1)
-    loaded, tokenizer = load_model(model, trust_remote_code, decoder_for="generation")
+    loaded, tokenizer = load_model(model, trust_remote_code, _GENERATING, "generation")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
     # As in training: some tokenizers would end the prompt with end-of-text
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.device)
-    length, is_pair = inputs["input_ids"].shape[1], loaded.config.is_encoder_decoder
+    length = inputs["input_ids"].shape[1]
     if length == 0:
         raise ValueError("the prompt is empty")
-    if is_pair:  # sources end so
+    if loaded.config.is_encoder_decoder:  # sources end in end-of-text
         inputs = {name: nn.functional.pad(row, (0, 1), value=1) for name, row in inputs.items()}
         inputs["input_ids"][:, -1] = tokenizer.eos_token_id
         if (positions := positions_of(loaded.config, "encoder")) is not None and length >= positions:

@@ -1,4 +1,4 @@
-"""Recipes: what to train, on which data, how. A YAML file whose every field the command line can override."""
+"""Recipes say what to train, on which data, and how. The command line can override every field of their YAML files."""
 
 import contextlib
 import copy
@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -25,11 +25,12 @@ from ...configuration import find
 from ..disk import read_text, resolve_user_path
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, load_config, read_record
-from ..size import KINDS, context_of, objective_of, positions_of, shapes_of, vocabulary_of
+from ..size import ModelKind, context_of, kind_of, positions_of, shapes_of, vocabulary_of
 from ..storage import normalized
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from ..values import Value
+from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq, name_for
 from .parametrization import check_completep
 
 
@@ -37,21 +38,20 @@ from .parametrization import check_completep
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
-_READERS = {"source": "encoder", "target": "decoder"}
 # Metrics of an evaluation that are better if greater. Trainer assumes this of every metric but a loss
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
-_TEXT, _MASKED, _PAIRS = ("causal", "masked"), ("masked",), ("seq2seq",)
 
 
-def _affects(what: str, objectives: Sequence[str] = ("causal", "masked", "seq2seq")) -> dict[str, Any]:
-    """Returns the metadata of a field of `Recipe`.
+def _field(affects: str, default: Any = dataclasses.MISSING, objective: type[Objective] = Objective, **options) -> Any:
+    """Returns a field of `Recipe`.
 
     Args:
-        what: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or `nothing`:
-            a run may resume with another value.
-        objectives: those that read the field.
+        affects: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or
+            `nothing`, which lets a run resume with another value.
+        objective: the class of the objectives that read the field.
+        options: as for `dataclasses.field`.
     """
-    return {"affects": what, "objectives": objectives}
+    return dataclasses.field(default=default, metadata={"affects": affects, "objective": objective}, **options)
 
 
 @dataclass(frozen=True)
@@ -61,73 +61,73 @@ class Recipe(Value):
     `config`, `conversion` and `arguments` are made at first use, and are not pickled.
     """
 
-    model: str = field(metadata=_affects("model"))
+    model: str = _field("model")
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
-    dataset: str = field(default="python-stdlib", metadata=_affects("data"))
+    dataset: str = _field("data", "python-stdlib")
     """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl
     or .parquet; text in UTF-8."""
-    dataset_config: str | None = field(default=None, metadata=_affects("data"))
+    dataset_config: str | None = _field("data", None)
     """The configuration of a Hub dataset."""
-    text_column: str = field(default="text", metadata=_affects("data", _TEXT))
+    text_column: str = _field("data", "text", PackedText)
     """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
-    text_template: str | None = field(default=None, metadata=_affects("data", _TEXT))
+    text_template: str | None = _field("data", None, PackedText)
     """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
-    source_column: str = field(default="source", metadata=_affects("data", _PAIRS))
+    source_column: str = _field("data", "source", Seq2Seq)
     """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
-    target_column: str = field(default="target", metadata=_affects("data", _PAIRS))
+    target_column: str = _field("data", "target", Seq2Seq)
     """With `seq2seq`, the column of the texts that are to be written."""
-    streaming: bool = field(default=False, metadata=_affects("data", _TEXT))
+    streaming: bool = _field("data", False, PackedText)
     """Read the dataset while training instead of storing it; needs `max_steps`."""
-    validation_fraction: float = field(default=0.02, metadata=_affects("data"))
+    validation_fraction: float = _field("data", 0.02)
     """Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."""
-    max_validation_documents: int | None = field(default=None, metadata=_affects("data"))
+    max_validation_documents: int | None = _field("data", None)
     """Hold out at most this many documents."""
-    test_fraction: float = field(default=0.0, metadata=_affects("data"))
+    test_fraction: float = _field("data", 0.0)
     """Share of documents held out for a final test, where the dataset has no test split; 0 leaves the test out."""
-    tokenizer: str | None = field(default=None, metadata=_affects("data"))
+    tokenizer: str | None = _field("data", None)
     """`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved model,
     else `bpe:8192`."""
-    parts: dict[str, str] | None = field(default=None, metadata=_affects("model"))
+    parts: dict[str, str] | None = _field("model", None)
     """Python files with attention parts of your own, which the model's `attention_parts` name."""
-    block_size: int = field(default=1024, metadata=_affects("data", _TEXT))
+    block_size: int = _field("data", 1024, PackedText)
     """Length of a training sample, in tokens."""
-    max_source_length: int = field(default=512, metadata=_affects("data", _PAIRS))
+    max_source_length: int = _field("data", 512, Seq2Seq)
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
-    max_target_length: int = field(default=128, metadata=_affects("data", _PAIRS))
+    max_target_length: int = _field("data", 128, Seq2Seq)
     """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
-    packing: Literal["stream", "documents"] = field(default="stream", metadata=_affects("data", _TEXT))
+    packing: Literal["stream", "documents"] = _field("data", "stream", PackedText)
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
-    objective: Literal["causal", "masked", "seq2seq"] = field(default="causal", metadata=_affects("data"))
+    objective: Literal[*OBJECTIVES] = _field("data", "causal")
     """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a
     target from a source, by an encoder with a decoder."""
-    mask_probability: float = field(default=0.3, metadata=_affects("data", _MASKED))
+    mask_probability: float = _field("data", 0.3, Masked)
     """With `masked`, the share of tokens that are to be predicted."""
-    num_proc: int | None = field(default=None, metadata=_affects("nothing"))
+    num_proc: int | None = _field("nothing", None)
     """Processes that prepare the data."""
-    trainable: Literal["all", "new"] = field(default="all", metadata=_affects("training"))
+    trainable: Literal["all", "new"] = _field("training", "all")
     """`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as they
     are."""
-    lora: dict[str, Any] | None = field(default=None, metadata=_affects("training"))
+    lora: dict[str, Any] | None = _field("training", None)
     """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights
     at the end."""
-    parametrization: Literal["standard", "completep"] = field(default="standard", metadata=_affects("training", _TEXT))
+    parametrization: Literal["standard", "completep"] = _field("training", "standard", PackedText)
     """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate
     of a model of `base_sizes` suits this one too (arXiv 2505.01618)."""
-    base_sizes: dict[str, Any] | None = field(default=None, metadata=_affects("training"))
+    base_sizes: dict[str, Any] | None = _field("training", None)
     """With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."""
-    attn_implementation: str | None = field(default=None, metadata=_affects("training"))
+    attn_implementation: str | None = _field("training", None)
     """Attention backend; by default the model's own choice."""
-    record_stability: bool = field(default=False, metadata=_affects("training", _TEXT))
+    record_stability: bool = _field("training", False, PackedText)
     """Record entropy, normaliser and scores of every attention layer while training."""
-    stability_steps: int = field(default=50, metadata=_affects("training"))
+    stability_steps: int = _field("training", 50)
     """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
     (`benchmarks/stability.py`)."""
-    explore: bool = field(default=False, metadata=_affects("nothing"))
+    explore: bool = _field("nothing", False)
     """Write the page of `nlq explore` on held-out text when the run is finished."""
-    switches: dict[str, Any] = field(default_factory=dict, metadata=_affects("model"))
+    switches: dict[str, Any] = _field("model", default_factory=dict)
     """Fields of the model's configuration."""
-    training: dict[str, Any] = field(default_factory=dict, metadata=_affects("training"))
+    training: dict[str, Any] = _field("training", default_factory=dict)
     """Fields of `transformers.TrainingArguments`."""
 
     def __post_init__(self):
@@ -155,30 +155,27 @@ class Recipe(Value):
 
     @classmethod
     def affecting(cls, *what: str) -> list[str]:
-        """Returns the names of the fields that affect any of these (see `_affects`)."""
+        """Returns the names of the fields that affect any of these (see `_field`)."""
         return [item.name for item in dataclasses.fields(cls) if item.metadata["affects"] in what]
 
     @classmethod
-    def read_by(cls, objective: str) -> list[str]:
+    def read_by(cls, objective: type[Objective]) -> list[str]:
         """Returns the names of the fields that an objective reads."""
-        return [item.name for item in dataclasses.fields(cls) if objective in item.metadata["objectives"]]
+        return [item.name for item in dataclasses.fields(cls) if issubclass(objective, item.metadata["objective"])]
 
     @property
     def text_columns(self) -> dict[str, str]:
         """The columns of text that are read, by the field that names each."""
-        names = ("source_column", "target_column") if self.objective == "seq2seq" else ("text_column",)
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in OBJECTIVES[self.objective].columns}
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
         """The lengths of a full training sample, in tokens: of a block, or of source and target."""
-        if self.objective == "seq2seq":
-            return (self.max_source_length, self.max_target_length)
-        return (self.block_size,)
+        return tuple(getattr(self, name) for name in OBJECTIVES[self.objective].lengths)
 
     @property
     def has_weights(self) -> bool:
-        """Whether the model is a saved one, and no configuration."""
+        """Whether the model is a saved one instead of a configuration."""
         return is_saved_model(self.model)
 
     @property
@@ -204,7 +201,7 @@ class Recipe(Value):
 
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
-        """The record of the conversion that made the saved model; `None` if there is none."""
+        """The record of the conversion that made the saved model, or `None`."""
         return read_record(self.model, CONVERSION_FILE) if self.has_weights else None
 
     @functools.cached_property
@@ -224,7 +221,7 @@ class Recipe(Value):
             run_parts(name, text)
 
     def replace(self, **changes: Any) -> "Recipe":
-        """Returns a recipe with other fields; those of `switches` and `training` are added to the ones here."""
+        """Returns a recipe with other fields. Merges `switches` and `training` into its present ones."""
         for section in ("switches", "training"):
             if section in changes:
                 changes[section] = merged(getattr(self, section), changes[section])
@@ -240,7 +237,7 @@ class Recipe(Value):
         return without_defaults(self.__getstate__()) | {"training": without_private(self.training)}
 
     def digest(self, *affects: str) -> str:
-        """Returns a hash of all fields that change a run, or of those that affect any of these (see `_affects`)."""
+        """Returns a hash of all fields that change a run, or of fields that affect any of these (see `_field`)."""
         names = self.affecting(*(affects or ("data", "model", "training")))
         values = {name: value for name, value in self.to_dict().items() if name in names}
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -253,7 +250,7 @@ _FIELDS = {
     for kind in (Recipe, TrainingArguments)
 }
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
-# Fields of text, without those of `TrainingArguments` that may be `None`: `fsdp`, for one, takes true
+# Fields of text. `TrainingArguments` has optional ones that also take other types: `fsdp` takes true
 _TEXTS = {
     name
     for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
@@ -299,7 +296,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
         words: `--field value` for any field of `Recipe` or `TrainingArguments`, `--set switch=value` for the model.
 
     Returns:
-        The fields that were given; those of `--set` are a mapping under `"switches"`.
+        The fields on the command line, with those of `--set` as a mapping under `"switches"`.
 
     Raises:
         ValueError: for an unknown field, a value that cannot be read, or a switch that is given twice.
@@ -360,7 +357,7 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
         source: the name of a shipped recipe or a YAML file.
         overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a
             mapping.
-        trust_parts: run the parts whose code the file itself holds.
+        trust_parts: run the parts that the file itself contains as code.
 
     Raises:
         ValueError: for an unknown recipe, field or value, and code in the file that is not trusted.
@@ -510,7 +507,7 @@ def check_recipe(recipe: Recipe) -> None:
     """Finds every conflict between settings before anything heavy starts.
 
     Raises:
-        ValueError: naming all of them, or because there is no such model.
+        ValueError: for conflicts, which it lists, or a model that does not exist.
     """
     if conflicts := [
         *_conflicts_with_model(recipe),
@@ -521,11 +518,8 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
-    """Lists the lengths of a recipe for which a model has too few positions."""
-    lengths = {"block_size": "decoder"}
-    if objective_of(config) == "seq2seq":
-        lengths = {f"max_{text}_length": half for text, half in _READERS.items()}
-    for name, half in lengths.items():
+    """Lists the lengths of a recipe that exceed the positions of a model."""
+    for name, half in OBJECTIVES[recipe.objective].lengths.items():
         positions, context = positions_of(config, half), context_of(config, half)
         if positions is not None and getattr(recipe, name) > positions:
             less = "" if positions == context else f" less the {context - positions} up to the id of the pad token"
@@ -534,7 +528,8 @@ def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[s
 
 def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     config = recipe.config
-    objective = objective_of(config)
+    kind = kind_of(config)
+    objective = OBJECTIVES[recipe.objective]
     yield from conflicts_of_lengths(recipe, config)
     if recipe.new_vocabulary_size and recipe.has_weights:
         yield (
@@ -548,25 +543,23 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
             f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
             "convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
         )
-    if objective != recipe.objective:
-        hint = (
-            ""
-            if "seq2seq" in (objective, recipe.objective)
-            else f"; or set is_causal: {str(objective == 'masked').lower()}"
-        )
+    if kind is not objective.kind:
+        has_both = ModelKind.ENCODER_DECODER in (kind, objective.kind)
+        hint = "" if has_both else f"; or set is_causal: {str(kind is ModelKind.ENCODER).lower()}"
         yield (
-            f"objective={recipe.objective!r}: model {recipe.model!r} is {KINDS[objective]}; set objective: "
-            f"{objective}{hint}"
+            f"objective={recipe.objective!r}: model {recipe.model!r} is {kind.description}; set objective: "
+            f"{name_for(kind)}{hint}"
         )
-    for name in (name for name in recipe.to_dict() if name not in Recipe.read_by(recipe.objective)):
+    read = Recipe.read_by(objective)
+    for name in (name for name in recipe.to_dict() if name not in read):
         yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
-    # Others may see the document before, or have no layers to record; the shipped recipes set attn_implementation: nlq
+    # Others may see the previous document, or lack layers to record. Shipped recipes set attn_implementation: nlq
     is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
     for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():
         value = getattr(recipe, name)
         if str(value).startswith(AUTOMATIC) if name == "attn_implementation" else value != getattr(Recipe, name):
             yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
-    if recipe.parametrization == "completep" and recipe.objective != "seq2seq":
+    if recipe.parametrization == "completep" and "parametrization" in read:
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
         if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):

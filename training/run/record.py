@@ -17,7 +17,7 @@ from transformers.utils import CONFIG_NAME
 
 from ..disk import atomic_dir, make_empty_folder
 from ..files import CHECKPOINT
-from .masked import MaskingTrainer
+from .mlm import MaskingTrainer
 from .parametrization import Factors, split_groups
 
 
@@ -143,7 +143,8 @@ class RecordingTrainer(MaskingTrainer):
 
     def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
         super().__init__(*args, callbacks=[record], **kwargs)
-        self.record, self.factors = record, factors
+        self.record = record
+        self.factors = factors
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Makes the optimizer as `Trainer` does, and gives each parameter its factors."""

@@ -226,7 +226,9 @@ class RunFolder:
         Raises:
             ValueError: if the folder holds another run or something else; nothing in it is touched.
         """
-        before, made_by, checkpoints = self.made_from(), processes, self.checkpoints()
+        before = self.made_from()
+        made_by = processes
+        checkpoints = self.checkpoints()
         if self.is_finished():
             made_by = self.metrics()["processes"]
         elif checkpoints:  # which tell the global batch size

@@ -155,7 +155,10 @@ class StabilityCallback(TrainerCallback):
     def __init__(
         self, trainer: Trainer, input_ids: torch.Tensor, interval: int, position_ids: torch.Tensor | None = None
     ):
-        self.trainer, self.input_ids, self.interval, self.position_ids = trainer, input_ids, interval, position_ids
+        self.trainer = trainer
+        self.input_ids = input_ids
+        self.interval = interval
+        self.position_ids = position_ids
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         step = state.global_step

@@ -13,6 +13,7 @@ import torch
 
 from ..disk import resolve_user_path, write_text
 from ..models import load_model
+from ..size import ModelKind
 from ..text import check_number, first_line, root_cause
 
 
@@ -35,8 +36,8 @@ def evaluate_tasks(
         batch_size: texts per forward pass.
 
     Returns:
-        lm_eval's results, and by task under `chance` the score of guessing: the mean of one over the number of
-        choices, or `None` where there are no choices.
+        The results of lm_eval, with the score of guessing in `chance`: for each task, the mean of one over the number
+        of choices, or `None` if a task does not offer choices.
 
     Raises:
         ImportError: without lm_eval.
@@ -48,7 +49,7 @@ def evaluate_tasks(
 
     check_number("num_fewshot", num_fewshot, 0)
     check_number("batch_size", batch_size, 1)
-    loaded, tokenizer = load_model(str(model), trust_remote_code, decoder_for="lm_eval")
+    loaded, tokenizer = load_model(str(model), trust_remote_code, [ModelKind.DECODER], "lm_eval")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     manager, specs, single = _load_tasks(tasks, str(model))
     wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
@@ -59,18 +60,17 @@ def evaluate_tasks(
 
 
 def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """The numbers of the results of `evaluate_tasks`, which JSON can hold.
+    """Returns the numbers in the results of `evaluate_tasks` by task or group, ready for JSON.
 
-    Returns:
-        By task or group: each metric, its standard error as `METRIC_stderr` where there is one, `items`, their number,
-        and `chance`, the accuracy of guessing, or `None`. A metric of a filter of lm_eval's is named `METRIC,FILTER`.
+    These are each metric, its standard error as `METRIC_stderr` if known, the number of `items`, and `chance`, the
+    accuracy of guessing or `None`. A metric after a filter of lm_eval is named `METRIC,FILTER`.
     """
     scores = {}
     for task, values in results["results"].items():
         found = {
             name.removesuffix(",none"): float(value)
             for name, value in values.items()
-            if name != "sample_len" and isinstance(value, int | float) and math.isfinite(value)  # JSON has no NaN
+            if name != "sample_len" and isinstance(value, int | float) and math.isfinite(value)  # JSON lacks NaN
         }
         count = results["n-samples"].get(task, {}).get("effective", values.get("sample_len"))
         scores[task] = {**found, "items": count, "chance": results["chance"].get(task)}
@@ -78,12 +78,12 @@ def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]
 
 
 def is_guessable(metric: str) -> bool:
-    """Whether guessing scores the chance level of the task in this metric, one of lm_eval's accuracies."""
+    """Tells whether a metric is one of lm_eval's accuracies, in which guessing scores the chance level."""
     return metric.startswith("acc")
 
 
 def tabulate_tasks(results: dict[str, Any]) -> list[list[str]]:
-    """The cells of a table of the results of `evaluate_tasks`; the first row is the header."""
+    """Returns the cells of a table of the results of `evaluate_tasks`, with a header."""
     rows = [["task", "metric", "value", "standard error", "chance", "items"]]
     for task, scores in score_numbers(results).items():
         for name, value in scores.items():
@@ -144,7 +144,7 @@ def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict
 
 
 def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]:
-    """The names of tasks, and lm_eval's `TaskManager`, which knows them; raises `ValueError` for an unknown one."""
+    """Returns the names of tasks and lm_eval's `TaskManager`; raises `ValueError` for an unknown task."""
     from lm_eval.tasks import TaskManager
 
     tasks = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
@@ -157,7 +157,7 @@ def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]
 
 
 def _chance(task: Any, count: int) -> float | None:
-    """The mean of one over the number of choices, of the first items of a task of lm_eval."""
+    """Returns the mean of one over the number of choices, for the first items of a task."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return None
     return fmean(1 / len(task.doc_to_choice(item)) for item in itertools.islice(task.eval_docs, count))

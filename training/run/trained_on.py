@@ -35,7 +35,8 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
     folder = Path(model)
     if (folder / STATE_FILE).is_file() and not (folder / RECIPE_FILE).is_file():
         model = str(folder.resolve().parent)  # of a checkpoint
-    metrics, given = read_record(model, METRICS_FILE) or {}, read_record(model, RECIPE_FILE)
+    metrics = read_record(model, METRICS_FILE) or {}
+    given = read_record(model, RECIPE_FILE)
     if "trained_on" in metrics:
         records = metrics["trained_on"]
     elif given is None:

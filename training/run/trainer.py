@@ -37,13 +37,13 @@ from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, PLOT_FILE, STATE_F
 from ..models import initialize_by_name, source_named
 from ..sharing.card import base_model_of, render
 from ..sharing.scrub import without_folders
-from ..size import Size, auto_class_of, listed, measure, size_of, vocabulary_of
+from ..size import ModelKind, Size, auto_class_of, listed, measure, size_of, vocabulary_of
+from .blocks import Blocks
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
-from .data import Blocks, check_vocabulary, make_collator, prepare_data
+from .data import check_vocabulary, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import choose_trained, merge_lora
-from .masked import Masking
-from .pairs import chrf_of
+from .objectives import objective_of
 from .parametrization import completep_factors, scale_initial_values
 from .recipe import Recipe, check_recipe, conflicts_of_lengths, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
@@ -80,7 +80,8 @@ def train_recipe(
         ValueError: as `train` does.
     """
     arguments = recipe.arguments
-    place, is_main_process = RunFolder(Path(arguments.output_dir)), arguments.process_index == 0
+    place = RunFolder(Path(arguments.output_dir))
+    is_main_process = arguments.process_index == 0
     folder = place.path
     check_recipe(recipe)
     with arguments.main_process_first(local=False):
@@ -135,7 +136,8 @@ def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequen
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
     set_seed(arguments.seed)
     model = make_model(recipe, tokenizer)
-    if recipe.objective == "seq2seq" and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    objective = objective_of(recipe)
+    if objective.kind is ModelKind.ENCODER_DECODER and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         # One module: FSDP2 lets no two groups share a parameter
         model.set_input_embeddings(model.get_input_embeddings())
     factors = None
@@ -144,8 +146,9 @@ def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequen
         scale_initial_values(model, factors)
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     record = RunRecord(global_batch_size, fingerprint)
-    collate = make_collator(recipe, tokenizer, model)
-    smoothing, shift = arguments.label_smoothing_factor, int(recipe.objective == "causal")
+    collate = objective.make_collator(tokenizer, model)
+    smoothing = arguments.label_smoothing_factor
+    smoother = functools.partial(LabelSmoother(smoothing), shift_labels=bool(objective.label_shift))
     trainer = RecordingTrainer(
         record=record,
         factors=factors,
@@ -156,13 +159,12 @@ def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequen
         data_collator=collate,
         processing_class=tokenizer,
         # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
-        compute_loss_func=functools.partial(LabelSmoother(smoothing), shift_labels=bool(shift)) if smoothing else None,
-        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token, recipe.objective),
-        preprocess_logits_for_metrics=functools.partial(token_losses, shift=shift),
+        compute_loss_func=smoother if smoothing else None,
+        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token, objective),
+        preprocess_logits_for_metrics=functools.partial(token_losses, shift=objective.label_shift),
     )
-    if recipe.objective == "masked":
-        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-        trainer.masking = Masking(tokenizer, recipe.mask_probability, seed)
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    trainer.masking = objective.make_masking(tokenizer, seed)
     if recipe.record_stability:
         probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
         callbacks = [
@@ -188,7 +190,9 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.mask_token_id = tokenizer.mask_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if recipe.objective == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+    objective = objective_of(recipe)
+    has_both = objective.kind is ModelKind.ENCODER_DECODER
+    if has_both and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # where Trainer sets them too
         setattr(config.get_text_config(decoder=True), name, getattr(config, name))
@@ -210,13 +214,16 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         if missing := sorted(found["missing_keys"]):  # they would be new, without a word
             raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
-    model.loss_type = model.loss_type or ("ForCausalLM" if recipe.objective == "causal" else "ForMaskedLM")
+    model.loss_type = model.loss_type or objective.loss_type
     return choose_trained(recipe, model)
 
 
 def _announcement(run: _Run) -> str:
     """Says what is trained, on how much text, where, and by which attention backends, compiled now if need be."""
-    model, arguments, tokens, backends = run.trainer.model, run.trainer.args, run.blocks["train"].tokens, {}
+    model = run.trainer.model
+    arguments = run.trainer.args
+    tokens = run.blocks["train"].tokens
+    backends = {}
     for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
         parameter = next(layer.parameters())
         tensors = (arguments.device, parameter.dtype, max(run.recipe.sample_lengths), layer.head_dim)
@@ -317,21 +324,21 @@ def _collect(run: _Run) -> dict[str, Any]:
 
 
 def _evaluate_and_save(run: _Run) -> dict[str, Any]:
-    trainer, last = run.trainer, {}
+    objective = objective_of(run.recipe)
+    trainer = run.trainer
+    last = {}
     # The evaluation after the last step, if there was one and the weights are still the same
     if not trainer.args.load_best_model_at_end:
         entries = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
         last = next((entry for entry in entries if "eval_loss" in entry), {})
     evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
     if "test" in run.blocks:
-        objective = run.recipe.objective
         trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token, objective)
         evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
         evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
     if run.recipe.lora is not None:
         merge_lora(trainer)
-    if run.recipe.objective == "seq2seq":
-        evaluated |= chrf_of(trainer.model, trainer.processing_class, run.blocks["validation"], run.recipe)
+    evaluated |= objective.evaluate_generation(trainer.model, trainer.processing_class, run.blocks["validation"])
     trainer.save_model()
     return evaluated
 
@@ -349,7 +356,8 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
     """Writes plot, card, state and metrics. The metrics are last: a run that has them is finished."""
     folder, state = Path(run.trainer.args.output_dir), run.trainer.state
     conversion = run.recipe.conversion if run.recipe.trainable == "new" else None
-    plot_losses(state.log_history, folder / PLOT_FILE, without_folders(run.recorded.model))
+    title = without_folders(run.recorded.model)
+    plot_losses(state.log_history, folder / PLOT_FILE, title, objective_of(run.recipe).loss_unit)
     if conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
     if "eval_loss" in metrics:
@@ -365,15 +373,14 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
     write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
 
 
-def plot_losses(log_history: list[dict[str, float]], path: Path, title: str) -> None:
-    """Draws training and validation loss over steps, as a PNG."""
+def plot_losses(log_history: list[dict[str, float]], path: Path, title: str, unit: str) -> None:
+    """Draws training and validation loss over steps, in nats per `unit`, as a PNG."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for key, label, style in (("loss", "training", {"alpha": 0.6}), ("eval_loss", "validation", {"marker": "o"})):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points), label=label, **style)
-    unit = "masked token" if any("eval_pseudo_perplexity" in entry for entry in log_history) else "token"
     axes.set(xlabel="step", ylabel=f"loss (nats per {unit})")
     axes.set_title(title, parse_math=False)  # a name may hold a dollar
     axes.grid(alpha=0.3)

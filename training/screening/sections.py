@@ -13,7 +13,7 @@ from ..comparison.figures import BASELINE, figure_section
 from ..comparison.outcome import Outcome
 from ..comparison.render import Section, bullets, markdown_table, to_markdown, to_page, warning
 from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
-from ..comparison.tables import MASKED_LOSSES, Rows, number, p_value, with_interval
+from ..comparison.tables import Rows, number, p_value, with_interval
 from ..disk import write_text
 from ..text import Markdown, align, code
 from .design import RATE, Design
@@ -135,8 +135,8 @@ def protocol(results: ScreeningOutcome) -> list[str]:
         "Runs of one seed are a block"
         + (": they saw the same tokens in the same order." if results.runs.largest.same_tokens else "."),
     ]
-    if results.runs.largest.loss_unit == "masked token":
-        sentences.append(MASKED_LOSSES)
+    if note := results.runs.largest.objective.loss_note:
+        sentences.append(note)
     if results.effects is not None:
         sentences.append(
             f"Effects are on the loss of the {results.split} split. The noise of a run is {results.effects.noise:.2g} "

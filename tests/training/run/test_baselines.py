@@ -12,12 +12,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from modeling_nlq.training import evaluate, train
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.run.generation import generate_text
+from modeling_nlq.training.run.objectives import name_for
 from modeling_nlq.training.size import (
+    ModelKind,
     auto_class_of,
     context_of,
+    kind_of,
     matching_intermediate_size,
     measure,
-    objective_of,
     positions_of,
     vocabulary_of,
 )
@@ -87,7 +89,7 @@ def make_run(tmp_path_factory):
             "tokenizer": "bpe:300",
             "block_size": 32,
         }
-        content |= {"validation_fraction": 0.2, "objective": objective_of(load_config(str(model)))}
+        content |= {"validation_fraction": 0.2, "objective": name_for(kind_of(load_config(str(model))))}
         if content["objective"] == "seq2seq":
             del content["block_size"]
             content |= {
@@ -111,7 +113,7 @@ def test_trains_evaluates_and_generates(family, make_run, tmp_path):
     metrics = train(recipe, output_dir=tmp_path / "run")
     assert (metrics["steps"] == 2 and not metrics["diverged"]) or family == "t5"  # whose first logits are large
     assert evaluate(tmp_path / "run", text)["eval_loss"] > 0
-    if objective_of(load_config(str(tmp_path / "run"))) != "masked":
+    if kind_of(load_config(str(tmp_path / "run"))) is not ModelKind.ENCODER:
         generate_text(str(tmp_path / "run"), "the number 3", 5, temperature=0.0)
     card = (tmp_path / "run" / "README.md").read_text()
     assert ("context of" in card) == (family not in ("t5", "bloom", "mamba", "xlnet"))

@@ -10,7 +10,8 @@ from support.corpora import RIGHT, byte_tokenizer, write_documents
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
-from modeling_nlq.training.run.data import BlockCollator, make_blocks, make_tokenizer, train_byte_pair_encoding
+from modeling_nlq.training.run.blocks import BlockCollator, make_blocks
+from modeling_nlq.training.run.data import make_tokenizer, train_byte_pair_encoding
 from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
 from nlq import main

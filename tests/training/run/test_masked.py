@@ -21,8 +21,9 @@ from transformers import (
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
 from modeling_nlq.training import convert, evaluate, explore, train
-from modeling_nlq.training.run.data import BlockCollator, train_byte_pair_encoding
-from modeling_nlq.training.run.masked import EVALUATION, Masking
+from modeling_nlq.training.run.blocks import BlockCollator
+from modeling_nlq.training.run.data import train_byte_pair_encoding
+from modeling_nlq.training.run.mlm import EVALUATION, Masking
 from modeling_nlq.training.size import auto_class_of
 from nlq import main
 

@@ -22,8 +22,8 @@ from modeling_nlq.training.models import initialize_by_name, load_config
 from modeling_nlq.training.run.data import prepare_data, save_blocks
 from modeling_nlq.training.run.documents import docstring_pairs
 from modeling_nlq.training.run.generation import generate_text
-from modeling_nlq.training.run.pairs import chrf_of
 from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.seq2seq import chrf_of
 from modeling_nlq.training.size import measure
 from nlq import main
 

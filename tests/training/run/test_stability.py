@@ -11,7 +11,8 @@ from support.runs import interrupt, logged_losses
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForMaskedLM
 from modeling_nlq.training import train
 from modeling_nlq.training.run import stability
-from modeling_nlq.training.run.data import BlockCollator, prepare_data
+from modeling_nlq.training.run.blocks import BlockCollator
+from modeling_nlq.training.run.data import prepare_data
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.stability import attention_statistics, loss_spikes, read_stability
 

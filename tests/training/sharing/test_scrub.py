@@ -123,7 +123,7 @@ class TestNothingLeaks:
     def test_what_training_draws_and_writes(self, recipe_file, tmp_path, monkeypatch):
         """The title of the plot too is seen by all."""
         titles = []
-        monkeypatch.setattr(trainer_module, "plot_losses", lambda history, path, title: titles.append(title))
+        monkeypatch.setattr(trainer_module, "plot_losses", lambda history, path, title, unit: titles.append(title))
         options = ("--max_steps", "1", "--dataset_config", "on file:///data/private/x.txt")
         assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *options]) == 0
         assert titles == ["model.json"]

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase, Trainer
 
 
-EVALUATION = "evaluation"  # stands for the step where masks are fixed
+EVALUATION = "evaluation"  # used as the step of fixed masks
 
 
 def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises `ValueError` if the tokenizer with this name has no mask token, which an encoder needs."""
+    """Raises `ValueError` if the tokenizer with this name lacks a mask token, which an encoder needs."""
     if tokenizer.mask_token_id is None:
         raise ValueError(
             f"tokenizer {name!r} has no mask token, which an encoder needs; add one by tokenizer.add_special_tokens("
@@ -26,28 +26,27 @@ def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 class Masking(DataCollatorForLanguageModeling):
-    """Chooses tokens with a probability, replaces 80 % of them by the mask token and 10 % by random ones, and leaves
-    the rest.
+    """Chooses tokens at random, replaces 80 % of them by the mask token and 10 % by random ones, and leaves the rest.
 
     This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805), by Transformers' own code. Special tokens are never
-    chosen. In a row where chance has chosen none, one token is masked, since without any there is no loss.
+    chosen. If chance chooses nothing in a row, one token is masked, because a row without labels does not have a loss.
 
     Args:
-        tokenizer: it has a mask token.
-        probability: of a token to be chosen.
-        seed: that of the data.
+        tokenizer: a tokenizer with a mask token.
+        probability: the probability that a token is chosen.
+        seed: the data's seed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):
         super().__init__(tokenizer, mlm_probability=probability)
-        self.data_seed, self.special = seed, torch.tensor(tokenizer.all_special_ids)
+        self.data_seed = seed
+        self.special = torch.tensor(tokenizer.all_special_ids)
 
     def mask(self, batch: dict[str, Any], step: int | str) -> dict[str, Any]:
-        """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`, which are -100 but for the chosen
-        tokens.
+        """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`: -100 except for chosen tokens.
 
         Args:
-            batch: a batch of `BlockCollator` for encoders, whose labels tell padding, at the right, from tokens.
+            batch: a batch of `BlockCollator` for encoders. Its labels tell tokens from the padding at the right.
             step: the number of optimizer steps before it, or `EVALUATION`.
         """
         rows, labels = [], []
@@ -63,7 +62,8 @@ class Masking(DataCollatorForLanguageModeling):
             chosen = self.torch_mask_tokens(tokens[None].clone(), ~is_text[None])
             if is_text.any() and (chosen[1] == -100).all():
                 place = is_text.nonzero()[torch.randint(int(is_text.sum()), (1,), generator=self.generator)].item()
-                chosen[0][0, place], chosen[1][0, place] = self.tokenizer.mask_token_id, tokens[place]
+                chosen[0][0, place] = self.tokenizer.mask_token_id
+                chosen[1][0, place] = tokens[place]
             masked = row.clone()
             masked[:length] = chosen[0][0]
             rows.append(masked)

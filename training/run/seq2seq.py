@@ -1,42 +1,28 @@
 """Pairs of a source and a target text, for an encoder with a decoder: their tokens, and chrF of generated text."""
 
 import importlib.util
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from .blocks import Blocks
 from .documents import check_text
-from .recipe import Recipe
+
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
 logger = logging.get_logger(__name__)
 
-GENERATED_ROWS = 256  # of a split, of which chrF is computed
+GENERATED_ROWS = 256  # pairs of the validation split that chrF is computed on
 
 
-@dataclass
-class Blocks:
-    """The tokens of a split, cut into blocks, or in pairs.
-
-    Attributes:
-        dataset: rows `input_ids` of `block_size` tokens; the last may be shorter if the remainder was kept. Pairs:
-            `labels`.
-        tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
-        bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
-        references: the whole targets of the first `GENERATED_ROWS` pairs.
-    """
-
-    dataset: Dataset | IterableDataset
-    tokens: int | None = None
-    bytes_per_token: float | None = None
-    references: list[str] | None = None
-
-
-def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> Blocks:
+def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "Recipe") -> Blocks:
     """Encodes each pair, with end-of-text behind source and target; says how many are cut to the recipe's lengths.
 
     Args:
@@ -47,7 +33,8 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
     Returns:
         Rows of `input_ids` and `labels`, the tokens of the targets, and references for chrF.
     """
-    columns, lengths = list(recipe.text_columns.values()), (recipe.max_source_length, recipe.max_target_length)
+    columns = list(recipe.text_columns.values())
+    lengths = recipe.sample_lengths
 
     def ids_of(texts: list[str]) -> list[list[int]]:
         return tokenizer(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
@@ -59,7 +46,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: R
             ids = ids_of(texts)
             rows[name] = [[*text[: length - 1], tokenizer.eos_token_id] for text in ids]
             rows["is_cut"] = [before or len(text) >= length for before, text in zip(rows["is_cut"], ids)]
-            # Of the last column, the target: of its whole text, so that cutting does not change the bytes of a token
+            # The last column, the target, sets these. They count its whole text, so that cutting does not change them
             rows |= {"bytes": [len(text.encode()) for text in texts], "length": [len(text) + 1 for text in ids]}
         return rows
 
@@ -86,12 +73,12 @@ def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]] | torch.Te
 
 @torch.no_grad()
 def chrf_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: Recipe
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: "Recipe"
 ) -> dict[str, float]:
-    """Computes chrF (Popovic 2015) of the likeliest text for each of the first pairs, from 0 to 100, if `sacrebleu` is
-    there.
+    """Returns chrF (Popovic 2015), from 0 to 100, of the likeliest text for each of the first pairs, if `sacrebleu` is
+    installed.
 
-    It compares with whole targets, though at most `max_target_length` tokens are generated.
+    It compares with whole targets, though the model generates at most `max_target_length` tokens.
     """
     if importlib.util.find_spec("sacrebleu") is None:
         logger.warning("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]")

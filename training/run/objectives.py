@@ -1,0 +1,181 @@
+"""Training objectives: what a model predicts, and everything that depends on it.
+
+To add an objective, write a subclass of `Objective` and its row in `OBJECTIVES`.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from datasets import Dataset, IterableDataset
+from transformers import (
+    DataCollator,
+    DataCollatorForSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..size import ModelKind
+from .blocks import BlockCollator, Blocks, make_blocks
+from .mlm import Masking, check_mask_token
+from .seq2seq import chrf_of, make_pairs
+
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+
+class Objective:
+    """The objective of a recipe.
+
+    Attributes:
+        kind: the models that it trains.
+        columns: the fields of a recipe that name its columns of text.
+        lengths: the fields with the lengths of a full sample in tokens, and the half of the model that reads each.
+        label_shift: 1 where a token's logits stand one position before it, else 0.
+        loss_type: Transformers' loss for model classes without a `loss_type`.
+        loss_unit, loss_name, loss_note: the loss is a mean in nats per `loss_unit`. Titles call it `loss_name`, and
+            `loss_note` explains it in reports.
+        perplexity: name of the exponential of the loss.
+        has_bits_per_byte: whether the losses of a text add up to its log-likelihood.
+    """
+
+    kind: ClassVar[ModelKind]
+    columns: ClassVar[tuple[str, ...]]
+    lengths: ClassVar[Mapping[str, str]]
+    label_shift = 0
+    loss_type = "ForMaskedLM"
+    loss_unit = "token"
+    loss_name = "loss"
+    loss_note = ""
+    perplexity = "perplexity"
+    has_bits_per_byte = True
+
+    def __init__(self, recipe: "Recipe"):
+        self.recipe = recipe
+
+    @property
+    def input_lengths(self) -> dict[str, int]:
+        """The length of each input of the model in a full sample."""
+        return {"input_ids": self.recipe.sample_lengths[0], "labels": self.recipe.sample_lengths[-1]}
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+        """Raises `ValueError` if the tokenizer with this name lacks a special token that the objective needs."""
+
+    def make_rows(
+        self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, keep_remainder: bool = False
+    ) -> Blocks:
+        """Makes rows of tokens from the documents of a split. `make_blocks` explains `keep_remainder`."""
+        raise NotImplementedError
+
+    def make_collator(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> DataCollator:
+        """Returns the function that makes a batch of rows."""
+        raise NotImplementedError
+
+    def make_masking(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Masking | None:
+        """Returns what masks batches, or `None`."""
+
+    def evaluate_generation(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Blocks
+    ) -> dict[str, float]:
+        """Returns metrics of text that the model generates for rows of the validation split."""
+        return {}
+
+    def tokens_to_explore(
+        self, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+    ) -> tuple[list[int], list[int] | None]:
+        """Returns the tokens of a row that the explorer shows, and the source that the encoder of a pair reads."""
+        raise NotImplementedError
+
+
+class PackedText(Objective):
+    """An objective on blocks of documents that are joined."""
+
+    columns = ("text_column",)
+    lengths = {"block_size": "decoder"}
+
+    def make_rows(self, documents, tokenizer, keep_remainder=False):
+        return make_blocks(documents, tokenizer, self.recipe, keep_remainder)
+
+    def make_collator(self, tokenizer, model):
+        restart = self.recipe.packing == "documents"
+        return BlockCollator(tokenizer.eos_token_id, restart, is_causal=self.kind is ModelKind.DECODER)
+
+    def tokens_to_explore(self, row, tokenizer, config):
+        tokens = [int(token) for token in row["input_ids"]]
+        if self.recipe.packing == "documents":
+            ends = [index + 1 for index, token in enumerate(tokens) if token == tokenizer.eos_token_id]
+            documents = (tokens[start:end] for start, end in zip([0, *ends], [*ends, len(tokens)]))
+            tokens = max(documents, key=len)
+        return tokens, None
+
+
+class Causal(PackedText):
+    """Predicts each next token, with a decoder."""
+
+    kind = ModelKind.DECODER
+    label_shift = 1
+    loss_type = "ForCausalLM"
+
+
+class Masked(PackedText):
+    """Predicts hidden tokens, with an encoder.
+
+    Their losses do not make a likelihood of the text, hence the pseudo-perplexity (Salazar et al. 2020, arXiv
+    1910.14659).
+    """
+
+    kind = ModelKind.ENCODER
+    loss_unit = "masked token"
+    loss_name = "loss of masked tokens"
+    loss_note = "Losses are of masked tokens, the same ones for all models; perplexities are pseudo-perplexities."
+    perplexity = "pseudo_perplexity"
+    has_bits_per_byte = False
+
+    def check_tokenizer(self, tokenizer, name):
+        check_mask_token(tokenizer, name)
+
+    def make_masking(self, tokenizer, seed):
+        return Masking(tokenizer, self.recipe.mask_probability, seed)
+
+
+class Seq2Seq(Objective):
+    """Predicts a target from a source, with an encoder and decoder."""
+
+    kind = ModelKind.ENCODER_DECODER
+    columns = ("source_column", "target_column")
+    lengths = {"max_source_length": "encoder", "max_target_length": "decoder"}
+
+    @property
+    def input_lengths(self):
+        return super().input_lengths | {"decoder_input_ids": self.recipe.max_target_length}
+
+    def make_rows(self, documents, tokenizer, keep_remainder=False):
+        return make_pairs(documents, tokenizer, self.recipe)
+
+    def make_collator(self, tokenizer, model):
+        return DataCollatorForSeq2Seq(tokenizer, model)
+
+    def evaluate_generation(self, model, tokenizer, rows):
+        return chrf_of(model, tokenizer, rows, self.recipe)
+
+    def tokens_to_explore(self, row, tokenizer, config):
+        return [config.decoder_start_token_id, *map(int, row["labels"])], [int(token) for token in row["input_ids"]]
+
+
+OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "seq2seq": Seq2Seq}
+
+
+def objective_of(recipe: "Recipe") -> Objective:
+    """Returns the objective of a recipe."""
+    return OBJECTIVES[recipe.objective](recipe)
+
+
+def objective_in(content: Mapping[str, Any]) -> type[Objective]:
+    """Returns the objective that the content of a recipe's file names; `Causal` for an unknown name."""
+    return next((kind for name, kind in OBJECTIVES.items() if name == content.get("objective")), Causal)
+
+
+def name_for(kind: ModelKind) -> str:
+    """Returns the name of the first objective that trains models of a kind."""
+    return next(name for name, objective in OBJECTIVES.items() if objective.kind is kind)
