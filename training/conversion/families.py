@@ -20,7 +20,7 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 
 
 class Part(NamedTuple):
-    """Fields of a family's configuration and of `NLQConfig` that correspond.
+    """Fields of a family's configuration that correspond to fields of `NLQConfig`.
 
     Attributes:
         fields: names in the family.
@@ -99,8 +99,8 @@ def _bias(name: str, *parts: str) -> Part:
 
 
 def _read_windows(config: PreTrainedConfig) -> dict[str, Any]:
-    windows, uses_windows = {"full_attention": None}, getattr(config, "use_sliding_window", True)
-    if uses_windows and config.sliding_window is not None:
+    windows = {"full_attention": None}
+    if getattr(config, "use_sliding_window", True) and config.sliding_window is not None:
         windows["sliding_attention"] = config.sliding_window
     return {"sliding_window": [windows[kind] for kind in config.layer_types]}
 
@@ -138,10 +138,10 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """How a family stores a tensor; both functions also take its configuration.
+    """How a family stores a tensor.
 
     Attributes:
-        read: converts its tensor to those of NLQ, several if the family fuses them.
+        read: splits its tensor into one or several tensors of NLQ; it also takes the family's configuration.
         write: the inverse.
     """
 
@@ -186,7 +186,7 @@ class Family:
             share a name.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a token classifier.
-        layouts: by the last part of a module's name in the family, if its tensors are stored in another way.
+        layouts: for modules that the family stores differently, by the last part of their names.
     """
 
     name: str
@@ -205,13 +205,10 @@ class Family:
     def read(self, config: PreTrainedConfig) -> NLQConfig:
         """Makes the configuration of the NLQ model that computes the same.
 
-        Raises:
-            ValueError, StrictDataclassError: for a value that NLQ does not support.
+        Raises `ValueError` or `StrictDataclassError` for a value that NLQ does not support.
         """
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                "quantization_config: quantized weights cannot be converted; save the model without it first"
-            )
+            raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it")
         is_causal = self.switches.get("is_causal", True)
         if getattr(config, "is_causal", is_causal) != is_causal:
             raise ValueError(
@@ -222,14 +219,13 @@ class Family:
             values.update(part.read(config))
         values["attention_dropout"] = values["attention_dropout"] or 0.0  # some families allow `None`
         by_layer = {name: values[name] for name in PER_LAYER_SWITCHES if isinstance(values.get(name), list)}
-        overrides = {}
-        for index, of_layer in enumerate(zip(*by_layer.values())):
-            layer = dict(zip(by_layer, of_layer))
-            if index == 0:
-                values.update(layer)
-            elif own := {name: value for name, value in layer.items() if value != values[name]}:
-                overrides[index] = own
-        return NLQConfig(**values, per_layer_config=overrides or None)
+        values.update({name: layers[0] for name, layers in by_layer.items()})
+        overrides: dict[int, dict[str, Any]] = {}
+        for name, layers in by_layer.items():
+            for index, value in enumerate(layers):
+                if value != values[name]:
+                    overrides.setdefault(index, {})[name] = value
+        return NLQConfig(**values, per_layer_config=dict(sorted(overrides.items())) or None)
 
     def write(self, config: NLQConfig) -> PreTrainedConfig:
         """Makes the nearest configuration of the family."""
@@ -416,7 +412,7 @@ _ROWS = (
     ),
     Family(
         "olmo",
-        {"mlp_type": "gated", "norm_gain": False},  # whose epsilon is our default
+        {"mlp_type": "gated", "norm_gain": False},  # its epsilon is our default
         (_TOKENS, _COMMON, _KEY_HEADS, _ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         block_names=_LLAMA_NAMES,
     ),
@@ -461,10 +457,15 @@ _ROWS = (
             Part(("n_inner",), lambda config: {"intermediate_size": config.n_inner}, _write_n_inner),
             Part(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _read_scaling, _write_scaling),
         ),
-        # They set the order of operations and the second head of a class; the last is an old name
+        # They set the order of operations and the second head of a class; `n_ctx` is an old name
         without_effect=(
-            *("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
-            *("summary_first_dropout", "summary_proj_to_labels", "n_ctx"),
+            "reorder_and_upcast_attn",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "n_ctx",
         ),
         block_names={
             "self_attn_norm": "ln_1",
