@@ -216,8 +216,8 @@ def compare(
     status: bool = _flag("Print what is finished, running and waiting, and stop."),
     dry_run: bool = _flag("Time a few steps of each model, print the plan and what it can find, and stop."),
     noise_floor: float | None = _option(
-        "With --dry-run: the standard deviation of the baseline's loss over seeds, from a report. It makes the smallest "
-        "difference that can be found a percentage.",
+        "With --dry-run: the standard deviation of the baseline's loss over seeds, from a report. Differences that "
+        "can be found are then percentages.",
         metavar="PERCENT",
     ),
 ) -> None:
