@@ -33,8 +33,9 @@ class Part(NamedTuple):
     write: Callable[[Sequence[NLQConfig]], dict[str, Any]]
 
 
-def _equal(**names: str) -> Part:
-    """Returns the part for fields with equal values, as name in the family=name in `NLQConfig`."""
+def _equal(*same: str, **renamed: str) -> Part:
+    """Returns the part for fields with equal values and the same name, or as family's name="name in `NLQConfig`"."""
+    names = {**{name: name for name in same}, **renamed}
     return Part(
         tuple(names),
         lambda config: {ours: getattr(config, theirs) for theirs, ours in names.items()},
@@ -296,8 +297,8 @@ def _library_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-_TOKENS = _equal(bos_token_id="bos_token_id", eos_token_id="eos_token_id", pad_token_id="pad_token_id")
-_SAME_NAMES = (
+_TOKENS = _equal("bos_token_id", "eos_token_id", "pad_token_id")
+_COMMON = _equal(
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -310,8 +311,7 @@ _SAME_NAMES = (
     "tie_word_embeddings",
     "use_cache",
 )
-_COMMON = _equal(**{name: name for name in _SAME_NAMES})
-_KEY_HEADS = _equal(num_key_value_heads="num_key_value_heads")
+_KEY_HEADS = _equal("num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
 _ROPE_BEFORE_NORM = Part(("rope_parameters",), _read_rope_before_norm, _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
@@ -330,8 +330,8 @@ _HIDDEN_DROPOUT = Part(
 _NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda config: {}, lambda layers: {"attention_dropout": 0.0})
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
-_RESIDUAL_DROPOUT = _equal(residual_dropout="residual_dropout")
-_WINDOW = _equal(sliding_window="sliding_window")
+_RESIDUAL_DROPOUT = _equal("residual_dropout")
+_WINDOW = _equal("sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
 _LLAMA_PARTS = (_TOKENS, _COMMON, _KEY_HEADS, _equal(rms_norm_eps="layer_norm_eps"))
@@ -353,7 +353,7 @@ _ROWS = (
     _like_llama("mistral", _ROPE, _HEAD_DIM, _WINDOW),
     _like_llama(
         "eurobert",
-        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal(mask_token_id="mask_token_id")),
+        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
         switches={"is_causal": False},
         without_effect=("classifier_pooling", "clf_pooling"),  # of a head with a further layer, which is not converted
         classifier="classifier",
@@ -375,12 +375,7 @@ _ROWS = (
     ),
     _like_llama(
         "nanochat",
-        *(
-            _equal(final_logit_softcapping="final_logit_softcapping"),
-            _ROPE_BEFORE_NORM,
-            _UNDECLARED_HEAD_DIM,
-            _ATTENTION_BIAS,
-        ),
+        *(_equal("final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
@@ -405,7 +400,7 @@ _ROWS = (
         {"use_bias": True},
         (
             *(_TOKENS, _COMMON, _KEY_HEADS, _RESIDUAL_DROPOUT, _ROPE, _UNDECLARED_HEAD_DIM, _WINDOW),
-            _equal(norm_epsilon="layer_norm_eps", embedding_dropout="embedding_dropout"),
+            _equal("embedding_dropout", norm_epsilon="layer_norm_eps"),
             _bias("use_bias", "query_key_value", "attention_output", "mlp"),
         ),
         block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"},
@@ -421,7 +416,7 @@ _ROWS = (
         {"use_bias": True},
         (
             *(_TOKENS, _COMMON, _HIDDEN_DROPOUT, _PARTIAL_ROPE, _ATTENTION_BIAS),
-            _equal(layer_norm_eps="layer_norm_eps", use_parallel_residual="parallel_residual"),
+            _equal("layer_norm_eps", use_parallel_residual="parallel_residual"),
         ),
         block_names={
             **_LLAMA_NAMES,
@@ -440,7 +435,7 @@ _ROWS = (
         (
             _TOKENS,
             _equal(
-                vocab_size="vocab_size",
+                *("vocab_size", "initializer_range", "tie_word_embeddings", "use_cache"),
                 n_positions="max_position_embeddings",
                 n_embd="hidden_size",
                 n_layer="num_hidden_layers",
@@ -450,9 +445,6 @@ _ROWS = (
                 embd_pdrop="embedding_dropout",
                 attn_pdrop="attention_dropout",
                 layer_norm_epsilon="layer_norm_eps",
-                initializer_range="initializer_range",
-                tie_word_embeddings="tie_word_embeddings",
-                use_cache="use_cache",
             ),
             Part(("n_inner",), lambda config: {"intermediate_size": config.n_inner}, _write_n_inner),
             Part(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _read_scaling, _write_scaling),

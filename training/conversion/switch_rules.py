@@ -240,21 +240,20 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if after == 0.0:
         return "all scores would be 0"
     if change.target.q_norm is not None:
-        scaled = list(change.target.q_norm.parameters())[:1]
-        if not scaled:
+        gain = next(change.target.q_norm.parameters(), None)
+        if gain is None:
             field = f"qk_norm={change.after.qk_norm!r} with norm_gain=False"
             return f"{field} has no weights that could take over the factor"
-    else:
-        if PROJECTIONS[change.after.key_projection].identity:
-            return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
-        linear, bottleneck = _modules_of_projection(change.target, "key")
-        modules = [linear, None if bottleneck is None else bottleneck.output_norm]
-        scaled = [parameter for module in filter(None, modules) for parameter in module.parameters()]
-    for parameter in scaled:
-        parameter.mul_(before / after)
-    if change.target.q_norm is None:
-        for part in change.target.parts.values():
-            part.scale_keys(before / after)
+        gain.mul_(before / after)
+        return None
+    if PROJECTIONS[change.after.key_projection].identity:
+        return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
+    linear, bottleneck = _modules_of_projection(change.target, "key")
+    for module in filter(None, (linear, bottleneck and bottleneck.output_norm)):
+        for parameter in module.parameters():
+            parameter.mul_(before / after)
+    for part in change.target.parts.values():
+        part.scale_keys(before / after)
     return None
 
 
@@ -272,8 +271,9 @@ def _attention_gate(change: LayerChange) -> str | None:
 def _attention_output_scaling(change: LayerChange) -> str | None:
     if not change.differs("attention_output_scaling"):
         return None
-    scalings = (change.source.output_scaling, change.target.output_scaling)
-    before, after = (1.0 if scaling is None else scaling for scaling in scalings)
+    before, after = (
+        1.0 if side.output_scaling is None else side.output_scaling for side in (change.source, change.target)
+    )
     if after == 0.0:
         return "attention would contribute nothing"
     if change.before.attention_output_activation is not None:
@@ -352,22 +352,23 @@ def _start_of_part(change: LayerChange, name: str) -> str | None:
         return "the part that the model has learned would compute something else"
     trained = dict(change.source.parts[name].named_parameters())
     for key, new in part.named_parameters():
-        if (old := trained.get(key, new)).shape == new.shape:
-            continue
-        if (kind := part.shard_dim(key)) == "inner":
+        old = trained.get(key, new)
+        kind = part.shard_dim(key)
+        if old.shape != new.shape and kind == "inner":
             new[: len(old)] = old  # the weights that read the others are 0
-        else:
+        elif old.shape != new.shape:
             new.copy_(_copy_heads(old, *change.heads(kind)))
     return part.refuse_change(change.before, change.after)
 
 
-def _unchanged(reason: str, value: Callable[[NLQConfig], Any]) -> Callable[[LayerChange], str | None]:
+def _unchanged(name: str, reason: str) -> Callable[[LayerChange], str | None]:
+    value = attrgetter(name)
     return lambda change: reason if value(change.before) != value(change.after) else None
 
 
-# A rule for each switch of a layer; their factors are multiplied into the weights in this order
+# A rule for each switch of a layer, in the order in which factors are multiplied into the weights
 LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
-    "sliding_window": _unchanged("queries would see other keys", attrgetter("sliding_window")),
+    "sliding_window": _unchanged("sliding_window", "queries would see other keys"),
     "query_projection": _rule_of_projection("query"),
     "key_projection": _rule_of_projection("key"),
     "value_projection": _rule_of_projection("value"),
@@ -375,20 +376,14 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "projection_activation": _projection_activation,
     "qk_norm": _qk_norm,
     "attention_scaling": _attention_scaling,
-    "attention_activation": _unchanged("the attention weights would change", attrgetter("activation.name")),
+    "attention_activation": _unchanged("activation.name", "the attention weights would change"),
     "attention_normalization": _attention_normalization,
-    "linear_attention_decay": _unchanged(
-        "earlier tokens would count more, or less", attrgetter("linear_attention_decay")
-    ),
+    "linear_attention_decay": _unchanged("linear_attention_decay", "earlier tokens would count more, or less"),
     "attention_sink": _attention_sink,
     "head_projection": _head_projection,
     "attention_output_scaling": _attention_output_scaling,
-    "attention_output_activation": _unchanged(
-        "what passes the heads would change", attrgetter("attention_output_activation")
-    ),
+    "attention_output_activation": _unchanged("attention_output_activation", "what passes the heads would change"),
     "attention_gate": _attention_gate,
 }
-# Parts without a rule above start as they say
-LAYER_RULES |= {
-    field: _rule_of_part(field) for field in (*ATTENTION_PARTS, "attention_parts") if field not in LAYER_RULES
-}
+for _field in (*ATTENTION_PARTS, "attention_parts"):
+    LAYER_RULES.setdefault(_field, _rule_of_part(_field))

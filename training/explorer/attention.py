@@ -87,16 +87,6 @@ class Layer:
         first = shares(weights)[..., 0]
         self.add_rows(has_choice, entropy=entropies(weights), first_token=first, row_sum=weights.sum(dim=-1))
 
-    def add_measure(self, part: str, name: str, values: torch.Tensor, query_heads: int) -> None:
-        """Adds a number that a part measured; raises `ValueError` unless it has one value for each head."""
-        if values.shape == (self.heads,):
-            self.numbers[name] = values.cpu()
-        elif values.shape == (query_heads,):
-            self.missing[name] = _PAIRS
-        else:
-            shape = tuple(values.shape)
-            raise ValueError(f"attention part {part!r}: {name!r} has the shape {shape}, not ({self.heads},)")
-
 
 def measure_attention(
     model: PreTrainedModel, input_ids: torch.Tensor, random_ids: torch.Tensor, ablated_tokens: int = 0
@@ -146,7 +136,13 @@ def _measure_layers(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Lay
             measured.missing |= dict.fromkeys(("own_value_cosine", "previous_token", "induction"), _NO_OWN_KEY)
         for part in layer.parts.values():
             for name, values in part("measure", call).items():
-                measured.add_measure(part.name, name, values, layer.num_heads)
+                if values.shape == (measured.heads,):
+                    measured.numbers[name] = values.cpu()
+                elif values.shape == (layer.num_heads,):
+                    measured.missing[name] = _PAIRS
+                else:
+                    shapes = f"the shape {tuple(values.shape)}, not ({measured.heads},)"
+                    raise ValueError(f"attention part {part.name!r}: {name!r} has {shapes}")
         layers.append(measured)
 
     observe_calls(model, receive, input_ids, logits_to_keep=1)
