@@ -191,6 +191,10 @@ def _tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
+def _logits(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> torch.Tensor:
+    return model(tokens, use_cache=False, **kwargs).logits
+
+
 def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
     return float((values - expected).detach().abs().max()) if values.numel() else 0.0
 
@@ -199,7 +203,7 @@ def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> li
     """Returns the logits and the gradient of each parameter, which is `None` if it does not affect the logits."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        logits = model(tokens, use_cache=False, **kwargs).logits
+        logits = _logits(model, tokens, **kwargs)
         return [logits, *torch.autograd.grad(logits.float().square().mean(), parameters, allow_unused=True)]
 
 
@@ -213,29 +217,29 @@ def _repeated(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     tokens = _tokens(1, length)
     other = copy.deepcopy(model) if length == 1 else model  # a copy that has not seen this text
     with torch.inference_mode():
-        expected = model(tokens, use_cache=False).logits.clone()
+        expected = _logits(model, tokens).clone()
     with torch.enable_grad():
-        logits = model(tokens, use_cache=False).logits
+        logits = _logits(model, tokens)
     yield f"{_count(length)}, with gradients and without", _difference(logits, expected)
     other((_tokens(2, length + 1) + 1) % VOCABULARY, use_cache=False)
-    logits = other(tokens, use_cache=False).logits
+    logits = _logits(other, tokens)
     yield f"{_count(length)}, before and after another text", _difference(logits, expected)
 
 
 def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
-    before = model(tokens, use_cache=False).logits[0]
+    before = _logits(model, tokens)[0]
     for changed in _cuts(length):
         other = tokens.clone()
         other[0, changed:] = (other[0, changed:] + 1) % VOCABULARY
-        after = model(other, use_cache=False).logits[0]
+        after = _logits(model, other)[0]
         case = f"{length} tokens, of which those from number {changed + 1} on change"
         yield case, _difference(after[:changed], before[:changed])
 
 
 def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
-    alone = model(tokens, use_cache=False).logits[0]
+    alone = _logits(model, tokens)[0]
     has_window = model.model.layers[0].self_attn.sliding_window is not None
     for start, word in ((0, "before"), (length, "after"), (length // 2, "between")):
         if word == "between" and (length < 2 or has_window):  # a window counts padding, too
@@ -243,7 +247,7 @@ def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
         padded = torch.cat([tokens[:, :start], torch.full((1, 2), 7), tokens[:, start:]], dim=1)
         mask = torch.ones_like(padded)
         mask[:, start : start + 2] = 0
-        logits = model(padded, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        logits = _logits(model, padded, attention_mask=mask)[mask.bool()]
         yield f"{_count(length)} with 2 of padding {word} them", _difference(logits, alone)
 
 
@@ -257,9 +261,9 @@ def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _batch(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens, mask = _texts(ROWS, length)
-    alone = [model(text[is_token][None], use_cache=False).logits[0] for text, is_token in zip(tokens, mask.bool())]
+    alone = [_logits(model, text[is_token][None])[0] for text, is_token in zip(tokens, mask.bool())]
     for rows in range(2, ROWS + 1) if length <= SHORT else (2, ROWS):
-        logits = model(tokens[:rows], attention_mask=mask[:rows], use_cache=False).logits
+        logits = _logits(model, tokens[:rows], attention_mask=mask[:rows])
         others = ", ".join(str(len(text)) for text in alone[: rows - 1])
         for row in range(rows):
             case = f"text {row + 1} of a batch of {others} and {_count(len(alone[rows - 1]))}"
@@ -273,8 +277,8 @@ def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
     for first in _cuts(length):
         parts = tokens.split([first, length - first], dim=1)
         positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
-        packed = model(tokens, position_ids=positions, use_cache=False).logits
-        separate = torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+        packed = _logits(model, tokens, position_ids=positions)
+        separate = torch.cat([_logits(model, part) for part in parts], dim=1)
         yield f"documents of {first} and {length - first} tokens, packed", _difference(packed, separate)
 
 
@@ -282,7 +286,7 @@ def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = Fal
     def differences(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
         tokens, mask = _texts(_rows(length), length)
         mask = mask if is_padded else torch.ones_like(mask)
-        expected = model(tokens, attention_mask=mask, use_cache=False).logits
+        expected = _logits(model, tokens, attention_mask=mask)
         options = {"max_cache_len": length + 3} if cache_class is StaticCache else {}
         splits = [[cut, length - cut] for cut in _cuts(length)]
         if 2 < length <= SHORT:
@@ -306,7 +310,7 @@ def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = Fal
 def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(2, length)
     cut = length // 2
-    expected = model(tokens, use_cache=False).logits
+    expected = _logits(model, tokens)
     first, second, both = (DynamicCache(config=model.config) for _ in range(3))
     for rows, cache in ((tokens[:, :cut], both), (tokens[:1, :cut], first), (tokens[1:], second)):
         model(rows, cache=cache, use_cache=True)
@@ -326,7 +330,7 @@ def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float
     if not all(part.supports_crop for part in layer.parts.values()):
         return
     tokens = _tokens(1, length)
-    expected = model(tokens, use_cache=False).logits
+    expected = _logits(model, tokens)
     cache = DynamicCache(config=model.config)
     cache.activate_past_recording()  # as assisted decoding does
     model(torch.cat([tokens[:, :2], tokens[:, :1]], dim=1), cache=cache, use_cache=True)
@@ -411,7 +415,7 @@ def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     for name in ("float32", "autocast", "bfloat16"):
         fresh = fresh.bfloat16() if name == "bfloat16" else fresh
         with torch.autocast("cpu", enabled=name == "autocast"):
-            logits = fresh(_tokens(2, length), use_cache=False).logits
+            logits = _logits(fresh, _tokens(2, length))
         yield f"{length} tokens in {name}", 0.0 if logits.isfinite().all() else math.nan
 
 

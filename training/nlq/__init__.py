@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
@@ -45,8 +44,6 @@ _TRUST_PARTS = _flag("Run the files of attention parts that lie beside the model
 _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds, as the record of a run does.")
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
 _MODEL = _argument("Folder or Hub name of a saved model.")
-_MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...")
-_SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
 
 
 class _Command(TyperCommand):
@@ -85,8 +82,7 @@ class _Command(TyperCommand):
             if "parts" in options:
                 from modeling_nlq.training.models import load_parts
 
-                models = [options.get(name) for name in ("model", "other", "source", "folder")]
-                models += options.get("models", [])
+                models = [*options.get("models", ()), *map(options.get, ("model", "other", "source", "folder"))]
                 load_parts(options["parts"], filter(None, models), options["trust_parts"])
             return super().invoke(context)
         except KeyboardInterrupt:
@@ -119,7 +115,7 @@ def _say(text: str, **options: Any) -> None:
     print(printable(text), **options)
 
 
-def _command(panel: str, module: str, shipped: str | None = None) -> Callable:
+def _command(panel: str, module: str, shipped: str | None = None) -> Any:
     return app.command(cls=partial(_Command, module=module, shipped=shipped), rich_help_panel=panel)
 
 
@@ -160,12 +156,9 @@ def build() -> int:
     from modeling_nlq.kernels.cpu.build import is_enabled
     from modeling_nlq.kernels.cpu.cpu_ops import is_built
 
-    if not is_enabled():
-        _say("nothing to compile: the C++ code needs Linux without NLQ_CPP=0; PyTorch computes the same")
-        return 0
-    if not is_built():  # a warning said why
+    if is_enabled() and not is_built():  # a warning said why
         return 1
-    _say("C++ code: ready")
+    _say("C++ code: ready" if is_enabled() else "nothing to compile: the C++ code needs Linux without NLQ_CPP=0")
     return 0
 
 
@@ -216,9 +209,7 @@ def compare(
     status: bool = _flag("Print what is finished, running and waiting, and stop."),
     dry_run: bool = _flag("Time a few steps of each model, print the plan and what it can find, and stop."),
     noise_floor: float | None = _option(
-        "With --dry-run: the standard deviation of the baseline's loss over seeds, from a report. Differences that "
-        "can be found are then percentages.",
-        metavar="PERCENT",
+        "With --dry-run: the baseline's standard deviation over seeds, from a report.", metavar="PERCENT"
     ),
 ) -> None:
     """Compare models over learning rates and seeds.
@@ -396,7 +387,7 @@ def explore(
 
 @_command("Use and measure", "size")
 def params(
-    models: list[str] = _MODELS,
+    models: list[str] = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL..."),
     context: int | None = _option("In tokens; by default the model's."),
     match: str | None = _option("Print the MLP width that matches this budget, too.", metavar="MODEL_OR_NUMBER"),
     parts: list[str] = _PARTS,
@@ -422,22 +413,18 @@ def params(
 
 @_command("Convert and share", "conversion.converting")
 def convert(
-    source: str = _argument("Folder or Hub name of a saved model, a .gguf file, or a ckpt.pt."),
+    source: str = _argument("Folder or Hub name of a saved model, a .gguf file, or a ckpt.pt of nanoGPT."),
     target: str = _argument("Folder to write."),
     to: str = _option("The type to write, as Transformers names it: llama.", "nlq", metavar="FAMILY"),
     upcycle: bool = _flag("Give it queries X W + f(X), where f(X) = 0 at first."),
-    switches: list[str] = _SWITCHES,
+    switches: list[str] = _option("Refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE"),
     tokenizer: str | None = _option("Folder or Hub name; by default the source's own."),
     allow_lossy: bool = _flag("Convert even if something is lost."),
     overwrite: bool = _flag("Replace the model in the target."),
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
-    """Convert models of other families to NLQ, and back.
-
-    Families include GPT-2, Llama, Mistral, Qwen, SmolLM, OLMo, GPT-NeoX, DiffLlama, NanoChat and EuroBERT. GGUF files
-    and checkpoints of nanoGPT convert to NLQ.
-    """
+    """Convert GPT-2, Llama, Mistral, Qwen, SmolLM, OLMo, GPT-NeoX, EuroBERT and other models to NLQ, and back."""
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.run.recipe import read_switches
 
@@ -483,8 +470,7 @@ def publish(
     else:
         publication = publish(folder, repo_id, **options, **model_options)
     sizes = publication.files
-    for name, size in sizes.items():
-        _say(f"{size:>14,}  {name}")
+    _say("\n".join(f"{size:>14,}  {name}" for name, size in sizes.items()))
     _say(f"{sum(sizes.values()):,} bytes in {len(sizes)} files: {publication.url or 'nothing was sent'}")
 
 
