@@ -44,6 +44,8 @@ _TRUST_PARTS = _flag("Run the files of attention parts that lie beside the model
 _TRUST_RECORD = _flag("Run the attention parts whose code the file itself holds, as the record of a run does.")
 _TRUST_REMOTE_CODE = _flag("Run the code that lies beside a model of a type that Transformers does not know.")
 _MODEL = _argument("Folder or Hub name of a saved model.")
+_MODELS = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL...")
+_SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE")
 
 
 class _Command(TyperCommand):
@@ -387,7 +389,7 @@ def explore(
 
 @_command("Use and measure", "size")
 def params(
-    models: list[str] = _argument("Shipped configuration, config.json, or saved model.", metavar="MODEL..."),
+    models: list[str] = _MODELS,
     context: int | None = _option("In tokens; by default the model's."),
     match: str | None = _option("Print the MLP width that matches this budget, too.", metavar="MODEL_OR_NUMBER"),
     parts: list[str] = _PARTS,
@@ -417,7 +419,7 @@ def convert(
     target: str = _argument("Folder to write."),
     to: str = _option("The type to write, as Transformers names it: llama.", "nlq", metavar="FAMILY"),
     upcycle: bool = _flag("Give it queries X W + f(X), where f(X) = 0 at first."),
-    switches: list[str] = _option("Refused if the outputs would change.", [], "--set", metavar="SWITCH=VALUE"),
+    switches: list[str] = _SWITCHES,
     tokenizer: str | None = _option("Folder or Hub name; by default the source's own."),
     allow_lossy: bool = _flag("Convert even if something is lost."),
     overwrite: bool = _flag("Replace the model in the target."),
