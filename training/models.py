@@ -146,7 +146,7 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
     """
     if conversion is None:
         raise ValueError(
-            f"trainable='new' trains what `nlq convert` added, but model {model!r} does not have a {CONVERSION_FILE}"
+            f"trainable='new' trains what `nlq convert` added, but model {model!r} has no {CONVERSION_FILE}"
         )
     if conversion["enlarged"] or not conversion["added"]:
         effect = f"enlarged {listed(conversion['enlarged'])}" if conversion["enlarged"] else "added no parameters"

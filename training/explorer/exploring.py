@@ -204,7 +204,7 @@ def show_source(subject: Subject, source: Sequence[int]) -> None:
 def prepare(model: PreTrainedModel) -> Subject:
     """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it does not convert."""
     nlq_model = model.float().eval()
-    description = _describe(model)
+    note = ""
     pair = None
     if isinstance(model, NLQForConditionalGeneration):
         pair = model.to(DEVICE)
@@ -213,8 +213,8 @@ def prepare(model: PreTrainedModel) -> Subject:
         nlq_model.model, nlq_model.lm_head = model.model.decoder, model.lm_head
     elif not isinstance(model.config, NLQConfig):
         nlq_model = to_nlq(model)
-        description += "; shown by its exact conversion to an NLQ model"
-    return Subject(nlq_model.to(DEVICE), description, pair)
+        note = "; shown by its exact conversion to an NLQ model"
+    return Subject(nlq_model.to(DEVICE), _describe(model) + note, pair)
 
 
 def _describe(model: PreTrainedModel) -> str:
