@@ -1,7 +1,6 @@
-"""`nlq check`: tests the invariants of all models on a user's attention parts.
+"""`nlq check`: tests the invariants of all models on a user's attention parts, in small random models.
 
-The models are small and random. Each invariant is tested on short texts first. If a long text fails, shorter texts are
-tried, to report the smallest case.
+Short texts come first. If a long text fails, shorter texts are tried, to report the smallest case.
 """
 
 import copy
@@ -30,13 +29,12 @@ from .trust import run_parts
 
 
 VOCABULARY = 13
-# Texts of at most `SHORT` tokens are cut everywhere. `LONG` exceeds the blocks in which a part may compute. Texts of
-# `LONGEST` tokens take most of the time, so only one decoder and one encoder are tested with them
-SHORT, LONG, LONGEST = 7, 130, 512
+SHORT = 7  # texts of at most this many tokens are cut everywhere
+LONG = 130  # exceeds the blocks in which a part may compute
+LONGEST = 512  # takes most of the time, so only one decoder and one encoder are tested with it
 LENGTHS = (1, 2, 3, 5, SHORT, LONG, LONGEST)
 ROWS = 5  # of the largest batch
-# In float64, rounding is smaller; but rotary angles are float32
-TOLERANCE = 1e-6
+TOLERANCE = 1e-6  # rounding is smaller in float64, but rotary angles are float32
 _SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -80,20 +78,24 @@ Differences = Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]
 def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
     """Checks the parts of a file until an invariant fails, and returns the report's lines and whether all hold.
 
-    Args:
-        file: a Python file, as `load_attention_parts` takes it.
-        seed: seed of the random cases; by default a random seed, which the report names.
-
-    Raises:
-        ValueError: if the file does not have parts, or a part refuses all models.
+    The seed of the random cases is random by default; the report names it. Raises `ValueError` if the file does not
+    have parts, or a part refuses all models.
     """
-    lines, seed = [], random.randrange(10**6) if seed is None else seed
+    lines = []
+    if seed is None:
+        seed = random.randrange(10**6)
     for part in run_parts(file):
         lines.append(f"{part.name}, random cases of --seed {seed}:")
         draws = random.Random(seed)
-        groups, window = draws.randint(1, 4), draws.choice((None, draws.randint(1, LONGEST)))
-        switches = {"num_attention_heads": groups * draws.randint(1, 16 // groups), "num_key_value_heads": groups}
-        switches |= {"head_dim": 2 * draws.randint(1, 3), "sliding_window": window, "query_projection": "linear"}
+        groups = draws.randint(1, 4)
+        window = draws.choice((None, draws.randint(1, LONGEST)))
+        switches = {
+            "num_attention_heads": groups * draws.randint(1, 16 // groups),
+            "num_key_value_heads": groups,
+            "head_dim": 2 * draws.randint(1, 3),
+            "sliding_window": window,
+            "query_projection": "linear",
+        }
         drawn = ", ".join(f"{name}={value}" for name, value in switches.items())
         models = _models(part, {**_SURROUNDINGS, drawn: switches})
         decoders = {name: model for name, model in models.items() if model.config.is_causal}
@@ -113,7 +115,7 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
 
 
 def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) -> dict[str, NLQForCausalLM]:
-    models, reason = {}, None
+    models = {}
     for name, switches in surroundings.items():
         try:
             config = NLQConfig(**{**_SIZES, **switches}, attention_parts=[part.name], attn_implementation="eager")
@@ -140,20 +142,19 @@ def _try(
     """
     largest = 0.0
     for length, name in cases:
-        difference, case = _try_one(differences, length, name, models[name])
-        if case is not None:
-            passed = max(
-                (shorter for shorter, other in cases if other == name and shorter < length), default=length - 1
-            )
-            while length - passed > 1:
-                middle = (passed + length) // 2
-                smaller = _try_one(differences, middle, name, models[name])
-                if smaller[1] is None:
-                    passed = middle
-                else:
-                    length, (difference, case) = middle, smaller
-            return difference, case
-        largest = max(largest, difference)
+        failure = _try_one(differences, length, name, models[name])
+        if failure[1] is None:
+            largest = max(largest, failure[0])
+            continue
+        passed = max((shorter for shorter, other in cases if other == name and shorter < length), default=length - 1)
+        while length - passed > 1:
+            middle = (passed + length) // 2
+            result = _try_one(differences, middle, name, models[name])
+            if result[1] is None:
+                passed = middle
+            else:
+                length, failure = middle, result
+        return failure
     return largest, None
 
 
@@ -173,7 +174,7 @@ def _try_one(differences: Differences, length: int, name: str, model: NLQForCaus
 
 
 def _count(length: int) -> str:
-    return f"{length} token{'s' * (length > 1)}"
+    return "1 token" if length == 1 else f"{length} tokens"
 
 
 def _cuts(length: int) -> Sequence[int]:
@@ -190,21 +191,25 @@ def _tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(length))
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).detach().abs().max()) if one.numel() else 0.0
+def _logits(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> torch.Tensor:
+    return model(tokens, use_cache=False, **kwargs).logits
+
+
+def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((values - expected).detach().abs().max()) if values.numel() else 0.0
 
 
 def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> list[torch.Tensor | None]:
     """Returns the logits and the gradient of each parameter, which is `None` if it does not affect the logits."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        logits = model(tokens, use_cache=False, **kwargs).logits
+        logits = _logits(model, tokens, **kwargs)
         return [logits, *torch.autograd.grad(logits.float().square().mean(), parameters, allow_unused=True)]
 
 
-def _largest(ones: list[torch.Tensor | None], others: list[torch.Tensor | None]) -> float:
+def _largest(results: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> float:
     """Returns the largest difference between two results of `_with_gradients`."""
-    pairs = [pair for pair in zip(ones, others) if pair != (None, None)]
+    pairs = [pair for pair in zip(results, expected) if pair != (None, None)]
     return max(math.inf if None in pair else _difference(*pair) for pair in pairs)
 
 
@@ -212,37 +217,37 @@ def _repeated(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     tokens = _tokens(1, length)
     other = copy.deepcopy(model) if length == 1 else model  # a copy that has not seen this text
     with torch.inference_mode():
-        expected = model(tokens, use_cache=False).logits.clone()
+        expected = _logits(model, tokens).clone()
     with torch.enable_grad():
-        logits = model(tokens, use_cache=False).logits
+        logits = _logits(model, tokens)
     yield f"{_count(length)}, with gradients and without", _difference(logits, expected)
     other((_tokens(2, length + 1) + 1) % VOCABULARY, use_cache=False)
-    logits = other(tokens, use_cache=False).logits
+    logits = _logits(other, tokens)
     yield f"{_count(length)}, before and after another text", _difference(logits, expected)
 
 
 def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
-    before = model(tokens, use_cache=False).logits[0]
+    before = _logits(model, tokens)[0]
     for changed in _cuts(length):
         other = tokens.clone()
         other[0, changed:] = (other[0, changed:] + 1) % VOCABULARY
-        after = model(other, use_cache=False).logits[0]
+        after = _logits(model, other)[0]
         case = f"{length} tokens, of which those from number {changed + 1} on change"
         yield case, _difference(after[:changed], before[:changed])
 
 
 def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
-    alone = model(tokens, use_cache=False).logits[0]
+    alone = _logits(model, tokens)[0]
     has_window = model.model.layers[0].self_attn.sliding_window is not None
-    for place, word in ((0, "before"), (length, "after"), (length // 2, "between")):
+    for start, word in ((0, "before"), (length, "after"), (length // 2, "between")):
         if word == "between" and (length < 2 or has_window):  # a window counts padding, too
             continue
-        padded = torch.cat([tokens[:, :place], torch.full((1, 2), 7), tokens[:, place:]], dim=1)
+        padded = torch.cat([tokens[:, :start], torch.full((1, 2), 7), tokens[:, start:]], dim=1)
         mask = torch.ones_like(padded)
-        mask[:, place : place + 2] = 0
-        logits = model(padded, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        mask[:, start : start + 2] = 0
+        logits = _logits(model, padded, attention_mask=mask)[mask.bool()]
         yield f"{_count(length)} with 2 of padding {word} them", _difference(logits, alone)
 
 
@@ -256,13 +261,14 @@ def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _batch(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens, mask = _texts(ROWS, length)
-    alone = [model(text[is_token][None], use_cache=False).logits[0] for text, is_token in zip(tokens, mask.bool())]
+    alone = [_logits(model, text[is_token][None])[0] for text, is_token in zip(tokens, mask.bool())]
     for rows in range(2, ROWS + 1) if length <= SHORT else (2, ROWS):
-        logits = model(tokens[:rows], attention_mask=mask[:rows], use_cache=False).logits
+        logits = _logits(model, tokens[:rows], attention_mask=mask[:rows])
         others = ", ".join(str(len(text)) for text in alone[: rows - 1])
         for row in range(rows):
             case = f"text {row + 1} of a batch of {others} and {_count(len(alone[rows - 1]))}"
-            case += ", the shorter padded" * (length > 1)
+            if length > 1:
+                case += ", the shorter padded"
             yield case, _difference(logits[row, mask[row].bool()], alone[row])
 
 
@@ -271,8 +277,8 @@ def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
     for first in _cuts(length):
         parts = tokens.split([first, length - first], dim=1)
         positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
-        packed = model(tokens, position_ids=positions, use_cache=False).logits
-        separate = torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+        packed = _logits(model, tokens, position_ids=positions)
+        separate = torch.cat([_logits(model, part) for part in parts], dim=1)
         yield f"documents of {first} and {length - first} tokens, packed", _difference(packed, separate)
 
 
@@ -280,31 +286,35 @@ def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = Fal
     def differences(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
         tokens, mask = _texts(_rows(length), length)
         mask = mask if is_padded else torch.ones_like(mask)
-        expected = model(tokens, attention_mask=mask, use_cache=False).logits
+        expected = _logits(model, tokens, attention_mask=mask)
         options = {"max_cache_len": length + 3} if cache_class is StaticCache else {}
-        for sizes in [
-            *([cut, length - cut] for cut in _cuts(length)),
-            *([[1] * length] if 2 < length <= SHORT else []),
-        ]:
-            cache, logits = cache_class(config=model.config, **options), []
+        splits = [[cut, length - cut] for cut in _cuts(length)]
+        if 2 < length <= SHORT:
+            splits.append([1] * length)
+        for sizes in splits:
+            logits = []
+            cache = cache_class(config=model.config, **options)
             for end, chunk in zip(itertools.accumulate(sizes), tokens.split(sizes, dim=1)):
                 seen = mask[:, :end] if is_padded else None
                 logits.append(model(chunk, attention_mask=seen, cache=cache, use_cache=True).logits)
             case = f"{length} tokens in chunks of {', '.join(map(str, sizes))}"
-            case += f", {length // 2} of them padding before the first text" * is_padded
-            case += f", in a batch of {len(tokens)}" * (len(tokens) > 2)
+            if is_padded:
+                case += f", {length // 2} of them padding before the first text"
+            if len(tokens) > 2:
+                case += f", in a batch of {len(tokens)}"
             yield case, _difference(torch.cat(logits, dim=1)[mask.bool()], expected[mask.bool()])
 
     return differences
 
 
 def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    tokens, cut = _tokens(2, length), length // 2
-    expected = model(tokens, use_cache=False).logits
-    one, other, both = (DynamicCache(config=model.config) for _ in range(3))
-    for rows, cache in ((tokens[:, :cut], both), (tokens[:1, :cut], one), (tokens[1:], other)):
+    tokens = _tokens(2, length)
+    cut = length // 2
+    expected = _logits(model, tokens)
+    first, second, both = (DynamicCache(config=model.config) for _ in range(3))
+    for rows, cache in ((tokens[:, :cut], both), (tokens[:1, :cut], first), (tokens[1:], second)):
         model(rows, cache=cache, use_cache=True)
-    logits = model(tokens[:1, cut:], cache=one, use_cache=True).logits
+    logits = model(tokens[:1, cut:], cache=first, use_cache=True).logits
     case = f"{cut} and {length - cut} tokens, between which another text has its own cache"
     yield case, _difference(logits[0], expected[0, cut:])
     both.reorder_cache(torch.tensor([1, 0]))  # as beam search does
@@ -315,11 +325,13 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, f
 
 def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     layer = model.model.layers[0].self_attn
-    is_one_way = layer.activation.kind == "linear" or not all(part.supports_crop for part in layer.parts.values())
-    if is_one_way or layer.sliding_window is not None:
+    if layer.activation.kind == "linear" or layer.sliding_window is not None:
+        return
+    if not all(part.supports_crop for part in layer.parts.values()):
         return
     tokens = _tokens(1, length)
-    expected, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
+    expected = _logits(model, tokens)
+    cache = DynamicCache(config=model.config)
     cache.activate_past_recording()  # as assisted decoding does
     model(torch.cat([tokens[:, :2], tokens[:, :1]], dim=1), cache=cache, use_cache=True)
     cache.crop(-1)
@@ -333,9 +345,8 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     tokens = _tokens(_rows(length), length)
     expected = _with_gradients(model, tokens)
     for name in ("sdpa", "nlq_tiled", "nlq_rows"):
-        if not all(
-            ATTENTION_BACKENDS[name].supports_layer(request_of(layer)) for layer in model.config.per_layer_config
-        ):
+        supports = ATTENTION_BACKENDS[name].supports_layer
+        if not all(supports(request_of(layer)) for layer in model.config.per_layer_config):
             continue
         model.set_attn_implementation(name)
         rows = 2 if length <= SHORT else attention_nlq.ROWS  # short texts get several blocks, too
@@ -367,10 +378,8 @@ def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     results = in_training(tokens, 0)
     # Otherwise, the part draws random numbers
     if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:
-        yield (
-            f"{len(tokens)} texts of {_count(length)}, gradients included",
-            _largest(results, _with_gradients(model, tokens)),
-        )
+        difference = _largest(results, _with_gradients(model, tokens))
+        yield f"{len(tokens)} texts of {_count(length)}, gradients included", difference
 
 
 def _used(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
@@ -406,7 +415,7 @@ def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     for name in ("float32", "autocast", "bfloat16"):
         fresh = fresh.bfloat16() if name == "bfloat16" else fresh
         with torch.autocast("cpu", enabled=name == "autocast"):
-            logits = fresh(_tokens(2, length), use_cache=False).logits
+            logits = _logits(fresh, _tokens(2, length))
         yield f"{length} tokens in {name}", 0.0 if logits.isfinite().all() else math.nan
 
 
@@ -440,7 +449,6 @@ def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"{length} tokens, after saving and loading", _difference(loaded(tokens).logits, model(tokens).logits)
 
 
-# Functions and text lengths of the invariants, in the order of their tests
 INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
     "a repeated call gives the same": (_repeated, LENGTHS),
     "no token sees the future": (_causality, LENGTHS),

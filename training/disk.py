@@ -1,8 +1,8 @@
-"""Opens, writes and deletes files in folders in which somebody else may have put symbolic links.
+"""Opens, writes and deletes files in folders where somebody else may have put symbolic links.
 
-`open_file`, `atomic_dir` and `delete` are the only functions of this package that open, write (append, rename) and
-delete. Each opens the folders of a path one below the other with `O_NOFOLLOW`, so that no link is followed. Links in a
-path that the user typed are followed once, by `resolve_user_path`, where a command takes the path.
+`open_file`, `atomic_dir` and `delete` alone open, write (append, rename) and delete in this package. Each opens the
+folders of a path one below the other with `O_NOFOLLOW`, so that no link is followed. `resolve_user_path` follows links
+in a path that the user typed, once, where a command takes the path.
 """
 
 import errno
@@ -18,18 +18,17 @@ from typing import IO, NoReturn
 
 
 UNFINISHED = ".unfinished"  # suffix of temporary files and folders
-# In a folder of results: the names of the files that this package wrote, one per line. No other file is replaced or
-# deleted
+# Lists the files in a folder that this package wrote, one per line. Only these are replaced or deleted
 MANIFEST = ".nlq-manifest"
 _MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-# O_PATH needs no permission to list the folder
+# O_PATH works without the permission to list the folder
 _FOLDER = _NO_LINK | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", 0)
 _LINK = (
     "{} is a symbolic link, which nlq does not follow inside a folder; replace it by what it points to, or remove it"
 )
 # A link that huggingface_hub makes, and its target: from a snapshot to its repository's `blobs`, or from there to a
-# file that repositories share, whose name is a hash
+# file that repositories share under its hash
 _HUB_LINK = re.compile(
     r"(.*/\w+--[^/]+)/snapshots/.+\0\1/blobs/[^/]+|(.*)/\w+--[^/]+/blobs/[^/]+\0\2/blobs/[0-9a-f]{2}/[0-9a-f]{64}",
     re.DOTALL,
@@ -54,13 +53,10 @@ def _is_inside(name: str) -> bool:
 
 
 def open_file(path: Path, mode: str = "r", permissions: int = 0o666) -> IO[bytes]:
-    """Opens a file to read (`r`) or to append (`a`), which creates the file and its folders if they do not exist.
+    """Opens a file to read (`r`) or to append (`a`), which creates the file and its folders.
 
-    Links that huggingface_hub makes in its cache are followed.
-
-    Raises:
-        ValueError: if the path contains another link, or is not a regular file.
-        OSError: if it cannot be opened.
+    Links that huggingface_hub makes in its cache are followed. Raises `ValueError` if the path contains another link,
+    or is not a regular file, and `OSError` if it cannot be opened.
     """
     try:
         with _open_parent(path, makes=mode == "a") as (folder, name):
@@ -90,22 +86,18 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
-    """Yields a temporary folder, whose files move into `folder` when the block ends; none does if it ends with an
-    error.
+    """Yields a temporary folder for libraries to write into, and moves its files into `folder` at the end.
 
-    Libraries, which open files by path, write into it. Its files get the permissions of the umask.
+    No file moves if the block ends with an error, a path contains a link, or a file would replace one that is not in
+    the manifest (`ValueError`). The files get the permissions of the umask.
 
     Args:
         folder: created if it does not exist.
         last: the file that moves after all others, so that its presence shows that they are complete.
-
-    Raises:
-        ValueError: if a path contains a link, or a file would replace one that is not in the manifest. Then no file
-            moves.
     """
-    place = folder if os.path.lexists(folder) else folder.parent
-    make_folder(place)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=UNFINISHED, dir=place) as name:
+    parent = folder if os.path.lexists(folder) else folder.parent
+    make_folder(parent)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", suffix=UNFINISHED, dir=parent) as name:
         unfinished = Path(name)
         yield unfinished
         paths = sorted(files_below(unfinished), key=lambda path: Path(path).name == last)
@@ -145,7 +137,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_empty_folder(path: Path) -> None:
-    """Creates a folder for a library to write into, and replaces one that this package created there before."""
+    """Creates an empty folder for a library to write into; replaces one that this package created."""
     delete(path)
     _register(path.parent, [path.name])
     make_folder(path)
@@ -154,15 +146,13 @@ def make_empty_folder(path: Path) -> None:
 def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
     """Raises `ValueError` if a path is a link, because libraries would follow it.
 
-    Args:
-        paths: where to look.
-        allow_hub: allow the links to files that huggingface_hub makes in its cache.
+    `allow_hub` allows the links to files that huggingface_hub makes in its cache.
     """
     for path in paths:
         if path.is_symlink():
             if not allow_hub:
                 raise ValueError(_LINK.format(path))
-            open_file(path).close()  # what it points to may be a link to another place
+            open_file(path).close()  # raises for a link to another file
 
 
 def paths_below(folder: Path) -> list[Path]:
@@ -179,8 +169,7 @@ def files_below(folder: Path) -> list[str]:
 def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
     """Adds names of files to the manifest of a folder, which is created if it does not exist.
 
-    Raises:
-        ValueError: for a name with a control character, such as the end of a line of the manifest.
+    Raises `ValueError` for a name with a control character, such as the end of a line of the manifest.
     """
     for name in names:
         if not name.isprintable():
@@ -190,9 +179,7 @@ def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
 
 
 def read_manifest(folder: Path) -> list[str] | None:
-    """Returns the names in the manifest of a folder, or `None` without a manifest. Names outside the folder are
-    ignored.
-    """
+    """Returns the names in the manifest of a folder, except those outside it, or `None` without a manifest."""
     if not os.path.lexists(folder / MANIFEST):
         return None
     return list(filter(_is_inside, read_text(folder / MANIFEST).split("\n")))
@@ -224,14 +211,15 @@ def _register(folder: Path, names: Sequence[str]) -> None:
 def _manifest_folder(folder: Path) -> Path | None:
     """Returns the nearest folder with a manifest, `folder` or one of its parents; `None` for a temporary folder.
 
-    A parent may be shared: a manifest there counts if it is a file of this user, or of the owner of its folder.
+    A parent may be shared: a manifest there counts if this user or the owner of its folder owns it.
     """
     for root in (folder, *folder.parents):
         if root.name.endswith(UNFINISHED):
             return None
         with suppress(OSError):
-            there = os.lstat(root / MANIFEST)
-            if stat.S_ISREG(there.st_mode) and there.st_uid in (getattr(os, "geteuid", int)(), os.stat(root).st_uid):
+            manifest = os.lstat(root / MANIFEST)
+            owners = (getattr(os, "geteuid", int)(), os.stat(root).st_uid)
+            if stat.S_ISREG(manifest.st_mode) and manifest.st_uid in owners:
                 return root
     return None
 
@@ -247,16 +235,10 @@ def _default_mode(folder: Path) -> int:
 
 @contextmanager
 def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
-    """Opens the parent of a path without following links, and yields its descriptor and the last component of the
-    path.
+    """Opens the parent of a path without following links, and yields its descriptor and the file's name.
 
-    Args:
-        path: absolute, or relative to the working directory.
-        makes: create parents that do not exist.
-
-    Raises:
-        ValueError: if a parent is a link.
-        OSError: if a parent does not exist or is not a folder.
+    `makes` creates parents that do not exist. Raises `ValueError` if a parent is a link, and `OSError` if it does not
+    exist or is not a folder.
     """
     *steps, name = path.parts
     if os.open not in os.supports_dir_fd:  # on Windows
@@ -283,7 +265,7 @@ def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, 
 
 
 def _reraise(error: OSError, path: Path) -> NoReturn:
-    """Raises `ValueError` if the error comes from a link, otherwise the same error with the whole path."""
+    """Raises `ValueError` if an error comes from a link, otherwise the same error with the whole path."""
     if path.is_symlink():
         raise ValueError(_LINK.format(path)) from None
     raise type(error)(error.errno, error.strerror, str(path)) from None

@@ -1,9 +1,8 @@
-"""Files of runs, conversions and comparisons: their names, how they are read, and how they are written whole or not at
-all.
-"""
+"""Names the files of runs, conversions and comparisons, and reads and writes YAML and JSON."""
 
 import ast
 import hashlib
+import itertools
 import json
 import re
 from collections import Counter
@@ -20,10 +19,9 @@ from .disk import MANIFEST, UNFINISHED, read_bytes, read_text, write_text
 from .text import QUOTE_IT
 
 
-# The datasets that a recipe can name besides those of the Hub: suffixes of local files, before `.gz` or at the end,
-# with the builder of `datasets` that reads them; and the built-in corpus with the key of `sysconfig.get_paths()` for
-# the folder of their Python files
+# File suffixes that a recipe accepts as `dataset`, and the builder of `datasets` for each. `.gz` may follow them
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# Built-in datasets, and the key of `sysconfig.get_paths()` for the folder of their Python files
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-docstrings": "stdlib"}
 CARD_FILE = "README.md"
 CHECKSUMS_FILE = "checksums.json"
@@ -36,10 +34,12 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
-MODELS_FILE = "models.json"  # of a comparison: what the names of models stand for
-LOCK_FILE = ".lock"  # of the process that writes into a folder
-# The folders of a run's checkpoints begin so; its log and its progress lie beside its folder, and end so
-CHECKPOINT, LOG, PROGRESS = "checkpoint-", ".log", ".progress.json"
+MODELS_FILE = "models.json"  # the fields of each model of a comparison
+LOCK_FILE = ".lock"  # held by the process that writes into a folder
+CHECKPOINT = "checkpoint-"  # prefix of the folders of a run's checkpoints
+# Suffixes of the files beside a run's folder
+LOG = ".log"
+PROGRESS = ".progress.json"
 
 # Files of a saved model, as patterns
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
@@ -58,69 +58,64 @@ TOKENIZER = (
     "vocab.json",
     "vocab.txt",
 )
-# A folder with one of these holds a tokenizer
+# Each of these shows that a folder holds a tokenizer
 VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 
-# Fields of a recipe and of a configuration that change neither the result nor its data: a run may resume with other
-# values
-_FREE_FIELDS = {"explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"}
-_FREE_FIELDS |= {"architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"}
+# Fields of a recipe and of a configuration that do not change the result: a run may resume with other values
+_FREE_FIELDS = {
+    *("explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"),
+    *("architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"),
+}
 
 
 def data_format(path: str | Path) -> str | None:
-    """The format of a local file of data by its name, a value of `DATA_FORMATS`; `None` for any other file."""
+    """Returns the format of a local data file, a value of `DATA_FORMATS`, by its name, or `None`."""
     return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
 
 
 def yaml_text(content: dict[str, Any]) -> str:
-    """Returns a mapping as YAML, in its own order."""
+    """Returns a mapping as YAML, without sorting its keys."""
     return yaml.dump(content, Dumper=_YamlDumper, sort_keys=False)
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    """Writes a mapping as YAML, whole or not at all."""
+    """Writes a mapping as a YAML file, completely or not at all."""
     write_text(path, yaml_text(content))
 
 
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder with more than a lock, a manifest and temporary files."""
-    try:
-        return any(
-            content.suffix != UNFINISHED and content.name not in (LOCK_FILE, MANIFEST) for content in path.iterdir()
-        )
-    except FileNotFoundError:
-        return False
-    except NotADirectoryError:
-        return True
+    if not path.is_dir():
+        return path.exists()
+    return any(entry.suffix != UNFINISHED and entry.name not in (LOCK_FILE, MANIFEST) for entry in path.iterdir())
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number, and refuses a key that is given twice, and what would fill the memory.
+    """Reads `2e-5` as a number, and refuses repeated keys and documents that would fill the memory.
 
     YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently.
     """
 
-    _values = _level = _deepest = 0  # values and levels so far, with those that an alias repeats
-
-    def compose_node(self, parent, index):
-        self._level += 1
-        is_alias, values, deepest, self._deepest = (
-            self.check_event(yaml.AliasEvent),
-            self._values,
-            self._deepest,
-            self._level,
-        )
-        node = super().compose_node(parent, index)
-        if not is_alias:
-            node.size = (self._values - values + 1, self._deepest - self._level)
-        size, height = getattr(node, "size", (10**6, 0))  # none yet: it contains itself
-        self._values, self._deepest = values + size, max(deepest, self._level + height)
-        self._level -= 1
-        is_long = node.tag.endswith((":int", ":float")) and len(node.value) > 1000
-        if self._values > 50_000 or self._deepest > 100 or is_long:
+    def compose_document(self):
+        node = super().compose_document()
+        values, levels = self._size(node, {})
+        if values > 50_000 or levels > 100:
             raise ValueError(_TOO_LARGE)
         return node
+
+    def _size(self, node, sizes):
+        """Returns the numbers of values and of levels in a node, where an alias repeats what it stands for."""
+        if node not in sizes:
+            sizes[node] = (10**6, 0)  # until its children are counted, which may repeat the node itself
+            if node.tag.endswith((":int", ":float")) and len(node.value) > 1000:
+                raise ValueError(_TOO_LARGE)
+            children = [] if isinstance(node, yaml.ScalarNode) else node.value
+            if isinstance(node, yaml.MappingNode):
+                children = itertools.chain(*children)
+            parts = [self._size(child, sizes) for child in children]
+            sizes[node] = (1 + sum(values for values, _ in parts), 1 + max((levels for _, levels in parts), default=0))
+        return sizes[node]
 
     def construct_mapping(self, node, deep=False):
         keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE)
@@ -130,7 +125,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 class _YamlDumper(yaml.SafeDumper):
-    """Puts quotes around texts that `YamlLoader` would read as numbers."""
+    """Quotes texts that `YamlLoader` would read as numbers."""
 
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -154,11 +149,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads the mapping in a YAML file.
-
-    Raises:
-        ValueError: if the file cannot be read or holds anything else.
-    """
+    """Reads the mapping in a YAML file; raises `ValueError` if the file cannot be read or holds anything else."""
     try:
         content = parse_yaml(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -169,20 +160,19 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two mappings of fields; of an encoder and decoder, the fields of each half too."""
-    halves = [
-        name
+    """Merges two mappings of fields, and the fields of an encoder and of a decoder in them."""
+    halves = {
+        name: {**fields[name], **more[name]}
         for name in ("encoder", "decoder")
         if isinstance(fields.get(name), dict) and isinstance(more.get(name), dict)
-    ]
-    return {**fields, **more, **{name: {**fields[name], **more[name]} for name in halves}}
+    }
+    return {**fields, **more, **halves}
 
 
 def read_section(section: Any, source: str) -> dict[str, Any]:
-    """Copies a mapping inside a YAML file; a missing one is empty.
+    """Copies a mapping inside a YAML file; a missing mapping is empty.
 
-    Raises:
-        ValueError: if it is anything else, or has a name that is not text.
+    Raises `ValueError` for any other value, and for a name that is not text.
     """
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"{source} must hold fields and values, not {section!r}")
@@ -192,11 +182,7 @@ def read_section(section: Any, source: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON file.
-
-    Raises:
-        ValueError: if it is no JSON or holds no fields, naming the file.
-    """
+    """Reads the mapping in a JSON file; raises `ValueError` if the file holds anything else."""
     data = read_bytes(path)
     try:
         content = json.loads(data)
@@ -215,23 +201,23 @@ def check_keys(source: str, keys, known) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields that differ between what a folder holds and what is asked for now; empty if they agree."""
-    before, now = _flatten(before), _flatten(now)
+    """Lists the fields that differ between what a folder holds and the current plan; empty if they agree."""
+    before = _flatten(before)
+    now = _flatten(now)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    shown = {key: [_short(fields.get(key)) for fields in (before, now)] for key in changed}
-    return ", ".join(f"{key}: {there} there, {here} now" for key, (there, here) in shown.items())
+    return ", ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in changed)
 
 
 def _short(value: Any) -> str:
-    """A value in one line; of a text of several lines a hash."""
+    """Shows a value in one line, and a text of several lines as its hash."""
     if isinstance(value, str) and "\n" in value:
         return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}"
     return repr(value)
 
 
-def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
+def _flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:
     flat = {}
-    for name, value in given.items():
+    for name, value in fields.items():
         if isinstance(value, dict) and value:
             flat.update(_flatten(value, f"{section}{name}."))
         elif name not in _FREE_FIELDS:
@@ -240,32 +226,31 @@ def _flatten(given: dict[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    """The files of a folder by patterns."""
+    """Returns the files of a folder that match patterns."""
     return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
 def code_files(folder: Path) -> set[Path]:
-    """The files that the Auto classes load from a folder: their own, and those that they import. Some may be missing.
+    """Returns the files that the Auto classes load from a folder, and the files that these import, even if missing.
 
-    Raises:
-        ValueError: if one is a link, or no Python.
+    Raises `ValueError` if a file is a link, or not Python.
     """
     settings = folder / "config.json"
     fields = read_json(settings) if settings.is_file() else {}
     classes = (*default_auto_map(fields).values(), *saved_auto_map(folder, fields).values())
-    waiting, found = {name.partition(".")[0] for name in classes}, set()
+    waiting = {name.partition(".")[0] for name in classes}
+    modules = set()
     while waiting:
-        found.add(path := folder / f"{waiting.pop()}.py")
-        if path.is_file():
-            waiting |= relative_imports(path) - {path.stem for path in found}
-    return found
+        modules.add(module := waiting.pop())
+        if (path := folder / f"{module}.py").is_file():
+            waiting |= relative_imports(path) - modules
+    return {folder / f"{module}.py" for module in modules}
 
 
 def relative_imports(path: Path) -> set[str]:
-    """The modules of a file's own folder that it imports. A text that only looks like an import is none.
+    """Returns the modules of its own folder that a file imports.
 
-    Raises:
-        ValueError: if the file is a link, or no Python.
+    Raises `ValueError` if the file is a link, or not Python.
     """
     try:
         nodes = ast.walk(ast.parse(read_bytes(path)))

@@ -19,23 +19,18 @@ IDEAS = sorted(
 
 
 def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
-    """Copies one of the `IDEAS` to a file, and writes a comparison beside it; returns both paths.
+    """Copies one of the `IDEAS` to a Python file, and writes a comparison beside it; returns both paths.
 
-    Args:
-        file: a Python file; its stem is the name of the part.
-        source: the name of the idea.
-
-    Raises:
-        ValueError: if the idea is unknown, a file exists, or a part cannot have this name.
+    The stem of the file becomes the name of the part. Raises `ValueError` if the idea is unknown, a file exists, or a
+    part cannot have this name.
     """
     file = resolve_user_path(file)
     if source not in IDEAS:
         raise ValueError(f"--from {source!r} is unknown; {suggestion(source, IDEAS, is_short=True)}")
     if file.stem in (*ATTENTION_PARTS, "without"):  # the name of the baseline
         raise ValueError(f"{file}: {file.stem!r} is taken; choose another name")
-    text = re.sub(
-        r'(?<=    name = )".*"', f'"{file.stem}"', _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8")
-    )
+    text = _EXAMPLES.joinpath(f"{source}.py").read_text(encoding="utf-8")
+    text = re.sub(r'(?<=    name = )".*"', f'"{file.stem}"', text)
     load_attention_parts(file, text)  # raises for a name that a part cannot have
     check_name(str(file), parse_yaml(file.stem))  # the comparison names a model so, and YAML reads `on` as true
     comparison = file.with_suffix(".yaml")

@@ -1,4 +1,4 @@
-"""Models by name: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
+"""Loads models by name: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
 
 import hashlib
 import os
@@ -33,15 +33,14 @@ from .trust import run_parts
 
 
 def is_saved_model(name: str) -> bool:
-    """Tells whether a name stands for weights (a folder, or a Hub name) rather than for a configuration."""
+    """Tells whether a name is that of a saved model, a folder or a Hub name, instead of a configuration."""
     return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
 
 
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """Loads a shipped configuration, a config.json or that of a saved model, with some fields changed.
+    """Loads a shipped configuration, a config.json or the configuration of a saved model, and sets switches.
 
-    Raises:
-        ValueError: if there is no such configuration or no such field, or a value is not allowed.
+    Raises `ValueError` for an unknown configuration, an unknown field, or a value that is not allowed.
     """
     path = name if is_saved_model(name) else str(find("models", name))
     try:
@@ -50,30 +49,29 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
         where = "" if Path(path).exists() else " is not a local folder and cannot be loaded from the Hub"
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
     check_kernels(values, path)
-    if values.get("model_type") not in CONFIG_MAPPING:
-        raise ValueError(
-            f"{path}: model_type={values.get('model_type')!r} is no type of model that Transformers knows"
-        )
-    config = type(AutoConfig.for_model(**values)).from_dict(values)  # which checks what only a saved model has
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"{path}: model_type={model_type!r} is not a model type of Transformers")
+    config = CONFIG_MAPPING[model_type].from_dict(values)  # checks what only a saved model has
     if not switches:
         return config
     _check_switches(name, config, switches)
     if isinstance(config, NLQSeq2SeqConfig):
-        return config.from_dict(values, **switches)  # which knows the fields of both halves
+        return config.from_dict(values, **switches)  # sets the fields of both halves
     return AutoConfig.for_model(**merged(values, switches))
 
 
 def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any]) -> None:
     for key, value in switches.items():
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
-            known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
-            halves = {part: getattr(config, part) for part in config.sub_configs}
-            parts = [
-                part for part, half in halves.items() if half and half._hasattr_without_heterogeneous_validation(key)
+            halves = {half: getattr(config, half) for half in config.sub_configs}
+            halves = [
+                half for half, part in halves.items() if part and part._hasattr_without_heterogeneous_validation(key)
             ]
-            if parts and isinstance(config, NLQSeq2SeqConfig):
-                continue  # of both
-            hint = f"set it in {' or '.join(parts)}" if parts else suggestion(key, known)
+            if halves and isinstance(config, NLQSeq2SeqConfig):
+                continue  # sets it in both
+            known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
+            hint = f"set it in {' or '.join(halves)}" if halves else suggestion(key, known)
             raise ValueError(f"model {name!r} of type {config.model_type!r} has no field {key!r}; {hint}")
         if key in config.sub_configs:
             if not isinstance(value, dict):
@@ -83,14 +81,14 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
 
 @torch.no_grad()
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
-    """Draws the initial values of each module from random numbers of its own, which its name and the seed decide.
+    """Initializes each module from a random stream of its own, seeded by its name and the seed.
 
-    Models of one seed then begin with the same values in all modules that they share. From a single stream, a module
-    more would change all values that are drawn after it.
+    Models of one seed then begin with the same values in all modules that they share. With a single stream, an
+    additional module would change all values that are drawn after it.
     """
     with torch.random.fork_rng(devices=[]):
         owners = {"": model}
-        # As in Transformers, a model inside another one initializes its own modules
+        # A model inside another initializes its modules itself, as in Transformers
         for name, module in model.named_modules():
             owners[name] = module if isinstance(module, PreTrainedModel) else owners[name.rpartition(".")[0]]
         # Children first, as Transformers does
@@ -100,7 +98,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
 
 
 def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields in which two configurations describe different models; empty if they agree.
+    """Lists the fields that differ between two configurations.
 
     A field that only one of them has comes from another version of a library, and does not count.
     """
@@ -109,9 +107,9 @@ def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def weights_fingerprint(name: str) -> dict[str, str]:
-    """What changes with the weights of a model: a hash of each file in its folder, or its commit on the Hub.
+    """Identifies the weights of a model: a hash of each file in its folder, or its commit on the Hub.
 
-    A configuration has no weights, and an empty fingerprint.
+    The fingerprint of a configuration is empty.
     """
     if not is_saved_model(name):
         return {}
@@ -125,10 +123,10 @@ def weights_fingerprint(name: str) -> dict[str, str]:
 
 
 def read_record(name: str, file: str) -> dict[str, Any] | None:
-    """The content of a JSON or YAML file beside a saved model, a folder or a Hub name; `None` if there is none."""
+    """Reads a JSON or YAML file beside a saved model, a folder or a Hub name; returns `None` if it is missing."""
     try:
         path = _find_beside(name, file)
-    except OSError:  # no such folder, or no such model on the Hub
+    except OSError:  # the model itself is missing
         return None
     if path is None:
         return None
@@ -136,51 +134,45 @@ def read_record(name: str, file: str) -> dict[str, Any] | None:
 
 
 def _find_beside(name: str, file: str) -> Path | None:
-    """Returns the path of a file beside a saved model, itself perhaps a link, or `None` if there is none."""
+    """Returns the path of a file beside a saved model, which may be a link, or `None` if it is missing."""
     path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     return path and resolve_user_path(Path(path).parent) / file
 
 
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
-    """The names of the parameters that a conversion added to a trained model.
+    """Returns the names of the parameters that a conversion added to a trained model.
 
-    Args:
-        model: a folder or a Hub name of the converted model, or of one that was trained from there by
-            `trainable: new`.
-        conversion: the record of its conversion (see `read_record`).
-
-    Raises:
-        ValueError: unless the model has a record of its conversion, which added parameters and enlarged none.
+    Raises `ValueError` unless there is a record of the conversion, and it added parameters and enlarged none.
     """
     if conversion is None:
         raise ValueError(
-            f"trainable='new' trains what `nlq convert` added, and beside model {model!r} there is no "
-            f"{CONVERSION_FILE}"
+            f"trainable='new' trains what `nlq convert` added, but model {model!r} has no {CONVERSION_FILE}"
         )
     if conversion["enlarged"] or not conversion["added"]:
-        did = f"enlarged {listed(conversion['enlarged'])}" if conversion["enlarged"] else "added no parameters"
-        raise ValueError(f"trainable='new' trains whole new parameters, and the conversion of model {model!r} {did}")
+        effect = f"enlarged {listed(conversion['enlarged'])}" if conversion["enlarged"] else "added no parameters"
+        raise ValueError(
+            f"trainable='new' trains whole new parameters, but the conversion of model {model!r} {effect}"
+        )
     return conversion["added"]
 
 
 def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = False) -> None:
-    """Runs files of attention parts, and those that saved models bring: what their `parts_nlq.py` import.
+    """Runs files of attention parts, and the files beside saved models that their `parts_nlq.py` imports.
+
+    Raises `ValueError` as `load_attention_parts` does.
 
     Args:
-        files: paths of the files.
-        models: names of models; a name of a configuration has no files.
-        trust: whether the models' files are trusted. Otherwise those in a folder run that this user has run before.
-
-    Raises:
-        ValueError: as `load_attention_parts` does.
+        files: paths.
+        models: names of models; names of configurations are ignored.
+        trust: run the files of all models. Otherwise, only files in folders run that this user has run before.
     """
     for file in files:
         run_parts(file)
     for name in filter(is_saved_model if trust else os.path.isdir, models):
         if path := _find_beside(name, "parts_nlq.py"):
             for module in sorted(relative_imports(path)):
-                own = _find_beside(name, f"{module}.py") or path.with_name(f"{module}.py")
-                run_parts(own, read_text(own), only_known=not trust)  # the text's hash says whether it runs
+                file = _find_beside(name, f"{module}.py") or path.with_name(f"{module}.py")
+                run_parts(file, read_text(file), only_known=not trust)  # the text's hash says whether it runs
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -207,19 +199,19 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
     check_model_folder(name)
     try:
         yield
-    except UnpicklingError:  # PyTorch's message advises to run what it holds
+    except UnpicklingError:  # PyTorch's message advises to run the code
         raise ValueError(
-            f"{name!r}: the weights are damaged, or ask for more than tensors, which could run code"
+            f"{name!r}: the weights are damaged, or need more than tensors, which could run code"
         ) from None
     except Exception as error:
         if "trust_remote_code" in str(error):
+            commands = "`nlq generate`, `evaluate` and `explore`"
             raise ValueError(
-                f"{name!r} brings code of its own; if you trust it, `nlq generate`, `evaluate` and `explore` run it "
-                "with --trust-remote-code"
+                f"{name!r} brings its own code; if you trust it, {commands} run it with --trust-remote-code"
             ) from None
-        kinds = ValueError | KeyError | RecursionError | SafetensorError
-        # As those of `tokenizers`
-        if name in str(error) or not (isinstance(error, kinds) or type(error) is Exception):
+        # `tokenizers` raises plain exceptions
+        is_reading_error = isinstance(error, ValueError | KeyError | RecursionError | SafetensorError)
+        if name in str(error) or not (is_reading_error or type(error) is Exception):
             raise
         raise ValueError(f"{what}{name!r} cannot be read: {one_line(error)}") from error
 
@@ -227,17 +219,15 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
 def load_model(
     name: str, trust_remote_code: bool = False, kinds: Collection[ModelKind] = ModelKind, purpose: str = ""
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a saved language model, a decoder or an encoder, and its tokenizer.
+    """Loads a saved language model, a folder or a Hub name, and its tokenizer.
 
     Args:
-        name: folder or Hub name.
-        trust_remote_code: run the code that lies beside the model, if it is of a type that Transformers does not know.
+        trust_remote_code: run the code beside the model, if Transformers does not know its type.
         kinds: the kinds of models that are allowed.
         purpose: what needs a decoder, for the error of another kind.
 
     Raises:
-        ValueError: if there is no such model, it is no language model, such as a classifier, or it needs code that is
-            not trusted.
+        ValueError: if the model is missing, not a language model, or needs code that is not trusted.
     """
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
@@ -248,7 +238,7 @@ def load_model(
             kind = kind_of(config)
             if kind not in kinds:
                 raise ValueError(f"{name!r} is {kind.description}: {purpose} needs a decoder")
-            model, found = kind.auto_class.from_pretrained(
+            model, info = kind.auto_class.from_pretrained(
                 name, config=config, output_loading_info=True, trust_remote_code=trust_remote_code
             )
         tokenizer = load_tokenizer(name, trust_remote_code)
@@ -258,8 +248,8 @@ def load_model(
         raise ValueError(
             f"model {name!r} is not a local folder and cannot be loaded from the Hub: {one_line(error)}"
         ) from error
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"model {name!r} is no language model: its weights lack {listed(missing)}")
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"model {name!r} is not a language model: its weights lack {listed(missing)}")
     return model, tokenizer
 
 

@@ -14,27 +14,26 @@ from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall
 
 
-# Takes a layer, its call, and the cosines and sines of rotary positions, if there are any
-Receive = Callable[[NLQAttention, AttentionCall, tuple[torch.Tensor, torch.Tensor] | None], None]
+# The cosines and sines of rotary positions, if there are any
+Positions = tuple[torch.Tensor, torch.Tensor] | None
+Receive = Callable[[NLQAttention, AttentionCall, Positions], None]
 
 
 def attention_layers(model: nn.Module) -> list[NLQAttention]:
-    """Returns the attention layers of an NLQ model, first to last; raises `ValueError` if there are none."""
+    """Returns the attention layers of an NLQ model, first to last; raises `ValueError` for another model."""
     layers = [module for module in model.modules() if isinstance(module, NLQAttention)]
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no NLQ attention layers, so its attention cannot be shown or recorded"
-        )
+        raise ValueError(f"{type(model).__name__} has no NLQ attention layers that could be shown or recorded")
     return layers
 
 
 @torch.no_grad()
 def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Tensor, **inputs) -> ModelOutput:
-    """Runs a model in evaluation mode, calls `receive` for each layer in order, and restores the model's state.
+    """Runs a model in evaluation mode, calls `receive` before each layer, and restores the model's state.
+
+    Raises `ValueError` for a model without NLQ attention layers.
 
     Args:
-        model: a model with NLQ attention layers; otherwise `ValueError` is raised.
-        receive: called before each layer.
         input_ids: `(batch, length)`, without padding.
         inputs: other arguments of `forward`.
     """
@@ -47,8 +46,9 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
         receive(layer, layer.make_call(*inputs), positions)
 
     # The layers read the backend from their own configuration
-    config, modes = layers[0].config, [(module, module.training) for module in model.modules()]
+    config = layers[0].config
     implementation = config._attn_implementation
+    modes = [(module, module.training) for module in model.modules()]
     hooks = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
     try:
         model.eval()
@@ -73,6 +73,13 @@ def visibility_of(
         segments: `(batch, length)`, the document of each token, for packed documents.
     """
     window, sees_own_key = layer.visible_keys
-    options = {"segments": segments, "sliding_window": window, "is_causal": layer.is_causal}
-    visibility = make_visibility(query.shape[2], key.shape[2], 0, query.device, **options)
+    visibility = make_visibility(
+        query.shape[2],
+        key.shape[2],
+        0,
+        query.device,
+        segments=segments,
+        sliding_window=window,
+        is_causal=layer.is_causal,
+    )
     return visibility if sees_own_key else visibility.excluding_self()

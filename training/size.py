@@ -29,10 +29,10 @@ from .text import check_number, one_line
 
 @dataclass
 class Size:
-    """The size of a model, and its cost.
+    """The number of a model's parameters, and their cost.
 
     Attributes:
-        total: number of parameters; tied parameters count once.
+        total: tied parameters count once.
         non_embedding: the same without token embeddings, learned positions, and LM head.
         flops_per_token: floating-point operations of forward and backward for one token of a full context; for an
             encoder and decoder, for one token of source or target.
@@ -66,11 +66,13 @@ def kind_of(config: PreTrainedConfig) -> ModelKind:
     """Returns the kind of the language model that a configuration describes."""
     if config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping:
         return ModelKind.ENCODER_DECODER
-    classes = AutoModelForCausalLM, AutoModelForMaskedLM
-    is_of_decoders, is_of_encoders = (type(config) in each._model_mapping for each in classes)
+    if not getattr(config, "is_causal", True):
+        return ModelKind.ENCODER
+    if type(config) not in AutoModelForMaskedLM._model_mapping:
+        return ModelKind.DECODER
     # BERT is in both mappings; it is an encoder unless `is_decoder` is set
     is_plain = getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder
-    is_encoder = not getattr(config, "is_causal", True) or (is_of_encoders and (is_plain or not is_of_decoders))
+    is_encoder = is_plain or type(config) not in AutoModelForCausalLM._model_mapping
     return ModelKind.ENCODER if is_encoder else ModelKind.DECODER
 
 
@@ -81,11 +83,12 @@ def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTraine
 
 
 def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """Returns the context length of a model or a half of it, or `None` if its configuration has none (T5, Mamba)."""
-    names = ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions")
+    """Returns the context length of a model or a half of it, or `None` without such a field (T5, Mamba)."""
     part = text_config_of(config, half)
-    length = next((getattr(part, name) for name in names if getattr(part, name, None) is not None), 0)
-    return length if length > 0 else None  # XLNet has -1, any length
+    for name in ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions"):
+        if (length := getattr(part, name, None)) is not None:
+            return length if length > 0 else None  # XLNet has -1, any length
+    return None
 
 
 def vocabulary_of(config: PreTrainedConfig) -> int:
@@ -95,7 +98,8 @@ def vocabulary_of(config: PreTrainedConfig) -> int:
 
 def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
     """Returns the most tokens that the positions of a model or a half of it allow, or `None` without a limit."""
-    part, positions = text_config_of(config, half), context_of(config, half)
+    part = text_config_of(config, half)
+    positions = context_of(config, half)
     if isinstance(part, NLQConfig):
         return positions if part.has_learned_positions else None
     if positions is None or getattr(part, "rope_parameters", None):
@@ -110,7 +114,7 @@ def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
 
 
 def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eager") -> PreTrainedModel:
-    """Makes a language model on the meta device; raises `ValueError` if Transformers has none for the family."""
+    """Makes a language model on the meta device; raises `ValueError` if Transformers cannot."""
     try:
         with torch.device("meta"):
             # `from_config` writes the backend into the configuration, which may belong to a model in use
@@ -118,9 +122,8 @@ def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eag
     except (AssertionError, AttributeError, NotImplementedError) as error:
         if isinstance(config, NLQConfig | NLQSeq2SeqConfig):
             raise
-        raise ValueError(
-            f"Transformers makes no language model of this {type(config).__name__}: {one_line(error)}"
-        ) from error
+        name = type(config).__name__
+        raise ValueError(f"Transformers makes no language model of this {name}: {one_line(error)}") from error
 
 
 def measure(
@@ -137,21 +140,19 @@ def measure(
     it. Norms, activations and the softmax are not counted. All experts of a mixture count.
 
     Args:
-        config: configuration of the model.
         context: the context length in tokens; by default `context_of` the model. For an encoder and decoder, one
             length or the lengths of source and target.
         attn_implementation: a backend that supports the model; `None` lets the model choose.
         prepare: changes the model before it is measured, for example freezes parameters.
 
     Raises:
-        ValueError, ImportError: if the model cannot be made with this backend, or has no context length.
+        ValueError, ImportError: if the model cannot be made with this backend, or does not say its context length.
     """
     for length in context if isinstance(context, Sequence) else [context]:
         check_number("context", length, 1)
     if (context or context_of(config)) is None and hasattr(text_config_of(config), "num_attention_heads"):
-        raise ValueError(
-            f"context=None: a {type(config).__name__} does not say how long a text is; give --context, in tokens"
-        )
+        name = type(config).__name__
+        raise ValueError(f"context=None: a {name} does not say how long a text is; give --context, in tokens")
     model = empty_model(config, attn_implementation)
     if prepare is not None:
         with torch.device("meta"):
@@ -182,21 +183,22 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) -> Size:
     """Measures a model with any head, as `measure` does. Without a context length, attention is not counted."""
-    config, head = model.config, model.get_output_embeddings()
+    config = model.config
+    head = model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
         embeddings.add(id(head.weight))
-    parameters = list(model.parameters())
     body = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in embeddings}
 
     halves = _halves(config)
     lengths = context if isinstance(context, Sequence) else [context] * len(halves)
     lengths = [length or context_of(config, half or "decoder") for length, half in zip(lengths, halves, strict=True)]
-    source, target = lengths[0] or 1, lengths[-1] or 1
+    source = lengths[0] or 1
+    target = lengths[-1] or 1
     calls = {
         f"{half and '.' + half}.layers.{index}.self_attn.{name}.": count
-        for half, own in halves.items()
-        for index, layer in enumerate(own.per_layer_config if isinstance(own, NLQConfig) else ())
+        for half, half_config in halves.items()
+        for index, layer in enumerate(half_config.per_layer_config if isinstance(half_config, NLQConfig) else ())
         for part in parts_of(layer)
         for name, count in part.calls_per_token(layer).items()
     }
@@ -209,15 +211,15 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
         products = (_attention_products(*half, length, source) for half, length in zip(halves.items(), lengths))
         operations += 6 * sum(products)
     return Size(
-        total=sum(parameter.numel() for parameter in parameters),
+        total=model.num_parameters(),
         non_embedding=sum(parameter.numel() for parameter in body.values()),
         flops_per_token=round(operations / (target if len(halves) == 1 else source + target)),
-        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        trained=model.num_parameters(only_trainable=True),
     )
 
 
-# Matrices of an encoder and decoder that multiply tokens of the source: the encoder, and the projections to keys and
-# values in cross-attention. The names are from NLQ, T5Gemma, BERT, Bart and T5
+# Matrices that multiply tokens of the source: the encoder, and the projections to keys and values in cross-attention.
+# The names are from NLQ, T5Gemma, BERT, Bart and T5
 _OF_SOURCE = re.compile(
     r"^(?!.*\.decoder\.).*\.encoder\."
     r"|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."
@@ -259,11 +261,10 @@ def _attention_products(half: str, config: PreTrainedConfig, length: int, source
     ]
     if half == "decoder" and not is_nlq:
         products += [length * source * 2 * heads * head_dim for heads, head_dim in shapes]
-    layers = layers if is_nlq else []
+    if not is_nlq:
+        return sum(products)
     # A layer's parts may compute more heads, or wider values
-    costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers] or [1.0] * len(
-        products
-    )
+    costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers]
     for cross in filter(None, (layer.cross_attention_config for layer in layers)):
         state = head_dim * head_dim * (heads * length + key_value_heads * source)
         products.append(state if cross.activation.kind == "linear" else length * source * 2 * heads * head_dim)
@@ -283,24 +284,19 @@ def matching_intermediate_size(
 ) -> int:
     """Returns the MLP width that brings a model nearest to a budget.
 
-    Args:
-        config: configuration of the model.
-        budget: the size to match.
-        match: what to match, the non-embedding parameters or the FLOPs per token.
-
-    Raises:
-        ValueError: if the model exceeds the budget with a width of 1.
+    `match` says what to match, the non-embedding parameters or the FLOPs per token. Raises `ValueError` if the model
+    exceeds the budget with a width of 1.
     """
     if {"encoder", "decoder"} <= config.sub_configs.keys():
         raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
     if not getattr(config, "intermediate_size", None):
-        raise ValueError(
-            f"match={match!r} widens intermediate_size, and {type(config).__name__} has none; leave match out"
-        )
+        name = type(config).__name__
+        raise ValueError(f"match={match!r} widens intermediate_size, and {name} has none; leave match out")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
-    name = {"parameters": "non_embedding", "flops": "flops_per_token"}[match]
-    wanted, current = getattr(budget, name), getattr(measure(config, context), name)
+    name = "non_embedding" if match == "parameters" else "flops_per_token"
+    wanted = getattr(budget, name)
+    current = getattr(measure(config, context), name)
     width = config.intermediate_size + round((wanted - current) / (getattr(measure(wider, context), name) - current))
     if width < 1:
         raise ValueError(f"no MLP width brings the model down to {wanted:,} {name}")
@@ -308,25 +304,25 @@ def matching_intermediate_size(
 
 
 def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` if shapes are not those of the model's parameters. Tied parameters may be left out."""
+    """Raises `ValueError` if the parameters of a model have other shapes. Tied parameters may be left out."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     for name in model.all_tied_weights_keys.keys() - shapes.keys():
         expected.pop(name, None)
     check_shapes(expected, shapes)
 
 
-def check_shapes(expected: Mapping[str, Sequence[int]], given: Mapping[str, Sequence[int]]) -> None:
+def check_shapes(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]) -> None:
     """Raises `ValueError` if parameters are missing, unknown, or have another shape."""
-    check_names(expected.keys(), given.keys())
+    check_names(expected.keys(), shapes.keys())
     for name, shape in expected.items():
-        if tuple(given[name]) != tuple(shape):
-            raise ValueError(f"{name} has the shape {tuple(given[name])}, and {tuple(shape)} is needed")
+        if tuple(shapes[name]) != tuple(shape):
+            raise ValueError(f"{name} has the shape {tuple(shapes[name])}, and {tuple(shape)} is needed")
 
 
-def check_names(expected: Set[str], given: Set[str]) -> None:
+def check_names(expected: Set[str], names: Set[str]) -> None:
     """Raises `ValueError` if names of parameters are missing or unknown."""
-    wrong = {"missing": expected - given, "not known": given - expected}
-    if problems := [f"{what}: {listed(sorted(names))}" for what, names in wrong.items() if names]:
+    wrong = {"missing": expected - names, "not known": names - expected}
+    if problems := [f"{problem}: {listed(sorted(group))}" for problem, group in wrong.items() if group]:
         raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")
 
 

@@ -1,4 +1,4 @@
-"""Remembers the code of attention parts that this user has run, so that it runs again without a question."""
+"""Remembers the part files that this user has run, so that they run again without `--trust-parts`."""
 
 import contextlib
 import errno
@@ -18,23 +18,24 @@ from .disk import open_file, resolve_user_path
 
 logger = logging.get_logger(__name__)
 
-# A line for each file; what a folder says of itself counts for nothing
 TRUSTED_PARTS = resolve_user_path(constants.HF_HOME) / "nlq" / "trusted_parts"
 
 
 def run_parts(source: str | Path, text: str | None = None, only_known: bool = False) -> list[type[AttentionPart]]:
-    """Runs a file of parts as `load_attention_parts` does, and remembers its code; with `only_known`, only if it ran
-    before.
+    """Runs a file of parts as `load_attention_parts` does, and remembers it.
+
+    `only_known` runs the file only if it ran before.
     """
-    text = text_of(source) if text is None else text  # once: what is hashed is what runs
-    # As it is published, since the file beside a model has other import lines than its author's
+    if text is None:
+        text = text_of(source)  # read once, so that the text which is hashed runs
+    # The hash is of the published text, because publishing changes the import lines
     digest = hashlib.sha256(published_text(text, str(source)).encode()).hexdigest()
     is_known = digest in _known()
     if only_known and not is_known:
         return []
     parts = load_attention_parts(source, text)
     if not is_known:
-        with contextlib.suppress(OSError, ValueError):  # a cache that cannot be written: the file is asked for again
+        with contextlib.suppress(OSError, ValueError):  # without a cache, the user has to name the file again
             TRUSTED_PARTS.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _open("a") as file:
                 file.write(f"{digest}\n".encode())

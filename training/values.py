@@ -1,4 +1,4 @@
-"""Typed values: frozen dataclasses that check the types of their fields, and JSON read as such values."""
+"""Frozen dataclasses that check the types of their fields, and JSON read as such dataclasses."""
 
 import reprlib
 import sys
@@ -17,20 +17,19 @@ _KINDS |= {str: (str, "text"), Any: (object, ""), **dict.fromkeys((list, tuple, 
 
 @dataclass(frozen=True)
 class Value:
-    """A base class whose instances have fields of the declared types; `ValueError` names the field otherwise."""
+    """A base class that raises `ValueError` for fields that do not have their declared types."""
 
     def __post_init__(self):
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
-            is_number = type(value) is int and float in (kind, *get_args(kind))
+            if type(value) is int and float in (kind, *get_args(kind)):
+                object.__setattr__(self, name, value := float(value))
             try:
-                type_validator(name, float(value) if is_number else value, kind)
-                if isinstance(value, bool) and bool not in (kind, *get_args(kind)):  # which Python takes for a number
+                type_validator(name, value, kind)
+                if isinstance(value, bool) and bool not in (kind, *get_args(kind)):  # Python takes it for a number
                     raise TypeError
             except (TypeError, ValueError):
                 raise ValueError(f"{name}={reprlib.repr(value)} must be {_describe(kind)}") from None
-            if is_number:
-                object.__setattr__(self, name, float(value))
 
 
 def _describe(kind: Any) -> str:
@@ -42,40 +41,39 @@ def _describe(kind: Any) -> str:
     return _KINDS.get(get_origin(kind) or kind, (dict, "fields and values"))[1]
 
 
-def from_json(kind: Any, value: Any, place: str = "") -> Any:
-    """Makes a value of a type, in which dataclasses may be anywhere, from one of JSON.
+def from_json(kind: Any, value: Any, path: str = "") -> Any:
+    """Converts JSON to a type, which may contain dataclasses.
 
-    Raises:
-        ValueError: for a missing field, a value of another type, or a number that is not finite. The message begins
-            with `place`, the file and the field, such as `metrics.json: versions.`
+    Raises `ValueError` for a missing field, a value of another type, or a number that is not finite. The message
+    begins with `path`, the file and the field, such as `metrics.json: versions.`
     """
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
-        return None if value is None else from_json(parts[0], value, place)
-    found, allowed = _KINDS.get(origin, (dict, "fields and values"))
-    is_number = origin in (int, float)
-    if not isinstance(value, found) or (
-        is_number and (isinstance(value, bool) or not abs(value) <= sys.float_info.max)
-    ):
-        raise ValueError(f"{place[:-1]}={reprlib.repr(value)} must be {allowed}")
+        return None if value is None else from_json(parts[0], value, path)
+    json_type, allowed = _KINDS.get(origin, (dict, "fields and values"))
+    is_allowed = isinstance(value, json_type)
+    if is_allowed and origin in (int, float):
+        is_allowed = not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if not is_allowed:
+        raise ValueError(f"{path[:-1]}={reprlib.repr(value)} must be {allowed}")
     if is_dataclass(kind):
-        types_of, known, value = get_type_hints(kind), {}, getattr(kind, "fields_in", dict)(value)
+        types = get_type_hints(kind)
+        value = getattr(kind, "fields_in", dict)(value)
+        arguments = {}
         for entry in fields(kind):
             if entry.name in value:
-                known[entry.name] = from_json(types_of[entry.name], value[entry.name], f"{place}{entry.name}.")
+                arguments[entry.name] = from_json(types[entry.name], value[entry.name], f"{path}{entry.name}.")
             elif entry.default is MISSING and entry.default_factory is MISSING:
-                raise ValueError(f"{place}{entry.name} is missing")
-        return kind(**known)
+                raise ValueError(f"{path}{entry.name} is missing")
+        return kind(**arguments)
     if origin is dict:
         # The keys of JSON are texts
         keys = {name: int(name) if parts[0] is int and str(name).isdecimal() else name for name in value}
         return {
-            from_json(parts[0], keys[name], place): from_json(parts[1], value[name], f"{place}{name}.")
-            for name in value
+            from_json(parts[0], keys[name], path): from_json(parts[1], value[name], f"{path}{name}.") for name in value
         }
     if origin in (list, tuple):
         parts = parts * len(value) if origin is list else parts
-        return origin(
-            from_json(part, entry, f"{place}{index}.") for index, (part, entry) in enumerate(zip(parts, value))
-        )
+        entries = enumerate(zip(parts, value))
+        return origin(from_json(part, entry, f"{path}{index}.") for index, (part, entry) in entries)
     return np.array(value) if kind is np.ndarray else value

@@ -54,22 +54,20 @@ _MODEL += tuple(path.name for path in Path(modeling_nlq.__file__).parent.glob("*
 
 @dataclass
 class Conversion:
-    """The record of a conversion, as in `conversion.json`.
+    """The content of `conversion.json`.
 
     Attributes:
         source: a Hub name, or the last part of a path.
         base_model: the model on the Hub that the weights come from, if it is known.
-        switches: fields that were changed.
-        lost: the differences between the new model and the old one, in words; empty if both compute the same.
+        lost: differences between both models in words; empty if they compute the same.
         dequantised: the type of a quantised source's weights, as llama.cpp names it.
         difference: largest difference of the outputs on random tokens, in float32, relative to the largest output;
             `None` if the source is a checkpoint or too large.
         not_compared: why the outputs were not compared.
-        has_tokenizer: whether the folder has a tokenizer.
         added: names of the parameters that the source did not have when it was last trained.
-        enlarged: names of the parameters that are larger than then.
+        enlarged: names of the parameters that have grown since then.
         before: the record of an earlier conversion, after which the model was not trained.
-        trained_on: what the source was trained on, see `read_trained_on`.
+        trained_on: see `read_trained_on`.
     """
 
     source: str
@@ -99,29 +97,30 @@ def convert(
     allow_lossy: bool = False,
     overwrite: bool = False,
 ) -> Conversion:
-    """Writes a model in another form, ready to load, train and share.
+    """Converts a saved model to another family or to other switches, and writes it with its tokenizer.
 
     Weights in safetensors files are converted shard by shard, unless the new switches change their values.
 
     Args:
         source: folder or Hub name of an NLQ model or of one of `FAMILIES`, a GGUF file, or a checkpoint of the paper's
             code or of nanoGPT.
-        target: folder to write.
-        to: `"nlq"`, or the family to write, one of `FAMILIES`.
+        to: `"nlq"`, or one of `FAMILIES`.
         upcycle: make the queries `upcycled`, which compute the same at first.
         switches: other fields of `NLQConfig` to change without changing the outputs.
-        tokenizer: folder or Hub name of a tokenizer to put beside the weights; by default the source's own.
+        tokenizer: folder or Hub name; by default the source's own tokenizer.
         allow_lossy: convert even if something is lost.
         overwrite: replace a model in the target; other files stay.
 
     Raises:
         ImportError: for a GGUF file without the package gguf.
-        ValueError: for another or a damaged source, a target that is not empty, switches that would change the
-            outputs, or a family without such a model. Nothing has been written then.
+        ValueError: if the source cannot be converted so, or the target is not empty. Nothing has been written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
-    source, target = str(source), resolve_user_path(target)
-    switches = {**(switches or {}), **({"query_projection": "upcycled"} if upcycle else {})}
+    source = str(source)
+    target = resolve_user_path(target)
+    switches = dict(switches or {})
+    if upcycle:
+        switches["query_projection"] = "upcycled"
     if to not in (known := ("nlq", *sorted(FAMILIES))):
         raise ValueError(f"to={to!r} must be one of {', '.join(known)}")
     if to != "nlq" and switches:
@@ -161,13 +160,8 @@ def _convert(
     is_nlq = old.config.model_type == "nlq" and not is_checkpoint
     is_untrained = is_nlq and read_record(source, RECIPE_FILE) is None
     earlier = read_record(source, CONVERSION_FILE) if is_untrained else None
-    added, enlarged = ((earlier or {}).get(name, []) for name in ("added", "enlarged"))
-    if switches:
-        added, enlarged = _new_parameters(empty_model(type(new), nlq_config(old.config)), new, added, enlarged)
-    if to != "nlq":
-        added, enlarged = [], []
-    own_tokenizer = _load_tokenizer(source, tokenizer, new, gguf)
-    done = Conversion(
+    loaded_tokenizer = _load_tokenizer(source, tokenizer, new, gguf)
+    record = Conversion(
         source=source if not Path(source).exists() else Path(source).resolve().name,
         source_class="checkpoint" if is_checkpoint else type(old).__name__,
         target_class=type(new).__name__,
@@ -176,12 +170,16 @@ def _convert(
         lost=draft.lost,
         dequantised=gguf.weights if gguf is not None and gguf.is_quantised else None,
         parameters=new.num_parameters(),
-        has_tokenizer=own_tokenizer is not None,
-        added=added,
-        enlarged=enlarged,
+        has_tokenizer=loaded_tokenizer is not None,
         before=earlier,
         trained_on=read_trained_on(source) if is_nlq or Path(source).is_dir() else [],
     )
+    if to == "nlq":
+        if earlier is not None:
+            record.added = earlier.get("added", [])
+            record.enlarged = earlier.get("enlarged", [])
+        if switches:
+            _add_new_parameters(record, empty_model(type(new), nlq_config(old.config)), new)
     # config.json is last: a folder without it is not a model
     with atomic_dir(target, last="config.json") as folder:
         new.config.architectures = [type(new).__name__]
@@ -189,24 +187,28 @@ def _convert(
         if new.can_generate():
             new.generation_config.save_pretrained(folder)
         write_weights(folder, new, draft.weights)
-        if own_tokenizer is not None:
-            own_tokenizer.save_pretrained(folder)
+        if loaded_tokenizer is not None:
+            loaded_tokenizer.save_pretrained(folder)
         if opened.weights.nbytes >= COMPARED_BELOW:
-            done.not_compared = f"the weights take {opened.weights.nbytes / 2**30:.1f} GiB"
+            record.not_compared = f"the weights take {opened.weights.nbytes / 2**30:.1f} GiB"
         elif not is_checkpoint and (switches or type(new) is not type(old)):
             old = old if opened.weights.are_in_memory else load_model(source, old.config, type(old))
-            done.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
-        _write_records(folder, target, new, done)
+            record.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
+        content = asdict(record)
+        write_text(folder / CONVERSION_FILE, json.dumps(content, indent=2) + "\n")
+        name = target.resolve().name
+        card = render(name, new.config, size_of(new), conversion=content, has_tokenizer=record.has_tokenizer)
+        card.save(folder / CARD_FILE)
         written = files_below(folder)
     for file in older.difference(written):
         delete(target / file)
-    return done
+    return record
 
 
 def _open(source: str, allow_lossy: bool) -> tuple[Draft, GGUF | None]:
-    """Opens a source: the files of a saved model, or the model in memory if it cannot be converted file by file.
+    """Opens the files of a source, or loads the model if it cannot be converted shard by shard.
 
-    Returns also the header of a GGUF file.
+    Returns the model, and the header of a GGUF file.
     """
     if (checkpoint := find_checkpoint(source)) is not None:
         with source_named(str(checkpoint)):
@@ -236,23 +238,23 @@ def _change(draft: Draft, to: str, switches: dict[str, Any], allow_lossy: bool) 
     return draft if to == "nlq" else draft.from_nlq(to, allow_lossy)
 
 
-def _new_parameters(
-    before: PreTrainedModel, after: PreTrainedModel, added: list[str], enlarged: list[str]
-) -> tuple[list[str], list[str]]:
-    """Returns the parameters that this change of switches, or an earlier one, added and enlarged."""
+def _add_new_parameters(record: Conversion, before: PreTrainedModel, after: PreTrainedModel) -> None:
+    """Adds to a record the parameters that a change of switches added and enlarged."""
     # A tied LM head counts as a parameter, so that untying does not add one
-    old, new = (
-        {name: value.shape for name, value in each.named_parameters(remove_duplicate=False)}
-        for each in (before, after)
-    )
-    all_added = [name for name in new if name in added or name not in old]
-    return all_added, [name for name in new if name not in all_added and (name in enlarged or old[name] != new[name])]
+    old = {name: value.shape for name, value in before.named_parameters(remove_duplicate=False)}
+    added, enlarged = [], []
+    for name, value in after.named_parameters(remove_duplicate=False):
+        if name in record.added or name not in old:
+            added.append(name)
+        elif name in record.enlarged or old[name] != value.shape:
+            enlarged.append(name)
+    record.added, record.enlarged = added, enlarged
 
 
 def _load_tokenizer(
     source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None
 ) -> PreTrainedTokenizerBase | None:
-    """Loads the source's tokenizer if it has one, or the named one, whose special tokens the model takes over."""
+    """Loads the source's tokenizer if it has one, or the named one, and sets its special tokens in the model."""
     if name is None and gguf is not None:
         tokenizer = load_gguf_tokenizer(gguf)
     elif name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
@@ -262,27 +264,28 @@ def _load_tokenizer(
     check_vocabulary(tokenizer, name or source, model.config)
     # A sequence classifier reads its answer off the last token that is not padding, so it keeps its padding token
     is_classifier = type(model).__name__.endswith("ForSequenceClassification")
-    kinds = ("bos_token_id", "eos_token_id") if is_classifier else ("bos_token_id", "eos_token_id", "pad_token_id")
-    for kind in kinds if name is not None else ():
+    kinds = ("bos_token_id", "eos_token_id", *(() if is_classifier else ("pad_token_id",)))
+    if name is not None:
         for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
-            setattr(settings, kind, getattr(tokenizer, kind))
+            for kind in kinds:
+                setattr(settings, kind, getattr(tokenizer, kind))
     return tokenizer
 
 
 def _check_target(source: str, target: Path, overwrite: bool) -> None:
+    problem = None
     if Path(source).exists() and target.exists() and os.path.samefile(source, target):
-        raise ValueError(f"{target} is the source itself; choose another target")
-    if is_nonempty(target):
-        if not overwrite:
-            raise ValueError(
-                f"{target} exists and is not empty; choose another target, or replace the model in it by --overwrite"
-            )
-        if not (target / "config.json").is_file():
-            raise ValueError(f"{target} holds no model that --overwrite could replace; choose another target")
-        if (target / METRICS_FILE).exists() or any(target.glob("checkpoint-*")):
-            raise ValueError(
-                f"{target} holds a training run, which --overwrite does not replace; choose another target"
-            )
+        problem = "is the source itself"
+    elif is_nonempty(target) and not overwrite:
+        raise ValueError(
+            f"{target} exists and is not empty; choose another target, or replace its model by --overwrite"
+        )
+    elif is_nonempty(target) and not (target / "config.json").is_file():
+        problem = "does not hold a model that --overwrite could replace"
+    elif (target / METRICS_FILE).exists() or any(target.glob("checkpoint-*")):
+        problem = "holds a training run, which --overwrite does not replace"
+    if problem is not None:
+        raise ValueError(f"{target} {problem}; choose another target")
 
 
 def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list[str]) -> float:
@@ -294,13 +297,3 @@ def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list
             f"{source}: the outputs would differ by {difference:.1e} of the largest: these weights cannot be moved"
         )
     return difference
-
-
-def _write_records(folder: Path, target: Path, model: PreTrainedModel, done: Conversion) -> None:
-    """Writes the record and the card."""
-    record = asdict(done)
-    write_text(folder / CONVERSION_FILE, json.dumps(record, indent=2) + "\n")
-    card = render(
-        target.resolve().name, model.config, size_of(model), conversion=record, has_tokenizer=done.has_tokenizer
-    )
-    card.save(folder / CARD_FILE)

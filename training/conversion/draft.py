@@ -1,10 +1,7 @@
-"""Converts between NLQ models and models of `FAMILIES`: parameters are renamed, split, joined or added.
-
-A `Draft` changes in steps, and is then built in memory or written shard by shard.
-"""
+"""Converts between NLQ models and models of `FAMILIES`: parameters are renamed, split, joined or added."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,7 +24,7 @@ from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
 from ..size import check_parameters
 from ..text import one_line
-from .families import FAMILIES, Family, Layout
+from .families import FAMILIES, Family
 from .streaming import LazyTensor, Weights, empty_model, saved_state
 from .upcycling import changed, only_adds, problems, restructure, upcycle
 
@@ -44,7 +41,7 @@ _HEADS = (
 
 
 class LossyConversion(ValueError):
-    """A conversion would lose something, which the message names."""
+    """Raised if a conversion would lose something, which the message names."""
 
     def __init__(self, lost: list[str]):
         super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}; --allow-lossy goes on without")
@@ -76,8 +73,7 @@ def nlq_config(config: PreTrainedConfig) -> NLQConfig:
 def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig, NLQConfig]:
     """Returns the nearest configuration of a family, and the NLQ configuration that computes the same as it.
 
-    Raises:
-        ValueError: if the family has no model of this shape.
+    Raises `ValueError` if the family does not have a model of this shape.
     """
     try:
         theirs = FAMILIES[family].write(config)
@@ -91,10 +87,10 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
 
 @dataclass(frozen=True)
 class Draft:
-    """A model before its weights are made.
+    """A model before its weights are made: it changes in steps, and is then built, or written shard by shard.
 
     Attributes:
-        model: the class and configuration; its parameters are not read.
+        model: its class and configuration; its parameters are not read.
         weights: the weights that it will have.
         lost: differences from the source, in words.
     """
@@ -146,10 +142,11 @@ class Draft:
 
     def from_nlq(self, family: str, allow_lossy: bool = False) -> "Draft":
         """Converts an NLQ model to a family; raises as the function `from_nlq` does."""
-        draft, their_class = self, class_with_same_head(type(self.model), FAMILIES[family].config_class)
+        their_class = class_with_same_head(type(self.model), FAMILIES[family].config_class)
         if their_class is None:
             raise ValueError(f"{family} has no model with the head of {type(self.model).__name__}")
         config, plain = nearest_in_family(family, self.model.config)
+        draft = self
         if not only_adds(self.model.config, plain):
             model, lost = restructure(self.build(copied=False), plain)
             if lost and not allow_lossy:
@@ -174,9 +171,8 @@ def _initial_value(model: PreTrainedModel, name: str, dtype: torch.dtype) -> tor
     owner = copy.deepcopy(model.get_submodule(owner_name)).to_empty(device="cpu")
     module = owner.get_submodule(module_name[len(owner_name) + 1 :])
     with torch.no_grad():
-        model._init_weights(module)
-        if module is not owner:
-            model._init_weights(owner)
+        for each in dict.fromkeys((module, owner)):
+            model._init_weights(each)
     return getattr(module, kind).detach().to(dtype)
 
 
@@ -193,39 +189,39 @@ def _take_generation_config(model: PreTrainedModel, source: PreTrainedModel) -> 
 def to_nlq_tensors(
     family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Makes the parameters of an NLQ model from those of a model of a family. The models may be on the meta device."""
-    made = {}
-    for their_name, our_names in names_of(family, theirs, ours).items():
-        tensor, layout = tensors[their_name], family.layout(their_name)
-        for index, name in enumerate(our_names):
-            made[name] = LazyTensor(tensor.dtype, partial(_read_part, layout, theirs.config, tensor, index))
-    return made
+    """Converts the parameters of a model of a family to NLQ. The models may be on the meta device."""
+
+    def read(their_name: str, index: int) -> torch.Tensor:
+        return family.layout(their_name).read(tensors[their_name].load(), theirs.config)[index]
+
+    return {
+        name: LazyTensor(tensors[their_name].dtype, partial(read, their_name, index))
+        for their_name, our_names in names_of(family, theirs, ours).items()
+        for index, name in enumerate(our_names)
+    }
 
 
 def from_nlq_tensors(
     family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """The inverse of `to_nlq_tensors`."""
-    made = {}
-    for their_name, our_names in names_of(family, theirs, ours).items():
-        parts, layout = [tensors[name] for name in our_names], family.layout(their_name)
-        made[their_name] = LazyTensor(parts[0].dtype, partial(_write_parts, layout, theirs.config, parts))
-    weight, bias = (f"{family.classifier}.{kind}" for kind in ("weight", "bias"))
-    if bias in saved_state(theirs) and bias not in made:  # `token_classification_bias=False`
-        made[bias] = LazyTensor(made[weight].dtype, lambda: torch.zeros_like(made[weight].load()[:, 0]))
-    return made
+    """Converts the parameters of an NLQ model to a family: the inverse of `to_nlq_tensors`."""
 
+    def write(their_name: str, our_names: list[str]) -> torch.Tensor:
+        return family.layout(their_name).write([tensors[name].load() for name in our_names], theirs.config)
 
-def _read_part(layout: Layout, config: PreTrainedConfig, tensor: LazyTensor, index: int) -> torch.Tensor:
-    return layout.read(tensor.load(), config)[index]
-
-
-def _write_parts(layout: Layout, config: PreTrainedConfig, parts: Sequence[LazyTensor]) -> torch.Tensor:
-    return layout.write([part.load() for part in parts], config)
+    converted = {
+        their_name: LazyTensor(tensors[our_names[0]].dtype, partial(write, their_name, our_names))
+        for their_name, our_names in names_of(family, theirs, ours).items()
+    }
+    bias = f"{family.classifier}.bias"
+    if bias in saved_state(theirs) and bias not in converted:  # `token_classification_bias=False`
+        weight = converted[f"{family.classifier}.weight"]
+        converted[bias] = LazyTensor(weight.dtype, lambda: torch.zeros_like(weight.load()[:, 0]))
+    return converted
 
 
 def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, list[str]]:
-    """Maps each parameter of a model of a family to the parameters of an NLQ model that it consists of."""
+    """Maps each parameter of a family's model to the parameters of an NLQ model that it consists of."""
     has_head = not isinstance(ours, NLQModel)
     names: dict[str, list[str]] = {}
     for name in saved_state(ours):
@@ -243,13 +239,11 @@ def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) 
 def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
     """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, with the same head.
 
-    Args:
-        model: the model of the family; it stays unchanged.
-        allow_lossy: ignore fields that NLQ does not have.
+    The model stays unchanged. `allow_lossy` ignores fields that NLQ does not have.
 
     Raises:
         ValueError: for another family, or a value of the configuration that NLQ does not support.
-        LossyConversion: if it has fields that NLQ does not have.
+        LossyConversion: if it has fields that NLQ does not have, without `allow_lossy`.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
@@ -259,15 +253,10 @@ def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedMo
 def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
     """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, with the same head.
 
-    Weights are rewritten where the family needs it: for GPT-2, grouped queries are expanded, and `"residual"`
-    projections become matrices.
-
-    Args:
-        model: an NLQ model; it stays unchanged.
-        allow_lossy: convert even if the family cannot compute the same.
+    The model stays unchanged. For GPT-2, grouped queries are expanded, and `"residual"` projections become matrices.
 
     Raises:
-        ValueError: if the family has no model of its shape, naming the fields.
-        LossyConversion: if the family lacks something it uses.
+        ValueError: if the family does not have a model of this shape.
+        LossyConversion: if the family cannot compute the same, without `allow_lossy`.
     """
     return Draft.of(model).from_nlq(family, allow_lossy).build()

@@ -20,7 +20,7 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 
 
 class Part(NamedTuple):
-    """Fields of a family's configuration and of `NLQConfig` that correspond.
+    """Fields of a family's configuration that correspond to fields of `NLQConfig`.
 
     Attributes:
         fields: names in the family.
@@ -33,8 +33,9 @@ class Part(NamedTuple):
     write: Callable[[Sequence[NLQConfig]], dict[str, Any]]
 
 
-def _equal(**names: str) -> Part:
-    """Returns the part for fields with equal values, as name in the family=name in `NLQConfig`."""
+def _equal(*same: str, **renamed: str) -> Part:
+    """Returns the part for fields with equal values and the same name, or as family's name="name in `NLQConfig`"."""
+    names = {**{name: name for name in same}, **renamed}
     return Part(
         tuple(names),
         lambda config: {ours: getattr(config, theirs) for theirs, ours in names.items()},
@@ -99,8 +100,8 @@ def _bias(name: str, *parts: str) -> Part:
 
 
 def _read_windows(config: PreTrainedConfig) -> dict[str, Any]:
-    windows, uses_windows = {"full_attention": None}, getattr(config, "use_sliding_window", True)
-    if uses_windows and config.sliding_window is not None:
+    windows = {"full_attention": None}
+    if getattr(config, "use_sliding_window", True) and config.sliding_window is not None:
         windows["sliding_attention"] = config.sliding_window
     return {"sliding_window": [windows[kind] for kind in config.layer_types]}
 
@@ -138,10 +139,10 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """How a family stores a tensor; both functions also take its configuration.
+    """How a family stores a tensor.
 
     Attributes:
-        read: converts its tensor to those of NLQ, several if the family fuses them.
+        read: splits its tensor into one or several tensors of NLQ; it also takes the family's configuration.
         write: the inverse.
     """
 
@@ -186,7 +187,7 @@ class Family:
             share a name.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a token classifier.
-        layouts: by the last part of a module's name in the family, if its tensors are stored in another way.
+        layouts: for modules that the family stores differently, by the last part of their names.
     """
 
     name: str
@@ -205,13 +206,10 @@ class Family:
     def read(self, config: PreTrainedConfig) -> NLQConfig:
         """Makes the configuration of the NLQ model that computes the same.
 
-        Raises:
-            ValueError, StrictDataclassError: for a value that NLQ does not support.
+        Raises `ValueError` or `StrictDataclassError` for a value that NLQ does not support.
         """
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                "quantization_config: quantized weights cannot be converted; save the model without it first"
-            )
+            raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it")
         is_causal = self.switches.get("is_causal", True)
         if getattr(config, "is_causal", is_causal) != is_causal:
             raise ValueError(
@@ -222,14 +220,13 @@ class Family:
             values.update(part.read(config))
         values["attention_dropout"] = values["attention_dropout"] or 0.0  # some families allow `None`
         by_layer = {name: values[name] for name in PER_LAYER_SWITCHES if isinstance(values.get(name), list)}
-        overrides = {}
-        for index, of_layer in enumerate(zip(*by_layer.values())):
-            layer = dict(zip(by_layer, of_layer))
-            if index == 0:
-                values.update(layer)
-            elif own := {name: value for name, value in layer.items() if value != values[name]}:
-                overrides[index] = own
-        return NLQConfig(**values, per_layer_config=overrides or None)
+        values.update({name: layers[0] for name, layers in by_layer.items()})
+        overrides: dict[int, dict[str, Any]] = {}
+        for name, layers in by_layer.items():
+            for index, value in enumerate(layers):
+                if value != values[name]:
+                    overrides.setdefault(index, {})[name] = value
+        return NLQConfig(**values, per_layer_config=dict(sorted(overrides.items())) or None)
 
     def write(self, config: NLQConfig) -> PreTrainedConfig:
         """Makes the nearest configuration of the family."""
@@ -300,8 +297,8 @@ def _library_fields(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-_TOKENS = _equal(bos_token_id="bos_token_id", eos_token_id="eos_token_id", pad_token_id="pad_token_id")
-_SAME_NAMES = (
+_TOKENS = _equal("bos_token_id", "eos_token_id", "pad_token_id")
+_COMMON = _equal(
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -314,8 +311,7 @@ _SAME_NAMES = (
     "tie_word_embeddings",
     "use_cache",
 )
-_COMMON = _equal(**{name: name for name in _SAME_NAMES})
-_KEY_HEADS = _equal(num_key_value_heads="num_key_value_heads")
+_KEY_HEADS = _equal("num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
 _ROPE_BEFORE_NORM = Part(("rope_parameters",), _read_rope_before_norm, _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
@@ -334,8 +330,8 @@ _HIDDEN_DROPOUT = Part(
 _NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda config: {}, lambda layers: {"attention_dropout": 0.0})
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
-_RESIDUAL_DROPOUT = _equal(residual_dropout="residual_dropout")
-_WINDOW = _equal(sliding_window="sliding_window")
+_RESIDUAL_DROPOUT = _equal("residual_dropout")
+_WINDOW = _equal("sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
 _LLAMA_PARTS = (_TOKENS, _COMMON, _KEY_HEADS, _equal(rms_norm_eps="layer_norm_eps"))
@@ -357,7 +353,7 @@ _ROWS = (
     _like_llama("mistral", _ROPE, _HEAD_DIM, _WINDOW),
     _like_llama(
         "eurobert",
-        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal(mask_token_id="mask_token_id")),
+        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
         switches={"is_causal": False},
         without_effect=("classifier_pooling", "clf_pooling"),  # of a head with a further layer, which is not converted
         classifier="classifier",
@@ -379,12 +375,7 @@ _ROWS = (
     ),
     _like_llama(
         "nanochat",
-        *(
-            _equal(final_logit_softcapping="final_logit_softcapping"),
-            _ROPE_BEFORE_NORM,
-            _UNDECLARED_HEAD_DIM,
-            _ATTENTION_BIAS,
-        ),
+        *(_equal("final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
@@ -409,14 +400,14 @@ _ROWS = (
         {"use_bias": True},
         (
             *(_TOKENS, _COMMON, _KEY_HEADS, _RESIDUAL_DROPOUT, _ROPE, _UNDECLARED_HEAD_DIM, _WINDOW),
-            _equal(norm_epsilon="layer_norm_eps", embedding_dropout="embedding_dropout"),
+            _equal("embedding_dropout", norm_epsilon="layer_norm_eps"),
             _bias("use_bias", "query_key_value", "attention_output", "mlp"),
         ),
         block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj"},
     ),
     Family(
         "olmo",
-        {"mlp_type": "gated", "norm_gain": False},  # whose epsilon is our default
+        {"mlp_type": "gated", "norm_gain": False},  # its epsilon is our default
         (_TOKENS, _COMMON, _KEY_HEADS, _ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         block_names=_LLAMA_NAMES,
     ),
@@ -425,7 +416,7 @@ _ROWS = (
         {"use_bias": True},
         (
             *(_TOKENS, _COMMON, _HIDDEN_DROPOUT, _PARTIAL_ROPE, _ATTENTION_BIAS),
-            _equal(layer_norm_eps="layer_norm_eps", use_parallel_residual="parallel_residual"),
+            _equal("layer_norm_eps", use_parallel_residual="parallel_residual"),
         ),
         block_names={
             **_LLAMA_NAMES,
@@ -444,7 +435,7 @@ _ROWS = (
         (
             _TOKENS,
             _equal(
-                vocab_size="vocab_size",
+                *("vocab_size", "initializer_range", "tie_word_embeddings", "use_cache"),
                 n_positions="max_position_embeddings",
                 n_embd="hidden_size",
                 n_layer="num_hidden_layers",
@@ -454,17 +445,19 @@ _ROWS = (
                 embd_pdrop="embedding_dropout",
                 attn_pdrop="attention_dropout",
                 layer_norm_epsilon="layer_norm_eps",
-                initializer_range="initializer_range",
-                tie_word_embeddings="tie_word_embeddings",
-                use_cache="use_cache",
             ),
             Part(("n_inner",), lambda config: {"intermediate_size": config.n_inner}, _write_n_inner),
             Part(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _read_scaling, _write_scaling),
         ),
-        # They set the order of operations and the second head of a class; the last is an old name
+        # They set the order of operations and the second head of a class; `n_ctx` is an old name
         without_effect=(
-            *("reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
-            *("summary_first_dropout", "summary_proj_to_labels", "n_ctx"),
+            "reorder_and_upcast_attn",
+            "summary_type",
+            "summary_use_proj",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "n_ctx",
         ),
         block_names={
             "self_attn_norm": "ln_1",

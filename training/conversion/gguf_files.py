@@ -1,5 +1,6 @@
 """Reads what Transformers' reader leaves out of GGUF files, the format of llama.cpp."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ from ..models import source_named
 from ..text import one_line
 
 
-# Families that Transformers reads completely. It forgets the base of rotary positions of `starcoder2` and the inner
-# size of `gpt2`. Files of Mistral models say `llama`
+# Families that Transformers reads completely: not `starcoder2`, without the base of rotary positions, and `gpt2`,
+# without the inner size. Files of Mistral models say `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # Fields that this file reads, or that shapes of tensors repeat
 _ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
@@ -26,8 +27,8 @@ _USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _TOKENIZER = "tokenizer.ggml."
 _NOT_QUANTISED = ("F32", "F16", "BF16")
-# Values of `tokenizer.ggml.pre` that split text as GPT-2 does, or into single digits first. "default" and a missing
-# value are neither: llama.cpp then splits off punctuation, and digits in threes
+# Values of `tokenizer.ggml.pre` that split text as GPT-2 does, or into single digits first. With "default" and without
+# a value, llama.cpp splits off punctuation, and digits in threes
 _AS_GPT2 = ("gpt-2", "olmo")
 _DIGITS = ("smollm", "starcoder")
 
@@ -38,9 +39,7 @@ class GGUF:
 
     Attributes:
         weights: the type of most of its quantised weights, or else of most weights, as llama.cpp names it.
-        architecture: one of `ARCHITECTURES`.
         tensors: names of the tensors.
-        head_size: channels of a head.
         tokenizer: fields below `tokenizer.ggml`, without its lists.
         not_read: fields of the model that Transformers does not read, in words.
     """
@@ -68,18 +67,15 @@ def find_gguf(source: str) -> Path | None:
         return path
     files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
     if len(files) > 1:
-        raise ValueError(
-            f"{source} holds {len(files)} GGUF files ({', '.join(file.name for file in files)}); name one of them"
-        )
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{source} holds {len(files)} GGUF files ({names}); name one of them")
     return files[0] if files else None
 
 
 def read_gguf(path: Path) -> GGUF:
     """Reads the header of a file.
 
-    Raises:
-        ImportError: without the package gguf.
-        ValueError: for a file that is damaged, or holds another kind of model.
+    Raises `ImportError` without the package gguf, and `ValueError` for a damaged file or another kind of model.
     """
     if not is_gguf_available():
         raise ImportError(f'{path} needs the package gguf: pip install "modeling-nlq[gguf]"')
@@ -96,10 +92,10 @@ def read_gguf(path: Path) -> GGUF:
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
-    if fields.get(f"{prefix}attention.causal") is False:
+    values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+    if values.get("attention.causal") is False:
         text = "encoders are converted from EuroBERT's safetensors, not from GGUF"
         raise ValueError(f"{path}: {prefix}attention.causal=False: {text}")
-    values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     head_size = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}
     read = (*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ)
@@ -108,10 +104,10 @@ def read_gguf(path: Path) -> GGUF:
         for name, value in values.items()
         if (value != usual[name] if name in usual else name not in read and value not in _NOTHING)
     ]
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] = sizes.get(tensor.tensor_type.name, 0) + int(tensor.n_elements)
-    quantised = {name: size for name, size in sizes.items() if name not in _NOT_QUANTISED}
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    quantised = [name for name in sizes if name not in _NOT_QUANTISED]
     return GGUF(
         path,
         weights=max(quantised or sizes, key=sizes.get),
@@ -126,7 +122,7 @@ def read_gguf(path: Path) -> GGUF:
 
 
 def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list[str]:
-    """Lists the tensors of a file that a model with these parameters and layers does not use, in words."""
+    """Lists the tensors of a file that a model with these parameters does not use, in words."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture)
@@ -136,29 +132,28 @@ def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list
 
 
 def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
-    """Rebuilds the tokenizer of a file. Raises `ValueError` if Transformers cannot, or would split text otherwise."""
+    """Rebuilds the tokenizer of a file; raises `ValueError` if Transformers cannot, or would split text otherwise."""
     path = gguf.path
+    file = str(path.resolve())
     try:
         with source_named(str(path.parent)):
-            tokenizer = AutoTokenizer.from_pretrained(
-                path.parent, gguf_file=str(path.resolve()), trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=file, trust_remote_code=False)
     except Exception as error:  # the reader expects every field, and raises many types
-        raise ValueError(
-            f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give one by --tokenizer"
-        ) from error
+        reason = one_line(error)
+        raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({reason}); give one by --tokenizer") from error
     # Transformers reads these two from 5.23 on
     for name, default in {"add_bos_token": gguf.tokenizer.get("model") == "llama", "add_eos_token": False}.items():
         if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
             setattr(tokenizer, name, value)
-    backend, cut = tokenizer.backend_tokenizer, gguf.tokenizer.get("pre")
+    backend = tokenizer.backend_tokenizer
+    split = gguf.tokenizer.get("pre")
     # Transformers falls back on this
     if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
-        if cut in _DIGITS:
+        if split in _DIGITS:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-        elif cut not in _AS_GPT2:
+        elif split not in _AS_GPT2:
             raise ValueError(
-                f"{path}: Transformers cannot cut text as {_TOKENIZER}pre={cut!r} says; give one by --tokenizer"
+                f"{path}: Transformers cannot split text by {_TOKENIZER}pre={split!r}; give a --tokenizer"
             )
     return tokenizer

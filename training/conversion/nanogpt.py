@@ -1,6 +1,6 @@
 """Reads checkpoints of the paper's code (Karbevski 2026, arXiv 2603.13381), a fork of nanoGPT, and of nanoGPT itself.
 
-A file holds `{"model": state_dict, "model_args": dict, ...}`; `torch.compile` may have given all names a prefix.
+A file holds `{"model": state_dict, "model_args": dict, ...}`; `torch.compile` adds a prefix to all names.
 """
 
 import math
@@ -22,7 +22,7 @@ from .streaming import Weights, empty_model, saved_state
 
 # `query_mode` of the paper's code -> `query_projection`
 _QUERY_MODES = {"original": "linear", "residual": "residual", "identity": "identity", "residual_gelu": "nonlinear"}
-# Further modules, beside those of GPT-2
+# Modules that GPT-2 does not have
 _BOTTLENECK_NAMES = {
     "self_attn.q_bottleneck.input_norm": "attn.residual_rmsnorm_input",
     "self_attn.q_bottleneck.fc1": "attn.residual_in",
@@ -48,32 +48,30 @@ _DEFAULTS = {
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """Reads a checkpoint without executing anything in it.
 
-    Raises:
-        UnpicklingError: if it is damaged, or reading it would run code.
-        ValueError: if it is another kind of file.
+    Raises `UnpicklingError` if it is damaged or would run code, and `ValueError` for another kind of file.
     """
     # Mapped, because the file also holds the optimizer's state
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        text = "is not a checkpoint of the paper's code or of nanoGPT: it does not hold 'model' and 'model_args'"
-        raise ValueError(f"{path} {text}")
+        kinds = "the paper's code or of nanoGPT"
+        raise ValueError(f"{path} is not a checkpoint of {kinds}: it does not hold 'model' and 'model_args'")
     return checkpoint
 
 
 def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
-    """Makes the model of a checkpoint with `"model"`, the weights by name, and `"model_args"`.
+    """Makes the model of a checkpoint.
 
-    Raises:
-        ValueError: for a field or mode that the code does not have, and for weights that are missing, unknown, of
-            another shape, or tied but different.
+    Raises `ValueError` for an unknown field or mode, and for weights that are missing, unknown, of another shape, or
+    tied but different.
     """
     config = _to_config(checkpoint["model_args"])
     state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
     # Attention without a kernel saves the causal mask, which is not a parameter
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
-    ours, theirs = empty_model(NLQForCausalLM, config), empty_model(GPT2LMHeadModel, GPT2Config(n_layer=1))
+    ours = empty_model(NLQForCausalLM, config)
+    theirs = empty_model(GPT2LMHeadModel, GPT2Config(n_layer=1))
     names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
-    # Its linear layers are not transposed, and the fused one lacks queries without a matrix
+    # The linear layers are not transposed, and the fused layer lacks queries without a matrix
     parts = 3 if config.query_projection in ("linear", "residual") else 2
     fused = Layout(lambda tensor, _: tensor.chunk(parts), lambda tensors, _: torch.cat(list(tensors)))
     family = replace(FAMILIES["gpt2"], block_names=names, layouts={"c_attn": fused})
@@ -91,14 +89,14 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
 
 def _to_config(arguments: dict[str, Any]) -> NLQConfig:
     values = {**_DEFAULTS, **arguments}
-    if "n_head" in arguments:  # nanoGPT itself, whose forks add fields
-        own = {"num_heads": arguments["n_head"], "scale": None, "mlp_hidden_size": 4 * values["n_embd"]}
-        values = {**_DEFAULTS, "bias": True, **own, **arguments}
+    if "n_head" in arguments:  # nanoGPT itself
+        usual = {"bias": True, "scale": None, "mlp_hidden_size": 4 * values["n_embd"]}
+        values = {**_DEFAULTS, **usual, "num_heads": arguments["n_head"], **arguments}
         if unknown := sorted(arguments.keys() - {"n_head", *_DEFAULTS}):
             raise ValueError(f"model_args: nanoGPT has no field {', '.join(unknown)}")
     if values["query_mode"] not in _QUERY_MODES:
         raise ValueError(f"model_args: query_mode={values['query_mode']!r} must be one of {', '.join(_QUERY_MODES)}")
-    scale = values["scale"]
+    head_size = values["n_embd"] // values["num_heads"]
     return NLQConfig(
         vocab_size=values["vocab_size"],
         hidden_size=values["n_embd"],
@@ -108,7 +106,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
         max_position_embeddings=values["block_size"],
         use_bias=values["bias"],
         query_projection=_QUERY_MODES[values["query_mode"]],
-        attention_scaling=1.0 / math.sqrt(values["n_embd"] // values["num_heads"]) if scale is None else scale,
+        attention_scaling=1.0 / math.sqrt(head_size) if values["scale"] is None else values["scale"],
         embedding_dropout=values["dropout"],
         residual_dropout=values["dropout"],
         attention_dropout=values["dropout"],

@@ -26,10 +26,7 @@ def find_checkpoint(source: str) -> Path | None:
 
 
 def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Reads the configuration of a folder or a model of the Hub, and finds the class of the model.
-
-    Raises `ValueError` for a model that cannot be converted. `options` are passed to `from_pretrained`.
-    """
+    """Reads the configuration and the class of a saved model; raises `ValueError` if it cannot be converted."""
     with source_named(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     check_kernels(config, source)
@@ -45,17 +42,14 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
 def load_model(
     source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel], **options
 ) -> PreTrainedModel:
-    """Loads the model of a folder or of the Hub in its saved precision; `options` are passed to `from_pretrained`.
-
-    Raises `ValueError` naming the parameters that are missing, unknown, or of another shape.
-    """
+    """Loads a saved model in its precision; raises `ValueError` for missing, unknown and misshapen parameters."""
     with source_named(source):
         model, info = model_class.from_pretrained(
             source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     if info["mismatched_keys"]:
-        name, there, expected = min(info["mismatched_keys"])
-        raise ValueError(f"{name} has the shape {tuple(there)}, and its configuration says {tuple(expected)}")
+        name, shape, expected = min(info["mismatched_keys"])
+        raise ValueError(f"{name} has the shape {tuple(shape)}, and its configuration says {tuple(expected)}")
     # Transformers saved the value of masked scores, which is not a parameter, until 4.27
     unexpected = {name for name in info["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
     check_names(set(info["missing_keys"]), unexpected)
@@ -63,11 +57,9 @@ def load_model(
 
 
 def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Loads the model of a GGUF file in float32. Returns the model, and what Transformers does not read.
+    """Loads the model of a GGUF file in float32, and lists what Transformers does not read.
 
-    Raises:
-        LossyConversion: if there is something that it does not read and `allow_lossy` is not set.
-        ValueError: for weights that cannot be read.
+    Raises `LossyConversion` if the list is not empty, without `allow_lossy`.
     """
     # The whole path: Transformers would look for a bare name in the current directory first
     folder, file = str(gguf.path.parent), str(gguf.path.resolve())

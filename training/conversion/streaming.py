@@ -1,4 +1,4 @@
-"""Reads and writes the weights of a model one shard at a time, so that a conversion needs memory for one shard.
+"""Reads and writes the weights of a model shard by shard, so that a conversion needs memory for one shard.
 
 Transformers' `WeightConverter` would need memory for the whole model, and has to be registered for the whole process.
 """
@@ -30,8 +30,7 @@ from ..size import check_names, check_shapes
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old versions of Transformers saved, and every class ignores
 _OLD_BUFFERS = r"rotary_emb\.inv_freq"
-# The largest file that Transformers saves, in bytes; a model in memory is written in files up to this size
-_LARGEST_SHARD = 50 * 10**9
+_LARGEST_SHARD = 50 * 10**9  # bytes of a file, as in Transformers, for a model in memory
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,9 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, made from a source.
+    """The weights of a model by name, made from a source.
 
     Attributes:
-        tensors: by name of the parameter.
         dtype: type of the source's first tensor.
         nbytes: size of the source.
         largest_shard: size of its largest file, in bytes.
@@ -77,10 +75,6 @@ class _Header(NamedTuple):
     type_name: str
     shape: torch.Size
 
-    @property
-    def nbytes(self) -> int:
-        return _DTYPES[self.type_name].itemsize * self.shape.numel()
-
     def load(self) -> torch.Tensor:
         """Maps the tensor from its file: a page is read when it is used."""
         with safe_open(self.file, framework="pt") as content:
@@ -101,10 +95,8 @@ def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     """Opens the safetensors files of a folder or of a model of the Hub, for a model without weights.
 
-    Returns `None` without such files, or if Transformers has to translate names of another class or version.
-
-    Raises:
-        ValueError: naming a parameter that is missing, or has another shape or type.
+    Returns `None` without such files, or if Transformers has to translate names of another class or version. Raises
+    `ValueError` naming a parameter that is missing, or has another shape or type.
     """
     state, renamings = model.state_dict(), get_model_conversion_mapping(model)
     shapes = {name: value.shape for name, value in saved_state(model).items()}
@@ -124,12 +116,11 @@ def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
         return None
     check_names(shapes.keys(), headers.keys())
     check_shapes(shapes, {name: header.shape for name, header in headers.items()})
+    sizes: Counter[Path] = Counter()
     for name, header in headers.items():
         if header.type_name not in _DTYPES:
             raise ValueError(f"{name} has the type {header.type_name}, which must be one of {', '.join(_DTYPES)}")
-    sizes: Counter[Path] = Counter()
-    for header in headers.values():
-        sizes[header.file] += header.nbytes
+        sizes[header.file] += _DTYPES[header.type_name].itemsize * header.shape.numel()
     tensors = {name: LazyTensor(_DTYPES[header.type_name], header.load) for name, header in headers.items()}
     first = next(iter(tensors.values()))
     return Weights(tensors, first.dtype, sizes.total(), max(sizes.values()), are_in_memory=False)
@@ -137,14 +128,14 @@ def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
 
 def _read_headers(source: str) -> list[_Header]:
     """Lists the tensors in the safetensors files of a source."""
-
-    def find(name: str) -> str | None:
-        return cached_file(source, name, _raise_exceptions_for_missing_entries=False)
-
-    files, headers = [find(SAFE_WEIGHTS_NAME)], []
-    if files == [None] and (index := find(SAFE_WEIGHTS_INDEX_NAME)) is not None:
+    options = {"_raise_exceptions_for_missing_entries": False}
+    files = []
+    if (file := cached_file(source, SAFE_WEIGHTS_NAME, **options)) is not None:
+        files = [file]
+    elif (index := cached_file(source, SAFE_WEIGHTS_INDEX_NAME, **options)) is not None:
         files, _ = get_checkpoint_shard_files(source, index)
-    for file in map(Path, filter(None, files)):
+    headers = []
+    for file in map(Path, files):
         with safe_open(file, framework="pt") as content:
             for name in content.keys():  # noqa: SIM118 - it is not a mapping
                 view = content.get_slice(name)
@@ -154,7 +145,8 @@ def _read_headers(source: str) -> list[_Header]:
 
 def write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
     """Writes the weights of an empty model, in as many files as the source has."""
-    shapes, tensors = {name: value.shape for name, value in saved_state(model).items()}, weights.tensors
+    shapes = {name: value.shape for name, value in saved_state(model).items()}
+    tensors = weights.tensors
     sizes = {name: tensors[name].dtype.itemsize * shape.numel() for name, shape in shapes.items()}
     split = split_state_dict_into_shards_factory(
         sizes,
@@ -163,9 +155,8 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> Non
         max_shard_size=max(1, -(-weights.largest_shard * sum(sizes.values()) // weights.nbytes)),
     )
     files = {}
-    for file, names in logging.tqdm(
-        split.filename_to_tensors.items(), desc="Writing shards", disable=not split.is_sharded
-    ):
+    shards = split.filename_to_tensors.items()
+    for file, names in logging.tqdm(shards, desc="Writing shards", disable=not split.is_sharded):
         shard = {name: tensors[name].load().detach().contiguous() for name in names}
         check_shapes({name: shapes[name] for name in names}, {name: value.shape for name, value in shard.items()})
         shard = revert_weight_conversion(model, shard)

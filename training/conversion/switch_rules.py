@@ -1,13 +1,10 @@
-"""Rules for changing a switch of a trained model: each sets the parameters so that the outputs stay, or says why not.
-
-Letters of shapes: d is `hidden_size`, r is an inner width, h the heads.
-"""
+"""Rules for changing a switch of a trained model: each keeps the outputs by new parameters, or says why it cannot."""
 
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +23,10 @@ _MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "
 
 @dataclass(frozen=True)
 class LayerChange:
-    """A layer before and after, with its attention.
+    """A layer before and after the change.
 
-    The `source` stays unchanged. The `target` already has its parameters of the same name and shape.
+    The attention `source` stays unchanged. The attention `target` already has its parameters of the same name and
+    shape.
     """
 
     before: NLQConfig
@@ -40,19 +38,10 @@ class LayerChange:
         """Tells whether a field changes its value."""
         return getattr(self.before, field) != getattr(self.after, field)
 
-    def refusal(self, field: str, reason: str) -> str:
-        """Says in words why a field cannot change."""
-        return refusal(field, getattr(self.before, field), getattr(self.after, field), reason)
-
-    @property
-    def query_heads(self) -> tuple[int, int]:
-        """The number of query heads before and after; the second is a multiple of the first."""
-        return self.before.num_query_heads, self.after.num_query_heads
-
-    @property
-    def key_heads(self) -> tuple[int, int]:
-        """The number of heads of keys and values before and after."""
-        return self.before.num_key_value_heads, self.after.num_key_value_heads
+    def heads(self, kind: str) -> tuple[int, int]:
+        """Returns the numbers of heads of queries, keys or values before and after."""
+        field = "num_query_heads" if kind == "query" else "num_key_value_heads"
+        return getattr(self.before, field), getattr(self.after, field)
 
 
 def refusal(field: str, before: Any, after: Any, reason: str) -> str:
@@ -61,7 +50,7 @@ def refusal(field: str, before: Any, after: Any, reason: str) -> str:
 
 
 def refusals(before: NLQConfig, after: NLQConfig, reasons: dict[str, str]) -> list[str]:
-    """Refuses to change any of some fields, for the reason given with each."""
+    """Refuses to change fields, each for its reason."""
     values = {field: (getattr(before, field), getattr(after, field)) for field in reasons}
     return [refusal(field, old, new, reasons[field]) for field, (old, new) in values.items() if old != new]
 
@@ -158,62 +147,67 @@ def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1"
 
 
 def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
-    field = f"{kind}_projection"
+    """Returns the rule of the projection to queries, keys or values."""
 
     def carry(change: LayerChange) -> str | None:
-        source, target = _Terms.of(change.source, kind), _Terms.of(change.target, kind)
-        heads = change.query_heads if kind == "query" else change.key_heads
-        if heads[0] != heads[1]:
-            source = copy.deepcopy(source)
-            _expand_heads(source, *heads)
-        return _carry_projection(source, target, getattr(change.before, field), getattr(change.after, field), heads)
+        old, new = (PROJECTIONS[getattr(side, f"{kind}_projection")] for side in (change.before, change.after))
+        heads = change.heads(kind)
+        source, source_bottleneck = (
+            _with_more_heads(module, *heads) for module in _modules_of_projection(change.source, kind)
+        )
+        target, target_bottleneck = _modules_of_projection(change.target, kind)
+        if new.linear:
+            _carry_matrix(source, target, heads, old.identity, new.identity)
+        if new.bottleneck and old.bottleneck:
+            _carry_bottleneck(source_bottleneck, target_bottleneck)
+        elif new.bottleneck:
+            # The gain has a gradient at once, and the parameters before it after the first step
+            for parameter in target_bottleneck.output_norm.parameters():
+                parameter.zero_()
+        if not new.linear and (old.linear or old.identity != new.identity):
+            return "it has no matrix that could hold X W, or X"
+        return "the bottleneck f(X) would be lost" if old.bottleneck and not new.bottleneck else None
 
     return carry
 
 
-class _Terms(NamedTuple):
-    """The terms of one projection that have weights."""
-
-    linear: nn.Linear | None
-    bottleneck: NLQBottleneck | None
-
-    @classmethod
-    def of(cls, attention: nn.Module, kind: str) -> "_Terms":
-        return cls(getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck"))
+def _modules_of_projection(attention: NLQAttention, kind: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
+    return getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck")
 
 
-def _carry_projection(source: _Terms, target: _Terms, before: str, after: str, heads: tuple[int, int]) -> str | None:
-    """Sets the weights of a projection of another kind. `source` already has the new number of heads, `heads[1]`."""
-    old, new = PROJECTIONS[before], PROJECTIONS[after]
-    reason = None
-    if old.bottleneck and not new.bottleneck:
-        reason = "the bottleneck f(X) would be lost"
-    if not new.linear and (old.linear or old.identity != new.identity):
-        reason = "it has no matrix that could hold X W, or X"
+def _with_more_heads(module: nn.Module | None, before: int, after: int) -> nn.Module | None:
+    """Repeats each head of a matrix or a bottleneck, in a copy."""
+    if module is None or before == after:
+        return module
+    module = copy.deepcopy(module)
+    for layer in (module.fc2, module.output_norm) if isinstance(module, NLQBottleneck) else (module,):
+        for parameter in layer.parameters(recurse=False):
+            parameter.data = _copy_heads(parameter.data, before, after)
+    return module
 
-    if new.linear:
-        from_, into = source.linear, target.linear
-        # In float64: X + X W is X (I + W) up to one rounding
-        weight = torch.zeros_like(into.weight, dtype=torch.float64) if from_ is None else from_.weight.double()
-        if old.identity != new.identity:
-            identity = torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)
-            weight = weight + (_copy_heads(identity, *heads) if old.identity else -identity)
-        into.weight.copy_(weight)
-        if from_ is not None and from_.bias is not None and into.bias is not None:
-            into.bias.copy_(from_.bias)
-    if new.bottleneck and old.bottleneck:
-        from_, into = source.bottleneck, target.bottleneck
-        into.input_norm.load_state_dict(from_.input_norm.state_dict())
-        _widen(from_, into)
-        for name in ("fc2.bias", "output_norm.weight", "output_norm.bias"):
-            old_value, new_value = (dict(each.named_parameters()).get(name) for each in (from_, into))
-            if old_value is not None and new_value is not None:
-                new_value.copy_(old_value)
-    elif new.bottleneck:
-        # The gain has a gradient at once, and the parameters before it after the first step
-        for parameter in target.bottleneck.output_norm.parameters():
-            parameter.zero_()
-    return reason
+
+def _carry_matrix(
+    source: nn.Linear | None, target: nn.Linear, heads: tuple[int, int], had_identity: bool, has_identity: bool
+) -> None:
+    """Copies a matrix, to which the identity is added that the projection had before, or has now."""
+    # In float64: X + X W is X (I + W) up to one rounding
+    weight = torch.zeros_like(target.weight, dtype=torch.float64) if source is None else source.weight.double()
+    if had_identity != has_identity:
+        identity = torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)
+        weight = weight + (_copy_heads(identity, *heads) if had_identity else -identity)
+    target.weight.copy_(weight)
+    if source is not None and source.bias is not None and target.bias is not None:
+        target.bias.copy_(source.bias)
+
+
+def _carry_bottleneck(source: NLQBottleneck, target: NLQBottleneck) -> None:
+    """Copies a bottleneck into one that may be wider."""
+    target.input_norm.load_state_dict(source.input_norm.state_dict())
+    _widen(source, target)
+    trained, parameters = dict(source.named_parameters()), dict(target.named_parameters())
+    for name in ("fc2.bias", "output_norm.weight", "output_norm.bias"):
+        if name in trained and name in parameters:
+            parameters[name].copy_(trained[name])
 
 
 def _has_bottlenecks(change: LayerChange) -> bool:
@@ -234,14 +228,6 @@ def _projection_activation(change: LayerChange) -> str | None:
     return "the bottlenecks that the model has learned would compute something else" if is_other else None
 
 
-def _expand_heads(terms: _Terms, before: int, after: int) -> None:
-    """Repeats each head of a projection in place."""
-    f = terms.bottleneck
-    for module in filter(None, [terms.linear, *((f.fc2, f.output_norm) if f is not None else ())]):
-        for parameter in module.parameters(recurse=False):
-            parameter.data = _copy_heads(parameter.data, before, after)
-
-
 def _copy_heads(rows: torch.Tensor, before: int, after: int) -> torch.Tensor:
     """Repeats the rows of each head."""
     return rows.unflatten(0, (before, -1)).repeat_interleave(after // before, dim=0).flatten(0, 1)
@@ -254,21 +240,20 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if after == 0.0:
         return "all scores would be 0"
     if change.target.q_norm is not None:
-        scaled = list(change.target.q_norm.parameters())[:1]
-        if not scaled:
+        gain = next(change.target.q_norm.parameters(), None)
+        if gain is None:
             field = f"qk_norm={change.after.qk_norm!r} with norm_gain=False"
             return f"{field} has no weights that could take over the factor"
-    else:
-        if PROJECTIONS[change.after.key_projection].identity:
-            return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
-        key = _Terms.of(change.target, "key")
-        modules = [key.linear, None if key.bottleneck is None else key.bottleneck.output_norm]
-        scaled = [parameter for module in filter(None, modules) for parameter in module.parameters()]
-    for parameter in scaled:
-        parameter.mul_(before / after)
-    if change.target.q_norm is None:
-        for part in change.target.parts.values():
-            part.scale_keys(before / after)
+        gain.mul_(before / after)
+        return None
+    if PROJECTIONS[change.after.key_projection].identity:
+        return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
+    linear, bottleneck = _modules_of_projection(change.target, "key")
+    for module in filter(None, (linear, bottleneck and bottleneck.output_norm)):
+        for parameter in module.parameters():
+            parameter.mul_(before / after)
+    for part in change.target.parts.values():
+        part.scale_keys(before / after)
     return None
 
 
@@ -286,8 +271,9 @@ def _attention_gate(change: LayerChange) -> str | None:
 def _attention_output_scaling(change: LayerChange) -> str | None:
     if not change.differs("attention_output_scaling"):
         return None
-    scalings = (change.source.output_scaling, change.target.output_scaling)
-    before, after = (1.0 if scaling is None else scaling for scaling in scalings)
+    before, after = (
+        1.0 if side.output_scaling is None else side.output_scaling for side in (change.source, change.target)
+    )
     if after == 0.0:
         return "attention would contribute nothing"
     if change.before.attention_output_activation is not None:
@@ -311,7 +297,7 @@ def _head_projection(change: LayerChange) -> str | None:
 def _attention_sink(change: LayerChange) -> str | None:
     before, after = change.before.attention_sink, change.after.attention_sink
     if before == after == "learned":
-        change.target.sink_bias.copy_(_copy_heads(change.source.sink_bias, *change.query_heads))
+        change.target.sink_bias.copy_(_copy_heads(change.source.sink_bias, *change.heads("query")))
     if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
         return None
     if before is None:
@@ -334,10 +320,12 @@ def _qk_norm(change: LayerChange) -> str | None:
     if change.after.qk_norm is None:
         return None
     # Copies of all heads have the mean square of the heads
-    for name, heads in (("q_norm", change.query_heads), ("k_norm", change.key_heads)):
-        for old, new in zip(*(getattr(side, name).parameters() for side in (change.source, change.target))):
+    for kind in ("query", "key"):
+        for old, new in zip(
+            *(getattr(side, f"{kind[0]}_norm").parameters() for side in (change.source, change.target))
+        ):
             if old.shape != new.shape:
-                new.copy_(_copy_heads(old, *heads))
+                new.copy_(_copy_heads(old, *change.heads(kind)))
     return None
 
 
@@ -364,22 +352,23 @@ def _start_of_part(change: LayerChange, name: str) -> str | None:
         return "the part that the model has learned would compute something else"
     trained = dict(change.source.parts[name].named_parameters())
     for key, new in part.named_parameters():
-        if (old := trained.get(key, new)).shape == new.shape:
-            continue
-        if (kind := part.shard_dim(key)) == "inner":
+        old = trained.get(key, new)
+        kind = part.shard_dim(key)
+        if old.shape != new.shape and kind == "inner":
             new[: len(old)] = old  # the weights that read the others are 0
-        else:
-            new.copy_(_copy_heads(old, *(change.query_heads if kind == "query" else change.key_heads)))
+        elif old.shape != new.shape:
+            new.copy_(_copy_heads(old, *change.heads(kind)))
     return part.refuse_change(change.before, change.after)
 
 
-def _unchanged(reason: str, value: Callable[[NLQConfig], Any]) -> Callable[[LayerChange], str | None]:
+def _unchanged(name: str, reason: str) -> Callable[[LayerChange], str | None]:
+    value = attrgetter(name)
     return lambda change: reason if value(change.before) != value(change.after) else None
 
 
-# A rule for each switch of a layer; their factors are multiplied into the weights in this order
+# A rule for each switch of a layer, in the order in which factors are multiplied into the weights
 LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
-    "sliding_window": _unchanged("queries would see other keys", attrgetter("sliding_window")),
+    "sliding_window": _unchanged("sliding_window", "queries would see other keys"),
     "query_projection": _rule_of_projection("query"),
     "key_projection": _rule_of_projection("key"),
     "value_projection": _rule_of_projection("value"),
@@ -387,20 +376,14 @@ LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
     "projection_activation": _projection_activation,
     "qk_norm": _qk_norm,
     "attention_scaling": _attention_scaling,
-    "attention_activation": _unchanged("the attention weights would change", attrgetter("activation.name")),
+    "attention_activation": _unchanged("activation.name", "the attention weights would change"),
     "attention_normalization": _attention_normalization,
-    "linear_attention_decay": _unchanged(
-        "earlier tokens would count more, or less", attrgetter("linear_attention_decay")
-    ),
+    "linear_attention_decay": _unchanged("linear_attention_decay", "earlier tokens would count more, or less"),
     "attention_sink": _attention_sink,
     "head_projection": _head_projection,
     "attention_output_scaling": _attention_output_scaling,
-    "attention_output_activation": _unchanged(
-        "what passes the heads would change", attrgetter("attention_output_activation")
-    ),
+    "attention_output_activation": _unchanged("attention_output_activation", "what passes the heads would change"),
     "attention_gate": _attention_gate,
 }
-# Parts without a rule above start as they say
-LAYER_RULES |= {
-    field: _rule_of_part(field) for field in (*ATTENTION_PARTS, "attention_parts") if field not in LAYER_RULES
-}
+for _field in (*ATTENTION_PARTS, "attention_parts"):
+    LAYER_RULES.setdefault(_field, _rule_of_part(_field))

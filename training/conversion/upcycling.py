@@ -1,7 +1,7 @@
 """Changes the switches of a trained model without changing its outputs, so that fine-tuning continues from there.
 
-New parameters start at values without effect but with a gradient: a gain of 0 after `f` of an upcycled query, a gate
-at 1/2 with the output projection doubled, a fourth matrix at the identity. Other switches are refused.
+New parameters start at values without effect but with a gradient, such as a gain of 0 after `f` of an upcycled query.
+Other switches are refused.
 """
 
 import copy
@@ -39,14 +39,12 @@ _OTHER_FUNCTION = (
 
 
 def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
-    """Makes a new model with the same outputs and other switches.
+    """Makes a new model with the same outputs and other switches; the given model stays unchanged.
+
+    Raises `ValueError` for an unknown field, or a value that would change the outputs.
 
     Args:
-        model: an NLQ model; it stays unchanged.
         switches: fields of `NLQConfig` and their new values; by default `upcycled` queries, `X W + f(X)` with `f = 0`.
-
-    Raises:
-        ValueError: for an unknown field, or a value that would change the outputs.
     """
     switches = {"query_projection": "upcycled"} if switches is None else switches
     if not isinstance(model.config, NLQConfig):
@@ -64,10 +62,11 @@ def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
     """
     values = config.to_dict()
     check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
-    layers = (values.get("per_layer_config") or {}).items()
-    kept = {index: {name: value for name, value in own.items() if name not in switches} for index, own in layers}
-    values["per_layer_config"] = {index: own for index, own in kept.items() if own} or None
-    return NLQConfig(**{**values, **switches})
+    layers = {}
+    for index, fields in (values.get("per_layer_config") or {}).items():
+        if kept := {name: value for name, value in fields.items() if name not in switches}:
+            layers[index] = kept
+    return NLQConfig(**{**values, "per_layer_config": layers or None, **switches})
 
 
 def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
@@ -83,11 +82,10 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
         return False
     compared_above = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
     fields = NLQConfig.__annotations__.keys() - (_WITHOUT_EFFECT - {*_TOKEN_IDS}) - compared_above
-    for old, new in zip(before.per_layer_config, after.per_layer_config):
+    for layers in zip(before.per_layer_config, after.per_layer_config):
         for field in fields:
-            values = getattr(old, field), getattr(new, field)
-            is_upcycled = field.endswith("_projection") and values == ("linear", "upcycled")
-            if values[0] != values[1] and not is_upcycled:
+            old, new = (getattr(layer, field) for layer in layers)
+            if old != new and not (field.endswith("_projection") and (old, new) == ("linear", "upcycled")):
                 return False
     return True
 
@@ -95,10 +93,8 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
 def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedModel, list[str]]:
     """Makes a new model of another configuration that computes the same as far as possible.
 
-    Returns the new model, in evaluation mode, and its differences from `model`, in words. `model` stays unchanged.
-
-    Raises:
-        ValueError: if the weights do not fit the new configuration.
+    Returns the new model, in evaluation mode, and its differences from `model`, in words. Raises `ValueError` if the
+    weights do not fit the new configuration.
     """
     before = model.config
     if reasons := problems(before, config):
@@ -120,33 +116,30 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         for rule in MODEL_RULES.values():
             lost += rule(model, new)
         reasons = []
-        attention = ([layer.self_attn for layer in each.base_model.layers] for each in (model, new))
-        for values in zip(before.per_layer_config, config.per_layer_config, *attention):
-            change = LayerChange(*values)
-            by_field = {field: rule(change) for field, rule in LAYER_RULES.items()}
-            reasons.append([change.refusal(field, reason) for field, reason in by_field.items() if reason])
+        layers = zip(before.per_layer_config, config.per_layer_config, model.base_model.layers, new.base_model.layers)
+        for old_config, new_config, old_layer, new_layer in layers:
+            change = LayerChange(old_config, new_config, old_layer.self_attn, new_layer.self_attn)
+            by_field = {field: reason for field, rule in LAYER_RULES.items() if (reason := rule(change))}
+            reasons.append(
+                [
+                    refusal(field, getattr(old_config, field), getattr(new_config, field), reason)
+                    for field, reason in by_field.items()
+                ]
+            )
     return new, list(dict.fromkeys([*lost, *_by_layer(reasons)]))
 
 
 def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
-    """Lists the fields that change but have no rule for it, in words."""
+    """Lists the fields that change without a rule for it, in words."""
     reasons = []
     if not _have_same_angles(before, after):
         name = "rope_parameters" if before.rope_parameters != after.rope_parameters else "max_position_embeddings"
-        values = getattr(before, name), getattr(after, name)
-        reasons.append(refusal(name, *values, "the weights were trained with other angles"))
-    with_rule = {
-        "attention_parts_code",
-        "rope_parameters",
-        *_WITHOUT_EFFECT,
-        *_OTHER_FUNCTION,
-        *MODEL_RULES,
-        *LAYER_RULES,
-    }
-    fixed = dict.fromkeys(
-        sorted(NLQConfig.__annotations__.keys() - with_rule), "the weights were trained with the former"
-    )
-    layers = list(zip(before.per_layer_config, after.per_layer_config))
+        reason = "the weights were trained with other angles"
+        reasons.append(refusal(name, getattr(before, name), getattr(after, name), reason))
+    rules = {"attention_parts_code", "rope_parameters", *_WITHOUT_EFFECT, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
+    fixed = sorted(NLQConfig.__annotations__.keys() - rules)
+    fixed = dict.fromkeys(fixed, "the weights were trained with the former")
+    layers = zip(before.per_layer_config, after.per_layer_config)
     reasons += _by_layer([[*refusals(*layer, fixed), *lost_queries(*layer)] for layer in layers])
     return list(dict.fromkeys(reasons))
 

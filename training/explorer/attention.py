@@ -1,4 +1,4 @@
-"""Measures the attention of a model on one text: weights, rows and numbers of each head."""
+"""Measures the attention of a model on one text: the weights and numbers of each head."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from modeling_nlq.linear_nlq import linear_attention
 from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import AttentionCall
 
-from ..observe import observe_calls, visibility_of
+from ..observe import Positions, observe_calls, visibility_of
 from .measures import (
     ablations,
     effective_ranks,
@@ -24,8 +24,8 @@ from .measures import (
 )
 
 
-# Floating-point operations for removing all heads, about half a minute on two cores. The text is cut for it, but not
-# below `FEWEST_ABLATED` tokens. If these cost more than `MOST_ABLATION`, heads are not removed
+# Floating-point operations for removing all heads, about half a minute on two cores. The text is cut to fit them, but
+# not below `FEWEST_ABLATED` tokens. If these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
@@ -48,6 +48,7 @@ HEADS = {
 }
 _NO_WEIGHTS = "linear attention has no weight for a pair of tokens"
 _PAIRS = "differential attention subtracts two maps, and each of them has its own value"
+_TWO_GROUPS = "a head reads the values of two groups, and a token has no value of its own there"
 _NO_OWN_KEY = "cross-attention sees the tokens of the source, and no token of its own text"
 
 
@@ -59,7 +60,7 @@ class Layer:
         heads: number of maps; differential attention has one for two heads.
         weights: `(heads, query, key)`, as `output_attentions=True` returns them, or `None`.
         rows: `(heads, query)` by the names in `ROWS`; NaN where it is not defined.
-        numbers: `(heads,)` by the names in `ROWS` and `HEADS` and those of parts.
+        numbers: `(heads,)` by the names in `ROWS`, in `HEADS` and of parts.
         missing: the reason for each name that is not in `numbers`.
         name: number of the layer, followed by `cross` for cross-attention.
         is_cross: whether the keys are tokens of the source.
@@ -83,37 +84,27 @@ class Layer:
     def add_weights(self, weights: torch.Tensor, has_choice: torch.Tensor) -> None:
         """Adds weights `(heads, query, key)`, and the rows computed from them, as `add_rows`."""
         self.weights = weights
-        rows = {"entropy": entropies(weights), "first_token": shares(weights)[..., 0], "row_sum": weights.sum(dim=-1)}
-        self.add_rows(has_choice, **rows)
-
-    def add_measure(self, part: str, name: str, values: torch.Tensor, query_heads: int) -> None:
-        """Adds a number that a part measured; raises `ValueError` unless it has one value for each head."""
-        if values.shape == (self.heads,):
-            self.numbers[name] = values.cpu()
-        elif values.shape == (query_heads,):
-            self.missing[name] = _PAIRS
-        else:
-            raise ValueError(
-                f"attention part {part!r}: {name!r} has the shape {tuple(values.shape)}, not ({self.heads},)"
-            )
+        first = shares(weights)[..., 0]
+        self.add_rows(has_choice, entropy=entropies(weights), first_token=first, row_sum=weights.sum(dim=-1))
 
 
 def measure_attention(
     model: PreTrainedModel, input_ids: torch.Tensor, random_ids: torch.Tensor, ablated_tokens: int = 0
 ) -> list[Layer]:
-    """Measures the attention of each layer on a text.
+    """Measures the attention of each layer of an NLQ model on a text.
 
     Args:
-        model: an NLQ model, in evaluation mode.
         input_ids: `(1, length)`.
-        random_ids: random tokens, repeated once (see `repeated_tokens`).
+        random_ids: see `repeated_tokens`.
         ablated_tokens: number of tokens for removing heads; with fewer than 2, no head is removed.
     """
-    layers, period = _measure_layers(model, input_ids), random_ids.shape[1] // 2
-    for layer, again in zip(layers, _measure_layers(model, random_ids) if period > 1 else ()):
-        if again.weights is not None and not layer.is_cross:
-            layer.numbers["previous_token"] = previous_token_scores(again.weights)
-            layer.numbers["induction"] = induction_scores(again.weights, period)
+    layers = _measure_layers(model, input_ids)
+    period = random_ids.shape[1] // 2
+    if period > 1:
+        for layer, on_random in zip(layers, _measure_layers(model, random_ids)):
+            if on_random.weights is not None and not layer.is_cross:
+                layer.numbers["previous_token"] = previous_token_scores(on_random.weights)
+                layer.numbers["induction"] = induction_scores(on_random.weights, period)
     if ablated_tokens > 1:
         costs = ablations(model, input_ids[:, :ablated_tokens], [layer.heads for layer in layers])
         for layer, cost in zip(layers, costs):
@@ -135,40 +126,43 @@ def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
 def _measure_layers(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Layer]:
     layers: list[Layer] = []
 
-    def receive(
-        layer: NLQAttention,
-        call: AttentionCall,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> None:
+    def receive(layer: NLQAttention, call: AttentionCall, positions: Positions) -> None:
         measure = _measure_linear if layer.activation.kind == "linear" else _measure_weights
-        measured = measure(layer, call, position_embeddings)
-        measured.is_cross = call.source is not None
-        measured.name = f"{layer.layer_idx} cross" if measured.is_cross else str(layer.layer_idx)
-        if measured.is_cross:
+        measured = measure(layer, call, positions)
+        measured.name = str(layer.layer_idx)
+        if call.source is not None:
+            measured.is_cross = True
+            measured.name += " cross"
             measured.missing |= dict.fromkeys(("own_value_cosine", "previous_token", "induction"), _NO_OWN_KEY)
         for part in layer.parts.values():
             for name, values in part("measure", call).items():
-                measured.add_measure(part.name, name, values, layer.num_heads)
+                if values.shape == (measured.heads,):
+                    measured.numbers[name] = values.cpu()
+                elif values.shape == (layer.num_heads,):
+                    measured.missing[name] = _PAIRS
+                else:
+                    shapes = f"the shape {tuple(values.shape)}, not ({measured.heads},)"
+                    raise ValueError(f"attention part {part.name!r}: {name!r} has {shapes}")
         layers.append(measured)
 
     observe_calls(model, receive, input_ids, logits_to_keep=1)
     return layers
 
 
-def _measure_weights(
-    layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
-) -> Layer:
-    query, key, value, bias = layer.prepare(call, position_embeddings)
+def _measure_weights(layer: NLQAttention, call: AttentionCall, positions: Positions) -> Layer:
+    query, key, value, bias = layer.prepare(call, positions)
     visibility = visibility_of(layer, query, key)
     visible, counts = visibility.dense(), visibility.visible_count
     key = repeat_kv(key, layer.num_key_value_groups)
     query, columns = query[..., : key.shape[-1]], query[..., key.shape[-1] :]
-    inputs = (query, columns, key, visible, counts[:, None], layer.scaling, bias, call)
-    scores, weights = scores_and_weights(layer, *inputs)
+    scores, weights = scores_and_weights(
+        layer, query, columns, key, visible, counts[:, None], layer.scaling, bias, call
+    )
     for part in layer.parts_with("change_returned_weights"):
         weights = part("change_returned_weights", call, weights)
     weights = weights[0].cpu()
-    measured, has_choice = Layer(layer.activation.name, len(weights)), (counts > 1)[0].cpu()
+    has_choice = (counts > 1)[0].cpu()
+    measured = Layer(layer.activation.name, len(weights))
     measured.add_weights(weights, has_choice)
     if len(weights) == query.shape[1]:
         measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
@@ -180,26 +174,29 @@ def _measure_weights(
         values = values.repeat_interleave(len(weights) // len(values), dim=0)
         measured.add_rows(has_choice, own_value_cosine=own_value_cosines(weights @ values, values))
     else:
-        measured.missing["own_value_cosine"] = (
-            "a head reads the values of two groups, and a token has no value of its own there"
-        )
+        measured.missing["own_value_cosine"] = _TWO_GROUPS
     return measured
 
 
-def _measure_linear(
-    layer: NLQAttention, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
-) -> Layer:
+def _measure_linear(layer: NLQAttention, call: AttentionCall, positions: Positions) -> Layer:
     query, key, value = layer.project(call)
     measured = Layer(layer.activation.name, query.shape[1])
-    measured.missing = dict.fromkeys(
-        ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction"), _NO_WEIGHTS
-    )
+    missing = ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction")
+    measured.missing = dict.fromkeys(missing, _NO_WEIGHTS)
     measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     if call.source is not None:
         return measured
-    options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "position_embeddings": position_embeddings}
-    options["is_causal"] = layer.is_causal
-    outputs, _ = linear_attention(query, key, value, None, **options, form="parallel")
+    outputs, _ = linear_attention(
+        query,
+        key,
+        value,
+        None,
+        scaling=layer.scaling,
+        log_decay=layer.log_decay,
+        position_embeddings=positions,
+        is_causal=layer.is_causal,
+        form="parallel",
+    )
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
     later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees only itself
     measured.add_rows(later, own_value_cosine=own_value_cosines(outputs[0].transpose(0, 1).cpu(), values))

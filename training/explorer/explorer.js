@@ -34,16 +34,26 @@ function firstQuery() {
 }
 
 function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else made.setAttribute(name, value);
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value);
   }
-  made.append(...children);
-  return made;
+  node.append(...children);
+  return node;
 }
 
 const byId = (id) => document.getElementById(id);
+
+// A menu whose choice is kept in the state under its id
+function addMenu(id, options, paint) {
+  byId(id).append(...options.map(([value, text]) => element("option", { value }, text)));
+  byId(id).value = state[id];
+  byId(id).addEventListener("change", () => {
+    state[id] = byId(id).value;
+    paint();
+  });
+}
 
 function written(value) {
   if (!isNumber(value)) return "none";
@@ -53,10 +63,7 @@ function written(value) {
 
 const label = (name) => name.replaceAll("_", " ");
 
-// The name of a quantity, with what it means as a tooltip
-const explained = (name) => element("abbr", { title: data.quantities[name] ?? "" }, label(name));
-
-// A colour between the sheet and orange or blue, which follows the theme. Behind text it stays so faint that the text is readable
+// A colour between the sheet and orange or blue, fainter behind text
 function colour(value, limit, strength = "85%") {
   if (!isNumber(value) || !limit) return "transparent";
   const part = Math.min(Math.abs(value) / limit, 1) ** 0.7;
@@ -67,10 +74,10 @@ function shown(token) {
   return token === "" ? "·" : token.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "␣");
 }
 
-// A legend from the lowest to the highest number, of which `zero` has no colour
-function showScale(place, low, high, zero, limit, unit, strength) {
+// A legend from the lowest to the highest number; `zero` has no colour
+function showScale(scale, low, high, zero, limit, unit, strength) {
   const stops = Array.from({ length: 9 }, (_, step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
-  place.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
+  scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
 
 // Packed arrays
@@ -78,29 +85,28 @@ function showScale(place, low, high, zero, limit, unit, strength) {
 const unpacked = new Map();
 
 function unpack(packed) {
-  if (!unpacked.has(packed)) unpacked.set(packed, inflate(packed));
+  if (!unpacked.has(packed)) {
+    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    unpacked.set(packed, new Response(stream).arrayBuffer());
+  }
   return unpacked.get(packed);
 }
 
-async function inflate(packed) {
-  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Response(stream).arrayBuffer();
-}
+const selectedLayer = (index) => data.models[index].layers[state.heads[index].layer];
 
 // Returns the selected layer of a model, and its head's weights as a function of query and key
 async function readHead(index) {
-  const { layer, head } = state.heads[index];
-  const model = data.models[index], found = model.layers[layer];
-  if (!found.maps) return { found, weight: null };
-  const largest = new Float32Array(await unpack(found.largest[head]));
-  const levels = new Int8Array(await unpack(found.maps[head]));
-  const isLower = model.is_causal && !found.is_cross;
-  const keys = found.is_cross ? data.source : data.tokens.slice(0, data.map_tokens);
+  const layer = selectedLayer(index), { head } = state.heads[index];
+  if (!layer.maps) return { layer, weight: null };
+  const largest = new Float32Array(await unpack(layer.largest[head]));
+  const levels = new Int8Array(await unpack(layer.maps[head]));
+  const isLower = data.models[index].is_causal && !layer.is_cross;
+  const keys = layer.is_cross ? data.source : data.tokens.slice(0, data.map_tokens);
   const lastKey = (query) => (isLower ? query : keys.length - 1);
-  const place = (query, key) => (isLower ? (query * (query + 1)) / 2 : query * keys.length) + key;
-  const weight = (query, key) => (key > lastKey(query) ? 0 : (levels[place(query, key)] * largest[query]) / data.levels);
-  return { found, largest, weight, keys, lastKey };
+  const rowStart = (query) => (isLower ? (query * (query + 1)) / 2 : query * keys.length);
+  const weight = (query, key) => (key > lastKey(query) ? 0 : (levels[rowStart(query) + key] * largest[query]) / data.levels);
+  return { layer, largest, weight, keys, lastKey, isLower };
 }
 
 // Models
@@ -119,11 +125,7 @@ const colours = [];
 if (data.models.length > 1) colours.push(["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]);
 data.models.forEach((model, index) => colours.push([`loss ${index}`, `loss of ${model.name}`]));
 data.models.forEach((model, index) => colours.push([`attention ${index}`, `attention of the selected token, ${model.name}`]));
-byId("colour").append(...colours.map(([value, text]) => element("option", { value }, text)));
-byId("colour").addEventListener("change", (event) => {
-  state.colour = event.target.value;
-  paintText();
-});
+addMenu("colour", colours, paintText);
 
 const tokens = data.tokens.map((token, index) =>
   element(
@@ -154,16 +156,16 @@ function selectQuery(query, key = null) {
 let textsPainted = 0;
 
 async function paintText() {
-  const turn = ++textsPainted, isCross = data.models[0].layers[state.heads[0].layer].is_cross;
-  const [kind, place] = state.colour.split(" ");
+  const turn = ++textsPainted, isCross = selectedLayer(0).is_cross;
+  const [kind, index] = state.colour.split(" ");
   let values, seen = [], unit = "nats";
-  if (kind === "loss") values = data.models[place].losses;
+  if (kind === "loss") values = data.models[index].losses;
   else if (kind === "difference") values = data.models[1].losses.map((loss, index) => (isNumber(loss) ? loss - data.models[0].losses[index] : null));
   else {
-    const { found, weight, keys, lastKey } = await readHead(place);
+    const { layer, weight, keys, lastKey } = await readHead(index);
     const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.map_tokens;
     values = (keys ?? data.tokens).map((_, key) => (isSeen(key) ? weight(state.query, key) : null));
-    if (found.is_cross) [seen, values] = [values, []];
+    if (layer.is_cross) [seen, values] = [values, []];
     unit = "weight";
   }
   if (turn !== textsPainted) return; // another choice meanwhile
@@ -181,15 +183,12 @@ async function paintText() {
   });
   if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, limit, unit, "var(--behind-text)");
   else byId("text-scale").replaceChildren("This head has no weights to show here.");
+  const losses = data.models.map((model) => model.losses[state.query]);
   const parts = [`Token ${state.query}: “${shown(data.tokens[state.query])}”`];
-  for (const model of data.models) {
-    const loss = model.losses[state.query];
-    parts.push(isNumber(loss) ? `${model.name}: loss ${written(loss)}, probability ${written(Math.exp(-loss))}` : "the first token has no loss");
-    if (!isNumber(loss)) break;
-  }
-  if (data.models.length > 1 && isNumber(data.models[0].losses[state.query])) {
-    parts.push(`difference ${written(data.models[1].losses[state.query] - data.models[0].losses[state.query])}`);
-  }
+  if (isNumber(losses[0])) {
+    losses.forEach((loss, model) => parts.push(`${data.models[model].name}: loss ${written(loss)}, probability ${written(Math.exp(-loss))}`));
+    if (losses.length > 1) parts.push(`difference ${written(losses[1] - losses[0])}`);
+  } else parts.push("the first token has no loss");
   byId("token").textContent = `${parts.join("; ")}.`;
   const box = byId("text"), top = tokens[state.query].offsetTop - box.offsetTop;
   if (top < box.scrollTop || top > box.scrollTop + box.clientHeight - 30) box.scrollTop = top - box.clientHeight / 2;
@@ -197,20 +196,16 @@ async function paintText() {
 
 // Heads
 
-byId("quantity").append(...Object.keys(data.quantities).map((name) => element("option", { value: name }, label(name))));
-byId("quantity").addEventListener("change", (event) => {
-  state.quantity = event.target.value;
-  paintHeads();
-});
+addMenu("quantity", Object.keys(data.quantities).map((name) => [name, label(name)]), paintHeads);
 
 const grids = data.models.map((model, index) => {
   const widest = Math.max(...model.layers.map((layer) => layer.heads));
   const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}`, style: `--rows: ${model.layers.length}; grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
   grid.append(element("span", {}, ""), ...Array.from({ length: widest }, (_, head) => element("span", { "aria-hidden": "true" }, String(head))));
   const buttons = model.layers.map((layer, row) => {
-    const made = Array.from({ length: layer.heads }, (_, head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
-    grid.append(element("span", {}, layer.name), ...made, ...Array.from({ length: widest - layer.heads }, () => element("span")));
-    return made;
+    const heads = Array.from({ length: layer.heads }, (_, head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
+    grid.append(element("span", {}, layer.name), ...heads, ...Array.from({ length: widest - layer.heads }, () => element("span")));
+    return heads;
   });
   const readout = element("p", { class: "readout" });
   const scale = element("p", { class: "scale" });
@@ -238,11 +233,11 @@ function paintHeads() {
   const from = low < 0 ? 0 : low;
   const limit = Math.max(high - from, from - low);
   data.models.forEach((model, index) => {
-    const { buttons, readout, scale } = grids[index];
+    const { buttons, readout, scale } = grids[index], selected = state.heads[index];
     buttons.forEach((row, layer) =>
       row.forEach((button, head) => {
         const value = model.layers[layer].numbers[state.quantity]?.[head];
-        const isSelected = state.heads[index].layer === layer && state.heads[index].head === head;
+        const isSelected = selected.layer === layer && selected.head === head;
         button.style.background = isNumber(value) ? colour(value - from, limit) : "";
         button.classList.toggle("none", !isNumber(value));
         button.setAttribute("aria-pressed", String(isSelected));
@@ -251,11 +246,10 @@ function paintHeads() {
         button.setAttribute("aria-label", button.title);
       }),
     );
-    const { layer, head } = state.heads[index];
-    const value = model.layers[layer].numbers[state.quantity]?.[head];
-    const reason = model.layers[layer].missing[state.quantity];
-    const found = isNumber(value) || !reason ? `${label(state.quantity)} ${written(value)}` : `no ${label(state.quantity)}: ${reason}`;
-    readout.textContent = `Layer ${model.layers[layer].name}, head ${head}: ${found}.`;
+    const layer = selectedLayer(index), reason = layer.missing[state.quantity];
+    const value = layer.numbers[state.quantity]?.[selected.head];
+    const text = isNumber(value) || !reason ? `${label(state.quantity)} ${written(value)}` : `no ${label(state.quantity)}: ${reason}`;
+    readout.textContent = `Layer ${layer.name}, head ${selected.head}: ${text}.`;
     if (all.length) showScale(scale, low, high, from, limit, "");
     else scale.replaceChildren("no head has it");
   });
@@ -274,9 +268,9 @@ const panels = data.models.map((model, index) => {
   };
   panel.map.addEventListener("click", async (event) => {
     const box = panel.map.getBoundingClientRect(), { lastKey } = await readHead(index);
-    const place = (offset, size, count) => Math.min(Math.max(Math.floor((offset / size) * count), 0), count - 1);
-    const query = place(event.clientY - box.top, box.height, panel.map.height);
-    selectQuery(query, Math.min(place(event.clientX - box.left, box.width, panel.map.width), lastKey(query)));
+    const cell = (offset, size, count) => Math.min(Math.max(Math.floor((offset / size) * count), 0), count - 1);
+    const query = cell(event.clientY - box.top, box.height, panel.map.height);
+    selectQuery(query, Math.min(cell(event.clientX - box.left, box.width, panel.map.width), lastKey(query)));
   });
   const picture = element("div", {}, panel.map, panel.scale, panel.reason, panel.readout);
   byId("panels").append(element("div", {}, panel.title, element("div", { class: "panel" }, picture, element("div", {}, panel.numbers))));
@@ -284,68 +278,62 @@ const panels = data.models.map((model, index) => {
 });
 
 async function paintPanel(index) {
-  const model = data.models[index], panel = panels[index];
-  const { layer, head } = state.heads[index];
-  const read = await readHead(index), { found, weight } = read;
-  if (state.heads[index].layer !== layer || state.heads[index].head !== head) return; // another choice meanwhile
-  panel.title.textContent = `${model.name}: layer ${found.name}, head ${head}${found.activation && ` (${found.activation})`}`;
+  const panel = panels[index], selected = state.heads[index];
+  const read = await readHead(index), { layer, weight } = read;
+  if (state.heads[index] !== selected) return; // another choice meanwhile
+  panel.title.textContent = `${data.models[index].name}: layer ${layer.name}, head ${selected.head}${layer.activation && ` (${layer.activation})`}`;
   panel.map.hidden = panel.scale.hidden = !weight;
-  panel.reason.textContent = weight ? "" : `No map: ${found.missing.weights ?? "none"}.`;
-  if (weight) paintMap(panel, read, model);
+  panel.reason.textContent = weight ? "" : `No map: ${layer.missing.weights ?? "none"}.`;
+  if (weight) paintMap(panel, read);
   panel.readout.textContent = weight ? describeRow(read) : "";
-  const names = Object.keys(data.quantities).filter((name) => name in found.numbers || name in found.missing);
+  const names = Object.keys(data.quantities).filter((name) => name in layer.numbers || name in layer.missing);
   panel.numbers.replaceChildren(
     ...names.map((name) => {
-      const value = found.numbers[name]?.[head];
-      return element("tr", {}, element("th", { scope: "row" }, explained(name)), element("td", {}, isNumber(value) ? written(value) : (found.missing[name] ?? "none")));
+      const value = layer.numbers[name]?.[selected.head];
+      const header = element("th", { scope: "row" }, element("abbr", { title: data.quantities[name] }, label(name)));
+      return element("tr", {}, header, element("td", {}, isNumber(value) ? written(value) : (layer.missing[name] ?? "none")));
     }),
   );
 }
 
 function describeRow({ weight, keys, lastKey }) {
   if (state.query >= data.map_tokens) return `The maps of this page have the first ${data.map_tokens} tokens.`;
-  const token = (place) => `“${shown(keys[place])}”`;
-  const parts = [`Query ${state.query} “${shown(data.tokens[state.query])}”`];
-  if (state.key !== null && state.key < keys.length) parts.unshift(`Weight ${written(weight(state.query, state.key))} of key ${state.key} ${token(state.key)}`);
-  else {
-    const indices = Array.from({ length: lastKey(state.query) + 1 }, (_, key) => key);
-    const best = indices.sort((one, other) => Math.abs(weight(state.query, other)) - Math.abs(weight(state.query, one))).slice(0, 3);
-    parts.push(`largest ${best.map((key) => `${written(weight(state.query, key))} of ${key} ${token(key)}`).join(", ")}`);
-  }
-  return `${parts.join("; ")}.`;
+  const weightOf = (key) => weight(state.query, key);
+  const describeKey = (key) => `${key} “${shown(keys[key])}”`;
+  const query = `Query ${state.query} “${shown(data.tokens[state.query])}”`;
+  if (state.key !== null && state.key < keys.length) return `Weight ${written(weightOf(state.key))} of key ${describeKey(state.key)}; ${query}.`;
+  const indices = Array.from({ length: lastKey(state.query) + 1 }, (_, key) => key);
+  const largest = indices.sort((first, second) => Math.abs(weightOf(second)) - Math.abs(weightOf(first))).slice(0, 3);
+  return `${query}; largest ${largest.map((key) => `${written(weightOf(key))} of ${describeKey(key)}`).join(", ")}.`;
 }
 
-function paintMap(panel, { largest, weight, keys, lastKey, found }, model) {
+function paintMap(panel, { largest, weight, keys, lastKey, isLower }) {
   const context = panel.map.getContext("2d"), size = data.map_tokens, columns = keys.length;
   [panel.map.width, panel.map.height] = [columns, size];
   const style = getComputedStyle(document.documentElement);
-  const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().replace(/^#(.)(.)(.)$/, "#$1$1$2$2$3$3").slice(start, start + 2), 16));
+  const rgb = (name) => [1, 3, 5].map((start) => parseInt(style.getPropertyValue(name).trim().slice(start, start + 2), 16));
   const [sheet, hot, cold, soft] = ["--sheet", "--hot", "--cold", "--line"].map(rgb);
   const image = context.createImageData(columns, size);
-  let low = 0, high = 0;
   for (let query = 0; query < size; query++) {
     for (let key = 0; key < columns; key++) {
       const value = weight(query, key);
-      if (query === state.query) {
-        low = Math.min(low, value);
-        high = Math.max(high, value);
-      }
       const part = largest[query] ? Math.min(Math.abs(value) / largest[query], 1) ** 0.6 : 0;
       const full = value < 0 ? cold : hot;
       const base = key > lastKey(query) ? soft : sheet;
-      for (let channel = 0; channel < 3; channel++) {
-        image.data[4 * (query * columns + key) + channel] = base[channel] + part * (full[channel] - base[channel]);
-      }
-      image.data[4 * (query * columns + key) + 3] = 255;
+      const start = 4 * (query * columns + key);
+      for (let channel = 0; channel < 3; channel++) image.data[start + channel] = base[channel] + part * (full[channel] - base[channel]);
+      image.data[start + 3] = 255;
     }
   }
   context.putImageData(image, 0, 0);
+  const row = state.query < size ? keys.map((_, key) => weight(state.query, key)) : [];
+  const low = Math.min(0, ...row), high = Math.max(0, ...row);
   showScale(panel.scale, low, high, 0, Math.max(high, -low), "in the selected row");
   if (state.query < size) {
     context.globalAlpha = 0.35;
     context.fillStyle = style.getPropertyValue("--mark");
     context.fillRect(0, state.query, lastKey(state.query) + 1, 1);
-    const first = model.is_causal && !found.is_cross ? state.key : 0;
+    const first = isLower ? state.key : 0;
     if (state.key !== null) context.fillRect(state.key, first, 1, size - first);
     context.globalAlpha = 1;
   }
@@ -354,6 +342,5 @@ function paintMap(panel, { largest, weight, keys, lastKey, found }, model) {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));
 
 addEventListener("unhandledrejection", () => byId("token").append(" The data of this page are damaged."));
-byId("colour").value = state.colour;
 paintHeads();
 selectQuery(state.query);

@@ -1,5 +1,6 @@
 """`nlq explore`: measures what the attention of one or two models does with a text, and writes the page."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +30,7 @@ _PAGE_MARK = b'<meta name="generator" content="nlq explore">'  # in page.html
 
 @dataclass
 class Exploration:
-    """The result of `explore`.
-
-    Attributes:
-        page: the HTML page.
-        models: the models, with their layers.
-        tokens: the text of each token.
-    """
+    """The HTML page, what it shows of each model, and the text of each token."""
 
     page: str
     models: list[ExploredModel]
@@ -74,15 +69,14 @@ def explore(
         model, other: folders or Hub names of saved language models, NLQ or of a family that converts to it; the two
             must have one tokenizer.
         file: a UTF-8 text file instead of `text`.
-        target: the target, for an encoder and decoder, which reads the text as its source; by default the text that
-            the first model generates.
+        target: for an encoder and decoder, which reads the text as its source; by default the text that the first
+            model generates.
         output: the HTML file to write, if any.
         max_tokens: number of tokens to show; by default 512, or as many as the models have positions for.
 
     Raises:
-        ValueError: if a model cannot be loaded or converted, the tokenizers differ, or the text has no tokens or more
+        ValueError: if a model cannot be loaded or converted, the tokenizers differ, or the text is empty or longer
             than the models have positions for. Nothing is written then.
-        OSError: if a file cannot be read.
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
@@ -90,7 +84,8 @@ def explore(
     if file is not None:
         text = read_text(resolve_user_path(file))
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
-    shown, source = _tokens(tokenizer, text), None
+    source = None
+    shown = _tokens(tokenizer, text)
     if not shown:
         raise ValueError("the text is empty: it has no token")
     pair = next(iter(models.values())).pair
@@ -104,18 +99,18 @@ def explore(
             shown = pair.generate(source_ids, max_new_tokens=new_tokens, do_sample=False)[0].tolist()
         else:
             shown = [pair.config.decoder_start_token_id, *_tokens(tokenizer, target), tokenizer.eos_token_id]
-    done = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
+    exploration = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
         # The user did not type the default name, which may be a link
         path = Path(output) if output == PAGE_FILE else resolve_user_path(output)
         if path.is_file() and _PAGE_MARK not in read_bytes(path):
-            raise ValueError(f"{path} exists and is no page of `nlq explore`; move it, or choose another --output")
-        write_text(path, done.page)
-    return done
+            raise ValueError(f"{path} exists and is not a page of `nlq explore`; move it, or choose another --output")
+        write_text(path, exploration.page)
+    return exploration
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # As in training: without special tokens around the text or read from it
+    # Training adds no special tokens around a text either, and reads none from it
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
@@ -124,16 +119,14 @@ def load_subjects(
 ) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
     """Loads models, by their names on the page, and their tokenizer; raises as `explore`."""
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
-    if any(tokenizer.get_vocab() != tokenizers[0].get_vocab() for tokenizer in tokenizers):
-        raise ValueError(
-            f"models {names[0]!r} and {names[1]!r} have different tokenizers: their tokens cannot be compared"
-        )
+    if tokenizers[0].get_vocab() != tokenizers[-1].get_vocab():
+        raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers, and cannot be compared")
     subjects = list(map(prepare, models))
-    if len({subject.pair is None for subject in subjects}) > 1:
+    if (subjects[0].pair is None) != (subjects[-1].pair is None):
         raise ValueError(f"{names[0]!r} and {names[1]!r}: an encoder with a decoder is shown beside another only")
     labels = [Path(name).resolve().name for name in names]
     if len(set(labels)) < len(labels):
-        labels = list(names)
+        labels = names
     return dict(zip(labels, subjects)), tokenizers[0]
 
 
@@ -148,8 +141,7 @@ def explore_tokens(
     """Makes the page of one or two models.
 
     Args:
-        models: the models by their names on the page.
-        tokenizer: the tokenizer of the models.
+        models: by their names on the page.
         shown: the tokens of the text.
         notes: sentences to add to the page.
         source: the tokens that encoders read, for decoders with cross-attention.
@@ -158,31 +150,24 @@ def explore_tokens(
         ValueError: if there are more tokens than positions, or losses are not finite.
     """
     configs = [subject.model.config for subject in models.values()]
-    positions = min(filter(None, map(positions_of, configs)), default=None)
-    period = INDUCTION_PERIOD
-    if positions is not None:
-        check_number("max_tokens", max_tokens, 2, positions)
-        max_tokens = max_tokens or min(DEFAULT_TOKENS, positions)
-        period = min(period, positions // 2)
-    max_tokens = max_tokens or DEFAULT_TOKENS
-    input_ids = torch.tensor([list(shown[:max_tokens])])
+    positions = min(filter(None, map(positions_of, configs)), default=math.inf)
+    check_number("max_tokens", max_tokens, 2, positions)
+    period = int(min(INDUCTION_PERIOD, positions / 2))
+    input_ids = torch.tensor([list(shown[: max_tokens or min(DEFAULT_TOKENS, positions)])])
     length = input_ids.shape[1]
     notes = list(notes)
     if length < len(shown):
         notes.append(f"This page shows the first {length:,} of {len(shown):,} tokens.")
     if period < INDUCTION_PERIOD:
-        notes.append(
-            f"Scores of the previous token and of induction are measured on {period} random tokens, repeated once."
-        )
+        text = "Scores of the previous token and of induction are measured on"
+        notes.append(f"{text} {period} random tokens, repeated once.")
     vocab_size = min(len(tokenizer), *(config.vocab_size for config in configs))
     random_ids = repeated_tokens(vocab_size, tokenizer.all_special_ids, period)
     explored = []
     for name, subject in models.items():
         config = subject.model.config
         if not config.is_causal and config.mask_token_id is None:
-            raise ValueError(
-                f"model {name!r}: mask_token_id=None must be the id of the token that stands for a masked one"
-            )
+            raise ValueError(f"model {name!r}: mask_token_id=None must be the id of the token for masked ones")
         if source is not None:
             show_source(subject, source)
         losses = losses_of_tokens(subject.model, input_ids)[0]
@@ -197,15 +182,12 @@ def explore_tokens(
         elif count < length:
             notes.append(f"Ablation of {name} uses the first {count} tokens only, to save time.")
         if not config.is_causal:
-            notes.append(
-                f"The loss of a token by {name}, an encoder, is that of masking this token alone; the first has none."
-            )
+            notes.append(f"{name} is an encoder: the loss of a token is measured with this token alone masked.")
         explored.append(ExploredModel(name, subject.description, losses, layers, config.is_causal))
     tokens = token_texts(tokenizer, input_ids[0].tolist())
     title = f"Attention of {' and '.join(models)}"
-    return Exploration(
-        write_page(title, notes, tokens, explored, token_texts(tokenizer, source or ())), explored, tokens
-    )
+    page = write_page(title, notes, tokens, explored, token_texts(tokenizer, source or ()))
+    return Exploration(page, explored, tokens)
 
 
 @torch.no_grad()
@@ -221,15 +203,18 @@ def show_source(subject: Subject, source: Sequence[int]) -> None:
 
 def prepare(model: PreTrainedModel) -> Subject:
     """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it does not convert."""
-    nlq_model, note, pair = model.float().eval(), "", None
+    nlq_model = model.float().eval()
+    note = ""
+    pair = None
     if isinstance(model, NLQForConditionalGeneration):
         pair = model.to(DEVICE)
         with torch.device("meta"):
             nlq_model = NLQForCausalLM(model.config.decoder).eval()
         nlq_model.model, nlq_model.lm_head = model.model.decoder, model.lm_head
     elif not isinstance(model.config, NLQConfig):
-        nlq_model, note = to_nlq(model), "; shown by its exact conversion to an NLQ model"
-    return Subject(nlq_model.to(DEVICE), f"{_describe(model)}{note}", pair)
+        nlq_model = to_nlq(model)
+        note = "; shown by its exact conversion to an NLQ model"
+    return Subject(nlq_model.to(DEVICE), _describe(model) + note, pair)
 
 
 def _describe(model: PreTrainedModel) -> str:
@@ -252,15 +237,19 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
     Decoding a token alone would lose its leading space with some tokenizers. If several tokens make one character, the
     first one gets the character, and the others are empty. Invalid bytes are written as the tokenizer writes them.
     """
-    texts, before, parts = [], "", 0
+    texts = []
+    before = ""  # the text of the tokens so far
+    parts = 0  # tokens since then, which may make one character
     for count, token in enumerate(tokens, 1):
         whole = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
         added = whole[len(before) :] if whole.startswith(before) else ""
         if added and "\ufffd" not in added:
             texts[len(texts) - parts :] = [added[0], *[""] * (parts - 1), added[1:]] if parts else [added]
-            before, parts = whole, 0
         else:
             texts.append(tokenizer.convert_ids_to_tokens(token))
-            is_part = added.endswith("\ufffd") and parts < 3  # a character has up to four bytes
-            before, parts = (before, parts + 1) if is_part else (whole, 0)
+            if added.endswith("\ufffd") and parts < 3:  # a character has up to four bytes
+                parts += 1
+                continue
+        before = whole
+        parts = 0
     return texts

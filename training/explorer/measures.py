@@ -1,8 +1,8 @@
 """The numbers of the explorer, each by one function.
 
-Shapes: `heads` counts the maps of a layer; `query` and `key` are tokens of one text, in order. Weights are 0 where a
-query does not see a key. They may be negative, and rows need not sum to 1. A row has the shares
-`p_ij = |w_ij| / sum_k |w_ik|`.
+`heads` counts the maps of a layer; `query` and `key` are tokens of one text, in order. Weights `w_ij` are 0 where a
+query does not see a key, may be negative, and need not sum to 1. Shares are `p_ij = |w_ij| / sum_k |w_ik|`; they are
+NaN in rows of zeros.
 """
 
 from collections.abc import Sequence
@@ -26,37 +26,37 @@ def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.T
     """Computes the loss of each token after the first, in nats, `(batch, length - 1)` on the CPU.
 
     It is `-log p(token | tokens before it)`, and for an encoder `-log p(token | all other tokens)`, where this token
-    alone is masked. `input_ids`, `(batch, length)`, has no padding.
+    alone is masked. `input_ids`, `(batch, length)`, is without padding.
     """
-    input_ids, losses = input_ids.to(model.device), []
+    input_ids = input_ids.to(model.device)
     with torch.no_grad():
         if getattr(model.config, "is_causal", True):
             return token_losses(model(input_ids=input_ids, use_cache=False).logits, input_ids)[0].cpu()
-        for place in range(1, input_ids.shape[1]):
+        losses = torch.empty(len(input_ids), input_ids.shape[1] - 1)
+        for index in range(1, input_ids.shape[1]):
             masked = input_ids.clone()
-            masked[:, place] = model.config.mask_token_id
-            logits = model(input_ids=masked).logits[:, place]
-            losses.append(nn.functional.cross_entropy(logits.float(), input_ids[:, place], reduction="none"))
-    return torch.stack(losses, dim=1).cpu() if losses else torch.empty(len(input_ids), 0)
+            masked[:, index] = model.config.mask_token_id
+            logits = model(input_ids=masked).logits[:, index].float()
+            losses[:, index - 1] = nn.functional.cross_entropy(logits, input_ids[:, index], reduction="none")
+    return losses
 
 
 def shares(weights: torch.Tensor) -> torch.Tensor:
-    """Computes `p_ij` of weights `(heads, query, key)`; NaN in rows of zeros, which have none."""
+    """Computes the shares `p_ij` of weights `(heads, query, key)`."""
     weights = weights.abs()
     return weights / weights.sum(dim=-1, keepdim=True)
 
 
 def entropies(weights: torch.Tensor) -> torch.Tensor:
-    """Computes `-sum_j p_ij log p_ij` in nats, `(heads, query)`; NaN in rows of zeros."""
+    """Computes `-sum_j p_ij log p_ij` in nats, `(heads, query)`."""
     return torch.special.entr(shares(weights)).sum(dim=-1)
 
 
 def own_value_cosines(outputs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Computes `cos(y_i, v_i)` of a head's output and the token's own value (arXiv 2603.09078), `(heads, query)`.
 
-    Args:
-        outputs: `(heads, query, head_dim)`, `y_i = sum_j w_ij v_j`, before gates and the output projection.
-        values: `(heads, query, head_dim)`, repeated for the heads that share them. The cosine of a 0 is 0.
+    Outputs `y_i = sum_j w_ij v_j`, before gates and the output projection, and values, repeated for the heads that
+    share them, are `(heads, query, head_dim)`. The cosine of a 0 is 0.
     """
     return nn.functional.cosine_similarity(outputs, values, dim=-1, eps=torch.finfo(values.dtype).tiny)
 
@@ -64,8 +64,7 @@ def own_value_cosines(outputs: torch.Tensor, values: torch.Tensor) -> torch.Tens
 def effective_ranks(states: torch.Tensor) -> torch.Tensor:
     """Computes the effective rank (Roy and Vetterli 2007) of each head's queries, `(heads, query, head_dim)`.
 
-    It is `exp(H)`, where `H` is the entropy of the singular values divided by their sum: `(heads,)`, between 1 and the
-    smaller side of the matrix; NaN for a matrix of zeros.
+    It is `exp(H)`, where `H` is the entropy of the singular values divided by their sum; NaN for a matrix of zeros.
     """
     values = torch.linalg.svdvals(states.double())
     return torch.special.entr(values / values.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
@@ -77,15 +76,12 @@ def largest_scores(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
 
 
 def previous_token_scores(weights: torch.Tensor) -> torch.Tensor:
-    """Returns the mean of `p_i,i-1` over all queries after the first, `(heads,)` (arXiv 2209.11895).
-
-    A row of zeros counts as 0.
-    """
+    """Returns the mean of `p_i,i-1` over queries after the first; a row of zeros counts as 0 (arXiv 2209.11895)."""
     return shares(weights).diagonal(offset=-1, dim1=-2, dim2=-1).nan_to_num(nan=0.0).mean(dim=-1)
 
 
 def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
-    """Returns how much each head attends to the token after the previous occurrence, `(heads,)` (arXiv 2209.11895).
+    """Returns how much each head attends to the token after the previous occurrence (arXiv 2209.11895).
 
     It is the mean of `p_i,i-period+1` over the second half of a text that repeats `period` random tokens once. A row
     of zeros counts as 0.
@@ -103,12 +99,11 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: 
 
 @torch.no_grad()
 def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
-    """Computes the mean loss without a head minus the mean loss, for each layer `(heads,)`, in nats per token.
+    """Computes what removing each head adds to the mean loss, for each layer `(heads,)`, in nats per token.
 
     The head's output is set to 0 at the input of the output projection.
 
     Args:
-        model: a language model with NLQ attention layers.
         input_ids: `(1, length)`.
         heads: number of heads of each layer.
     """
@@ -120,12 +115,10 @@ def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[i
         losses = []
         for removed in torch.arange(count).split(rows_at_once):
 
-            def remove(
-                module: nn.Module, inputs: tuple[torch.Tensor], removed=removed, count=count
-            ) -> tuple[torch.Tensor]:
-                parts = inputs[0].unflatten(-1, (count, -1)).clone()
-                parts[torch.arange(len(removed)), :, removed] = 0.0
-                return (parts.flatten(-2),)
+            def remove(_, inputs: tuple[torch.Tensor], removed=removed, count=count) -> tuple[torch.Tensor]:
+                outputs = inputs[0].unflatten(-1, (count, -1)).clone()
+                outputs[torch.arange(len(removed)), :, removed] = 0.0
+                return (outputs.flatten(-2),)
 
             with layer.o_proj.register_forward_pre_hook(remove):
                 losses.append(losses_of_tokens(model, input_ids.expand(len(removed), -1)))

@@ -1,7 +1,7 @@
 """Writes the page of the explorer: one HTML file that works from disk without requests.
 
-Its content security policy forbids requests, and the shown text is never read as HTML. Each map is packed: its weights
-are rounded to whole numbers, deflated, and encoded in base64. The page unpacks a map when its head is selected.
+Each map is packed: its weights are rounded to whole numbers, deflated, and encoded in base64. The page unpacks a map
+when its head is selected.
 """
 
 import base64
@@ -21,22 +21,13 @@ import torch
 from .attention import HEADS, ROWS, Layer
 
 
-# Most bytes of all maps. With tokens and numbers, a page stays below 10 MB, the limit of the Hub for files in git
-MAP_BYTES = 9_000_000
-# Steps of a weight between 0 and the largest in its row
-LEVELS = 127
+MAP_BYTES = 9_000_000  # of all maps; the Hub's limit for files in git is 10 MB
+LEVELS = 127  # steps of a weight between 0 and the largest in its row
 
 
 @dataclass
 class ExploredModel:
-    """A model on a page.
-
-    Attributes:
-        name, description: shown above its numbers.
-        losses: `(length - 1,)`, the loss of each token after the first.
-        layers: its attention layers.
-        is_causal: whether each query sees earlier keys alone.
-    """
+    """A model on a page, with the loss of each token after the first, `(length - 1,)`."""
 
     name: str
     description: str
@@ -53,16 +44,15 @@ def pack(numbers: np.ndarray) -> str:
 def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Rounds weights `(heads, length, keys)` to 1/127 of the largest in each row.
 
-    Returns:
-        Whole numbers from -127 to 127: `(heads, length * (length + 1) / 2)` for the keys up to each query, or
-        `(heads, length * keys)` for all keys. And the largest absolute weight of each row, `(heads, length)`.
+    Returns whole numbers from -127 to 127, `(heads, weights)`, of the keys up to each query or of all keys, and the
+    largest absolute weight of each row, `(heads, length)`.
     """
     largest = weights.abs().amax(dim=-1)
     levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
-    if not is_causal:
-        return levels.flatten(1).numpy(), largest.float().numpy()
-    query, key = torch.tril_indices(*weights.shape[1:])
-    return levels[:, query, key].numpy(), largest.float().numpy()
+    if is_causal:
+        query, key = torch.tril_indices(*weights.shape[1:])
+        levels = levels[:, query, key]
+    return levels.flatten(1).numpy(), largest.float().numpy()
 
 
 def write_page(
@@ -79,9 +69,10 @@ def write_page(
         tokens: the tokens of the text.
         source: the tokens that cross-attention sees.
     """
-    notes, map_tokens = list(notes), _map_tokens(models, len(tokens))
+    map_tokens = _map_tokens(models, len(tokens))
     if map_tokens < len(tokens):
-        notes.append(f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small.")
+        text = f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."
+        notes = [*notes, text]
     content = {
         "tokens": list(tokens),
         "source": list(source),
@@ -100,13 +91,11 @@ def write_page(
             for model in models
         ],
     }
-    together = (
-        '<label><input type="checkbox" id="together" autocomplete="off" checked> same head in both models</label>\n'
-    )
+    checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
     return Template(_read("page.html")).substitute(
         title=html.escape(title),
         notes="".join(f'<p class="soft">{html.escape(note)}</p>\n' for note in notes),
-        together=together if len(models) > 1 else "",
+        together=f"<label>{checkbox} same head in both models</label>\n" if len(models) > 1 else "",
         levels=LEVELS,
         style=_read("explorer.css"),
         script=_read("explorer.js"),
@@ -122,17 +111,17 @@ def _read(name: str) -> str:
 def _map_tokens(models: Sequence[ExploredModel], length: int) -> int:
     """Returns for how many tokens all maps take at most `MAP_BYTES`, even if they cannot be compressed."""
 
-    def fits(tokens: int) -> bool:
-        size = 0
-        for model in models:
-            for layer in model.layers:
-                if layer.weights is not None:
-                    keys = layer.weights.shape[-1] if layer.is_cross else tokens / (2 if model.is_causal else 1)
-                    # A byte for each weight, four for the largest of each row, and two headers of zlib
-                    size += layer.heads * (tokens * (keys + 4) + 48)
-        return size * 4 / 3 <= MAP_BYTES  # base64 writes three bytes as four letters
+    def size(model: ExploredModel, layer: Layer, tokens: int) -> float:
+        if layer.weights is None:
+            return 0
+        keys = layer.weights.shape[-1] if layer.is_cross else tokens / (2 if model.is_causal else 1)
+        # A byte for each weight, four for the largest of each row, and two headers of zlib; base64 adds a third
+        return layer.heads * (tokens * (keys + 4) + 48) * 4 / 3
 
-    return next((tokens for tokens in range(length, 1, -1) if fits(tokens)), 1)
+    for tokens in range(length, 1, -1):
+        if sum(size(model, layer, tokens) for model in models for layer in model.layers) <= MAP_BYTES:
+            return tokens
+    return 1
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:

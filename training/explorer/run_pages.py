@@ -25,12 +25,10 @@ def explore_runs(
     """Writes the page of one or two runs, and returns whether it did. A failure is only a warning.
 
     Args:
-        recipe: the recipe of the text. The page shows the first block or pair; with `packing: documents`, the longest
-            document in the first block.
+        recipe: names the text. The page shows its first block or pair; with `packing: documents`, the longest document
+            in the first block.
         runs: folders or addresses of the models, by the names on the page.
-        split: the split of the text.
         target: folder or address to write into.
-        notes: sentences to add to the page.
     """
     try:
         loaded = {name: load_model(str(fetch(folder))) for name, folder in runs.items()}

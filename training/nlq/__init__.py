@@ -1,15 +1,13 @@
-"""The command `nlq`, by Typer: one function a command, over the functions of `modeling_nlq.training`; errors in one
-line.
+"""The command `nlq`, by Typer: a function for each command.
 
-This folder is installed as a package of its own, `nlq`, because importing `modeling_nlq` takes seconds. Help,
-completion and wrong arguments do not wait for that, so every function imports what it needs.
+This folder is installed as the package `nlq`, because importing `modeling_nlq` takes seconds. Every function imports
+what it needs, so that help, completion and wrong arguments do not wait for that.
 """
 
 import logging
 import os
 import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal
@@ -51,21 +49,23 @@ _SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "-
 
 
 class _Command(TyperCommand):
-    """A command: it loads the parts that its models need, and ends in one line if it is interrupted.
+    """A command that loads the parts of its models, and ends in one line if it is interrupted.
 
     Args:
         module: the module of `modeling_nlq.training` that takes long to import.
-        shipped: the kind of configurations that the help lists, with a line for each.
+        shipped: the kind of configurations that the help lists.
     """
 
     def __init__(self, *, module: str, shipped: str | None = None, **options: Any):
         super().__init__(**options)
-        self.module, self.shipped = module, shipped
-        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help)  # a terminal has lines of another length
-        # A command with fields of a recipe goes on where it was interrupted
-        self.goes_on = self.ignore_unknown_options = self.allow_extra_args = shipped in ("recipes", "comparisons")
+        self.module = module
+        self.shipped = shipped
+        self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help)  # the terminal wraps the lines
+        # These commands take the fields of a recipe as options, and continue after an interruption
+        self.trains = shipped in ("recipes", "comparisons")
+        self.ignore_unknown_options = self.allow_extra_args = self.trains
         for parameter in self.params:
-            parameter.secondary_opts = []  # Typer makes `--no-upcycle` of `--upcycle`
+            parameter.secondary_opts = []  # Typer would add `--no-upcycle` to `--upcycle`
 
     def format_help(self, context: typer.Context, formatter: Any) -> None:
         if self.shipped is not None:
@@ -76,57 +76,55 @@ class _Command(TyperCommand):
         super().format_help(context, formatter)
 
     def invoke(self, context: typer.Context) -> int | None:
-        given = context.params
+        options = context.params
         try:
             # The status can be seen on a machine without the engine, the models and the data
-            import_module(f"modeling_nlq.training.{'comparison.status' if given.get('status') else self.module}")
+            import_module(f"modeling_nlq.training.{'comparison.status' if options.get('status') else self.module}")
             _escape_logs()
-            if "parts" in given:
+            if "parts" in options:
                 from modeling_nlq.training.models import load_parts
 
-                models = [given.get(name) for name in ("model", "other", "source", "folder")] + given.get("models", [])
-                load_parts(given["parts"], filter(None, models), given["trust_parts"])
+                models = [*options.get("models", ()), *map(options.get, ("model", "other", "source", "folder"))]
+                load_parts(options["parts"], filter(None, models), options["trust_parts"])
             return super().invoke(context)
         except KeyboardInterrupt:
             from tqdm import tqdm
 
-            hint = ": the same command goes on from the last checkpoint"
             for bar in list(tqdm._instances):  # an open progress bar would be drawn again after this line
                 bar.close()
-            print(f"nlq: interrupted{hint if self.goes_on and not given.get('dry_run') else ''}", file=sys.stderr)
+            is_resumed = self.trains and not options.get("dry_run")
+            hint = ": the same command goes on from the last checkpoint" if is_resumed else ""
+            print(f"nlq: interrupted{hint}", file=sys.stderr)
             return 130
 
 
 def _escape_logs() -> None:
-    """Lets no log line act on the terminal: a name in it may come from a file that somebody else wrote."""
+    """Escapes control characters in log lines, because names in them may come from somebody else's file."""
     from modeling_nlq.training.text import printable
 
     class Formatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
-            return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without colors of Transformers
+            return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without Transformers' colors
 
     for handler in (logging.lastResort, *logging.getLogger("transformers").handlers):
         handler.setFormatter(Formatter())
 
 
 def _say(text: str, **options: Any) -> None:
-    """Prints a text, of which a part may come from a file that somebody else wrote."""
+    """Prints a text with control characters escaped, because a part may come from somebody else's file."""
     from modeling_nlq.training.text import printable
 
     print(printable(text), **options)
 
 
-def _command(panel: str, module: str, shipped: str | None = None) -> Callable:
-    """Adds a function as a command."""
+def _command(panel: str, module: str, shipped: str | None = None) -> Any:
     return app.command(cls=partial(_Command, module=module, shipped=shipped), rich_help_panel=panel)
 
 
 @_command("Try an idea", "ideas")
 def new(
     file: str = _argument("The file to write, by whose name the idea is known.", metavar="FILE.py"),
-    source: str = _option(
-        "The idea to begin with: bias, cap, gate, previous, query or temperature.", "bias", "--from", metavar="IDEA"
-    ),
+    source: str = _option("bias, cap, gate, previous, query or temperature.", "bias", "--from", metavar="IDEA"),
 ) -> None:
     """Copy a file with an idea for attention, and write a comparison of models with and without it."""
     from modeling_nlq.training.ideas import new_idea
@@ -160,15 +158,9 @@ def build() -> int:
     from modeling_nlq.kernels.cpu.build import is_enabled
     from modeling_nlq.kernels.cpu.cpu_ops import is_built
 
-    if not is_enabled():
-        _say(
-            "nothing to compile: the C++ code is for Linux, and NLQ_CPP=0 turns it off; PyTorch's operators compute "
-            "the same"
-        )
-    elif is_built():
-        _say("C++ code: ready")
-    else:  # a warning said why
+    if is_enabled() and not is_built():  # a warning said why
         return 1
+    _say("C++ code: ready" if is_enabled() else "nothing to compile: the C++ code needs Linux without NLQ_CPP=0")
     return 0
 
 
@@ -176,9 +168,7 @@ def build() -> int:
 def train(
     context: typer.Context,
     recipe: str = _argument("Name of a shipped recipe, or a YAML file."),
-    source: str | None = _option(
-        "Go on from the weights and the tokenizer of a saved model.", None, "--from", metavar="RUN"
-    ),
+    source: str | None = _option("Start from a saved model and its tokenizer.", None, "--from", metavar="RUN"),
     trust_parts: bool = _TRUST_RECORD,
     engine: Literal["local", "ray"] = _ENGINE,
     workers: int | None = _on_ray("Processes that train together; by default 1."),
@@ -188,14 +178,16 @@ def train(
 ) -> None:
     """Train a model from a recipe.
 
-    Any field of a recipe and of transformers.TrainingArguments can be set, as by --learning_rate 1e-3, and any switch
-    of the model by --set query_projection=linear; run again, the same command goes on where it was interrupted.
+    Set any field of a recipe or of transformers.TrainingArguments, as in --learning_rate 1e-3, and any switch of the
+    model, as in --set query_projection=linear. The same command continues after an interruption.
     """
     from modeling_nlq.training.api import train_with
     from modeling_nlq.training.run.recipe import load_recipe, read_overrides
 
-    begun = {} if source is None else {"model": source, "tokenizer": source}
-    loaded = load_recipe(recipe, begun | read_overrides(context.args), trust_parts)
+    overrides = read_overrides(context.args)
+    if source is not None:
+        overrides = {"model": source, "tokenizer": source, **overrides}
+    loaded = load_recipe(recipe, overrides, trust_parts)
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
     metrics = train_with(engine, loaded, **resources, max_retries=max_retries)
     if loaded.arguments.process_index == 0:
@@ -211,30 +203,21 @@ def compare(
         "Results folder; by default runs/compare-NAME. With Ray also an address: s3://bucket/it."
     ),
     engine: Literal["local", "ray"] = _ENGINE,
-    cpus_per_run: int | None = _option(
-        "Threads of a run, or CPUs that it reserves; by default as many as PyTorch takes here."
-    ),
-    jobs: int | None = _option(
-        "Runs at a time on this machine; by default as many as --cpus-per-run leaves cores for, and 1 without it."
-    ),
+    cpus_per_run: int | None = _option("Threads of a run, or CPUs that it reserves; by default PyTorch's number."),
+    jobs: int | None = _option("Runs at a time on this machine; by default cores / --cpus-per-run, and 1 without it."),
     gpus_per_run: float | None = _on_ray("By default 0."),
     workers_per_run: int | None = _on_ray("Processes that train a run, and share its CPUs and GPUs; by default 1."),
     max_retries: int | None = _MAX_RETRIES,
     status: bool = _flag("Print what is finished, running and waiting, and stop."),
-    dry_run: bool = _flag(
-        "Print the plan, its time here by a few steps of each model, and what it can find, and stop."
-    ),
+    dry_run: bool = _flag("Time a few steps of each model, print the plan and what it can find, and stop."),
     noise_floor: float | None = _option(
-        "With --dry-run: the standard deviation of the baseline's loss over seeds, in percent, as an earlier report "
-        "has it. It makes the smallest difference that can be found a percentage.",
-        metavar="PERCENT",
+        "With --dry-run: the baseline's standard deviation over seeds, from a report.", metavar="PERCENT"
     ),
 ) -> None:
     """Compare models over learning rates and seeds.
 
     Each is trained at its own best learning rate, and the report says which differ from the baseline by more than
-    noise; fields of the recipe can be set as in nlq train, and run again, the same command goes on where it was
-    interrupted.
+    noise. Fields of the recipe can be set as in nlq train. The same command continues after an interruption.
     """
     from modeling_nlq.training.api import describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.reading import read_default_folder
@@ -287,18 +270,18 @@ def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | No
 def _describe(metrics: dict, kind: str = "held-out ") -> str:
     if metrics.get("diverged_at") is not None:
         return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
-    if metrics.get("eval_perplexity") is None and metrics.get("eval_pseudo_perplexity") is None:
+    is_masked = metrics.get("eval_pseudo_perplexity") is not None
+    if not is_masked and metrics.get("eval_perplexity") is None:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
-    unit = "token" if metrics.get("eval_pseudo_perplexity") is None else "masked token"
-    said = {
+    texts = {
         "eval_perplexity": f"{kind}perplexity {{:.2f}}",
         "eval_pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
-        "eval_loss": f"loss {{:.4f}} nats per {unit}",
+        "eval_loss": "loss {:.4f} nats per masked token" if is_masked else "loss {:.4f} nats per token",
         "eval_bits_per_byte": "{:.3f} bits per byte",
         "eval_chrf": "chrF {:.1f}",
-        "eval_token_accuracy": f"accuracy of {unit}s {{:.1%}}" if unit != "token" else "token accuracy {:.1%}",
+        "eval_token_accuracy": "accuracy of masked tokens {:.1%}" if is_masked else "token accuracy {:.1%}",
     }
-    parts = [text.format(metrics[name]) for name, text in said.items() if metrics.get(name) is not None]
+    parts = [text.format(metrics[name]) for name, text in texts.items() if metrics.get(name) is not None]
     if metrics.get("trained_parameters", 0) < metrics.get("parameters", 0):
         parts.append(f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained")
     return ", ".join(parts)
@@ -326,18 +309,16 @@ def generate(
 def evaluate(
     model: str = _MODEL,
     batch_size: int = _option("Blocks or texts per device.", 8),
-    dataset: str | None = _of_text("As in a recipe; its validation split is evaluated. By default that of the run."),
-    dataset_config: str | None = _of_text("As in a recipe."),
-    text_column: str | None = _of_text("By default that of the run for its own dataset, else text."),
-    text_template: str | None = _of_text("As in a recipe; by default that of the run for its own dataset."),
-    source_column: str | None = _of_text("Of pairs; by default that of the run."),
-    target_column: str | None = _of_text("Of pairs; by default that of the run."),
-    validation_fraction: float | None = _of_text(
-        "As in a recipe; by default that of the run. A local file is taken whole."
-    ),
+    dataset: str | None = _of_text("Its validation split is evaluated; by default the run's dataset."),
+    dataset_config: str | None = _of_text("Configuration of the dataset."),
+    text_column: str | None = _of_text("By default the run's for its own dataset, else text."),
+    text_template: str | None = _of_text("By default the run's for its own dataset."),
+    source_column: str | None = _of_text("Of pairs; by default the run's."),
+    target_column: str | None = _of_text("Of pairs; by default the run's."),
+    validation_fraction: float | None = _of_text("By default the run's. A local file is evaluated whole."),
     max_validation_documents: int | None = _of_text("Evaluate at most this many documents."),
-    block_size: int | None = _of_text("In tokens; by default that of the run."),
-    packing: Literal["stream", "documents"] | None = _of_text("As in a recipe; by default that of the run."),
+    block_size: int | None = _of_text("In tokens; by default the run's."),
+    packing: Literal["stream", "documents"] | None = _of_text("By default the run's."),
     tasks: str | None = _of_tasks("Names of tasks or groups of lm_eval, or YAML files.", metavar="TASK,..."),
     num_fewshot: int | None = _of_tasks("Solved examples before each item; by default as the task says."),
     limit: float | None = _of_tasks("Evaluate this many items of each task, or below 1 this share."),
@@ -347,34 +328,40 @@ def evaluate(
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
     """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks."""
-    from modeling_nlq.training.text import unescape
-
-    common = {"batch_size": batch_size, "trust_remote_code": trust_remote_code}
-    of_text = {"dataset": dataset, "dataset_config": dataset_config, "text_column": text_column, "packing": packing}
-    of_text |= {"validation_fraction": validation_fraction, "max_validation_documents": max_validation_documents}
-    of_text |= {"block_size": block_size, "text_template": text_template and unescape(text_template)}
-    of_text |= {"source_column": source_column, "target_column": target_column}
-    if tasks is None:
-        from modeling_nlq.training.run.evaluation import evaluate
-
-        _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
-        metrics = evaluate(model, **of_text, **common)
-        _say(f"{model}: {_describe(metrics, '')}")  # of text that may not be held out, if it is a file
-        return
+    from modeling_nlq.training.run.evaluation import evaluate
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
-    from modeling_nlq.training.text import align
+    from modeling_nlq.training.text import align, unescape
 
-    _refuse("{} is for text, and cannot be given with --tasks", **of_text)
-    results = evaluate_tasks(model, tasks, num_fewshot=num_fewshot, limit=limit, **common)
+    text_options = {
+        "dataset": dataset,
+        "dataset_config": dataset_config,
+        "text_column": text_column,
+        "text_template": text_template and unescape(text_template),
+        "source_column": source_column,
+        "target_column": target_column,
+        "validation_fraction": validation_fraction,
+        "max_validation_documents": max_validation_documents,
+        "block_size": block_size,
+        "packing": packing,
+    }
+    if tasks is None:
+        _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
+        metrics = evaluate(model, **text_options, batch_size=batch_size, trust_remote_code=trust_remote_code)
+        _say(f"{model}: {_describe(metrics, kind='')}")  # the model may have been trained on a file
+        return
+    _refuse("{} is for text, and cannot be given with --tasks", **text_options)
+    options = {"num_fewshot": num_fewshot, "limit": limit, "trust_remote_code": trust_remote_code}
+    results = evaluate_tasks(model, tasks, batch_size=batch_size, **options)
     _say("\n".join(align(tabulate_tasks(results))))
     if output is not None:
         write_task_results(results, output)
 
 
 def _refuse(message: str, **options: Any) -> None:
-    """Raises `ValueError` with the name of the first option that is given."""
-    if given := [name for name, value in options.items() if value is not None and value is not False]:
-        raise ValueError(message.format(f"--{given[0]}"))
+    """Raises `ValueError` with the name of the first option that the user set."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise ValueError(message.format(f"--{name}"))
 
 
 @_command("Use and measure", "explorer.exploring")
@@ -383,36 +370,21 @@ def explore(
     other: str | None = _argument("A second model with the same tokenizer.", None),
     text: str | None = _option("The text."),
     file: str | None = _option("A text file instead."),
-    target: str | None = _option(
-        "With an encoder and decoder: how this target sees the text; by default a generated one."
-    ),
-    output: str | None = _option("By default explore.html in this folder.", metavar="PAGE.html"),
-    max_tokens: int | None = _option(
-        "Show the first tokens of the text; by default 512, or as many as the models take."
-    ),
+    target: str | None = _option("With an encoder and decoder: the target; by default a generated one."),
+    output: str = _option("The page to write.", "explore.html", metavar="PAGE.html"),
+    max_tokens: int | None = _option("Tokens to show; by default 512, or as many as the models take."),
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
-    """See what attention does with a text, in one model or in two side by side.
-
-    The page works from disk, and quotes the text.
-    """
+    """See what attention does with a text, in one model or in two side by side."""
     from modeling_nlq.training.explorer.exploring import explore
-    from modeling_nlq.training.files import PAGE_FILE
 
-    options = {
-        "text": text,
-        "file": file,
-        "target": target,
-        "max_tokens": max_tokens,
-        "trust_remote_code": trust_remote_code,
-    }
-    output = PAGE_FILE if output is None else output
-    done = explore(model, other, output=output, **options)
-    for each in done.models:
-        _say(f"{each.name}: {each.description}")
-    _say(f"page: {output} ({len(done.page.encode()):,} bytes)")
+    options = {"target": target, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
+    exploration = explore(model, other, text=text, file=file, output=output, **options)
+    for explored in exploration.models:
+        _say(f"{explored.name}: {explored.description}")
+    _say(f"page: {output} ({len(exploration.page.encode()):,} bytes)")
 
 
 @_command("Use and measure", "size")
@@ -428,21 +400,22 @@ def params(
     from modeling_nlq.training.size import Size, matching_intermediate_size, measure
     from modeling_nlq.training.text import align
 
-    budget = None
+    rows = [["model", "parameters", "non-embedding", "FLOPs per token"]]
     if match is not None:
         budget = Size(0, int(match), 0, 0) if match.isdecimal() else measure(load_config(match))
-    rows = [["model", "parameters", "non-embedding", "FLOPs per token"] + (["matching MLP width"] if budget else [])]
+        rows[0].append("matching MLP width")
     for name in models:
         config = load_config(name)
         size = measure(config, context)
-        row = [name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"]
-        rows.append(row + ([f"{matching_intermediate_size(config, budget):,}"] if budget else []))
+        rows.append([name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"])
+        if match is not None:
+            rows[-1].append(f"{matching_intermediate_size(config, budget):,}")
     _say("\n".join(align(rows)))
 
 
 @_command("Convert and share", "conversion.converting")
 def convert(
-    source: str = _argument("Folder or Hub name of a saved model, a .gguf file, or a ckpt.pt."),
+    source: str = _argument("Folder or Hub name of a saved model, a .gguf file, or a ckpt.pt of nanoGPT."),
     target: str = _argument("Folder to write."),
     to: str = _option("The type to write, as Transformers names it: llama.", "nlq", metavar="FAMILY"),
     upcycle: bool = _flag("Give it queries X W + f(X), where f(X) = 0 at first."),
@@ -453,45 +426,30 @@ def convert(
     parts: list[str] = _PARTS,
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
-    """Convert models of other families to NLQ, and back.
-
-    The families are GPT-2, Llama, Mistral, Qwen 2 and 3, SmolLM 3, OLMo 2, GPT-NeoX, DiffLlama, NanoChat and EuroBERT;
-    also files of GGUF and checkpoints of nanoGPT.
-    """
+    """Convert GPT-2, Llama, Mistral, Qwen, SmolLM, OLMo, GPT-NeoX, EuroBERT and other models to NLQ, and back."""
     from modeling_nlq.training.conversion.converting import convert
     from modeling_nlq.training.run.recipe import read_switches
 
-    options = {
-        "to": to,
-        "upcycle": upcycle,
-        "tokenizer": tokenizer,
-        "allow_lossy": allow_lossy,
-        "overwrite": overwrite,
-    }
-    done = convert(source, target, switches=read_switches(switches), **options)
-    said = [f"{done.target_class} from {done.source_class}", f"{done.parameters:,} parameters"]
-    if done.difference is not None:
-        within = f"within {done.difference:.1e} of" if done.difference else "equal to"
-        said.append(f"outputs on random tokens {within} the source's")
-    if done.not_compared is not None:
-        said.append(f"outputs were not compared: {done.not_compared}")
-    said.append("tokenizer beside it" if done.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
-    _say(f"{target}: {', '.join(said)}")
-    if done.dequantised is not None:
-        _say(f"weights of type {done.dequantised} became float32: the model is no longer quantised")
-    for text in done.lost:
+    record = convert(source, target, to, upcycle, read_switches(switches), tokenizer, allow_lossy, overwrite)
+    facts = [f"{record.target_class} from {record.source_class}", f"{record.parameters:,} parameters"]
+    if record.difference is not None:
+        within = f"within {record.difference:.1e} of" if record.difference else "equal to"
+        facts.append(f"outputs on random tokens {within} the source's")
+    if record.not_compared is not None:
+        facts.append(f"outputs were not compared: {record.not_compared}")
+    facts.append("tokenizer beside it" if record.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
+    _say(f"{target}: {', '.join(facts)}")
+    if record.dequantised is not None:
+        _say(f"weights of type {record.dequantised} became float32: the model is no longer quantised")
+    for text in record.lost:
         _say(f"lost: {text}")
 
 
 @_command("Convert and share", "api")
 def publish(
-    folder: str = _argument(
-        "Folder of a run, a conversion or another saved NLQ model; with --space, or a page.", metavar="RUN"
-    ),
+    folder: str = _argument("Folder of a saved NLQ model; with --space, the folder or a page.", metavar="RUN"),
     repo_id: str = _argument("owner/name", metavar="REPO_ID"),
-    adapter: bool = _flag(
-        "Upload only what a run with trainable: new trained, as an adapter of PEFT, without the model."
-    ),
+    adapter: bool = _flag("Upload only what a run with trainable: new trained, as an adapter of PEFT."),
     space: bool = _flag("Upload the page of nlq explore as a Space, and no model; it quotes its text."),
     private: bool = _flag("Make a new repository private."),
     comparison: str | None = _option("Results folder of nlq compare, whose verdicts go into the card."),
@@ -507,23 +465,21 @@ def publish(
     from modeling_nlq.training.sharing.publishing import publish_space
 
     options = {"private": private or None, "revision": revision, "dry_run": dry_run}
-    of_models = {"comparison": comparison, "card": card, "license": license, "adapter": adapter}
+    model_options = {"comparison": comparison, "card": card, "license": license, "adapter": adapter}
     if space:
-        _refuse("{} and --space exclude each other: a Space holds the page alone", **of_models)
-        done = publish_space(folder, repo_id, **options)
+        _refuse("{} and --space exclude each other: a Space holds the page alone", **model_options)
+        publication = publish_space(folder, repo_id, **options)
     else:
-        done = publish(folder, repo_id, **options, **of_models)
-    for name, size in done.files.items():
-        _say(f"{size:>14,}  {name}")
-    total = f"{sum(done.files.values()):,} bytes in {len(done.files)} files"
-    _say(f"{total}: nothing was sent" if done.url is None else f"{total}: {done.url}")
+        publication = publish(folder, repo_id, **options, **model_options)
+    sizes = publication.files
+    _say("\n".join(f"{size:>14,}  {name}" for name, size in sizes.items()))
+    _say(f"{sum(sizes.values()):,} bytes in {len(sizes)} files: {publication.url or 'nothing was sent'}")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Runs a command. An error that a user can cause ends in one line on stderr: exit status 2 for the arguments, else
-    1.
+    """Runs a command, and returns its exit status: 2 for wrong arguments, 1 for other errors.
 
-    With NLQ_TRACEBACK=1 it is raised, to show where a library raised it.
+    An error is printed in one line. NLQ_TRACEBACK=1 raises it, to show which library it comes from.
     """
     try:
         return typer.main.get_command(app).main(words, prog_name="nlq", standalone_mode=False) or 0
@@ -539,8 +495,6 @@ def main(words: list[str] | None = None) -> int:
         from modeling_nlq.training.text import one_line
 
         is_plain = isinstance(error, (ValueError, OSError, ImportError, StrictDataclassError))
-        _say(
-            f"nlq: error: {one_line(error) if is_plain else f'{type(error).__name__}: {one_line(error)}'}",
-            file=sys.stderr,
-        )
+        prefix = "" if is_plain else f"{type(error).__name__}: "
+        _say(f"nlq: error: {prefix}{one_line(error)}", file=sys.stderr)
         return 1

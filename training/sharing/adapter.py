@@ -15,7 +15,8 @@ from ..size import auto_class_of, listed
 
 def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
     """Returns the modules that consist of the named parameters; raises `ValueError` if a parameter remains."""
-    modules, remaining = [], set(names)
+    modules = []
+    remaining = set(names)
     for path, module in model.named_modules():  # a module comes before its children
         parameters = {f"{path}.{name}" for name, _ in module.named_parameters()}
         # PEFT does not accept a container; its children follow
@@ -23,23 +24,19 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
             modules.append(path)
             remaining -= parameters
     if remaining:
+        parameters = listed(sorted(remaining))
         raise ValueError(
-            "an adapter of PEFT holds whole modules, and these new parameters are parts of others: "
-            f"{listed(sorted(remaining))}"
+            f"PEFT's adapters hold whole modules, and these new parameters are parts of others: {parameters}"
         )
     return modules
 
 
 def write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
-    """Writes modules of the model in the folder `run` as an adapter, and returns its files. PEFT adds a card.
+    """Writes modules of the model in the folder `run` as an adapter, and returns its files.
 
     Args:
-        run, target: folders of the model and of the adapter.
         modules: paths of the modules in the model.
         base: Hub name of the base model, if it is on the Hub.
-
-    Raises:
-        ImportError: if PEFT is not installed.
     """
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import DUMMY_TARGET_MODULES

@@ -227,11 +227,9 @@ class TestConvertFaults:
         (tmp_path / "target").mkdir()
         (tmp_path / "target/notes.txt").write_text("mine")
         before = snapshot(tmp_path)
-        assert "replace the model in it by --overwrite" in nlq_fails(
-            capsys, "convert", gpt2_folder, tmp_path / "target"
-        )
+        assert "replace its model by --overwrite" in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target")
         message = nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--overwrite")
-        assert "holds no model that --overwrite could replace" in message and snapshot(tmp_path) == before
+        assert "does not hold a model that --overwrite could replace" in message and snapshot(tmp_path) == before
 
     def test_target_is_source(self, source, tmp_path, capsys):
         (tmp_path / "link").symlink_to(source)

@@ -160,7 +160,7 @@ def write_archive(**content):
 
 # (what writes the file, what the error names)
 BAD_FILES = {
-    "text": (lambda path: path.write_text("not a checkpoint\n" * 20), "damaged, or ask for more than tensors"),
+    "text": (lambda path: path.write_text("not a checkpoint\n" * 20), "damaged, or need more than tensors"),
     "truncated": (write_truncated, "ckpt.pt"),
     "no_model": (
         lambda path: torch.save({"state_dict": {}, "model_args": {}}, path),

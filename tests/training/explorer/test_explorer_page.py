@@ -158,7 +158,7 @@ class TestCommand:
             (["RUN", "FOREIGN", "--text", "x"], "have different tokenizers"),
             (["MAMBA", "--text", "x"], "a model of type 'mamba' is none of"),
             (["RUN", "--text", "x", "--output", "."], "directory"),
-            (["RUN", "--text", "x"], "explore.html exists and is no page of `nlq explore`"),
+            (["RUN", "--text", "x"], "explore.html exists and is not a page of `nlq explore`"),
         ],
     )
     def test_bad_input(self, run, other, tmp_path, monkeypatch, capsys, arguments, message):

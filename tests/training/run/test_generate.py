@@ -47,7 +47,7 @@ def test_prompt_has_no_special_tokens(run, tmp_path, monkeypatch, capsys):
         (
             "pytorch_model.bin",
             None,
-            "'{}': the weights are damaged, or ask for more than tensors, which could run code",
+            "'{}': the weights are damaged, or need more than tensors, which could run code",
         ),
     ],
 )
@@ -73,4 +73,4 @@ def test_classifier_is_no_language_model(run, corpus, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(untied))
     for command in (["evaluate", str(tmp_path), "--dataset", str(corpus)], ["generate", str(tmp_path), "import"]):
         assert main(command) == 1
-        assert "is no language model: its weights lack lm_head.weight" in capsys.readouterr().err
+        assert "is not a language model: its weights lack lm_head.weight" in capsys.readouterr().err
