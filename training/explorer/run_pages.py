@@ -11,7 +11,6 @@ from ..models import load_model
 from ..run.data import make_blocks
 from ..run.documents import load_documents
 from ..run.recipe import Recipe
-from ..storage import fetch
 from ..text import one_line
 from .exploring import explore_tokens, prepare
 
@@ -27,13 +26,13 @@ def explore_runs(
     Args:
         recipe: the recipe of the text. The page shows the first block or pair; with `packing: documents`, the longest
             document in the first block.
-        runs: folders or addresses of the models, by the names on the page.
+        runs: folders of the models, by the names on the page.
         split: the split of the text.
-        target: folder or address to write into.
+        target: folder to write into.
         notes: sentences to add to the page.
     """
     try:
-        loaded = {name: load_model(str(fetch(folder))) for name, folder in runs.items()}
+        loaded = {name: load_model(str(folder)) for name, folder in runs.items()}
         tokenizer = next(iter(loaded.values()))[1]
         subjects = {name: prepare(model) for name, (model, _) in loaded.items()}
         row = next(iter(make_blocks(load_documents(recipe)[split], tokenizer, recipe).dataset))
