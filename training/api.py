@@ -34,13 +34,13 @@ def train(
     trust_parts: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Trains a model from a recipe, evaluates it and saves it. Called again, it goes on where it was interrupted.
+    """Trains a model from a recipe, evaluates it and saves it. A second call resumes an interrupted run.
 
     Args:
         recipe: name of a shipped recipe, or a YAML file.
         engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
         workers, cpus_per_worker, gpus_per_worker, max_retries: options of the engine `ray`, see `train_on_ray`.
-        trust_parts: run the parts whose code the recipe itself holds.
+        trust_parts: run the parts whose code is in the recipe.
         overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`,
             and `switches`, a mapping of model switches.
 
@@ -83,16 +83,16 @@ def train_on_ray(
     gpus_per_worker: float = 0,
     max_retries: int = 3,
 ) -> dict[str, Any]:
-    """Trains a recipe on the cluster that Ray finds, at the same global batch size for any number of workers.
+    """Trains a recipe on a cluster of Ray, at the same global batch size for any number of workers.
 
-    Called again, it goes on. Tokenizer and tokenised data lie beside the run folder, in `NAME.data`, and so does the
-    log.
+    A second call resumes the run. Its log, and `NAME.data` with tokenizer and tokenised data, are beside the run
+    folder.
 
     Args:
         recipe: its `output_dir` is a folder that all nodes see.
         workers: processes that train together.
-        cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as
-            PyTorch takes in this process if there is one worker and no GPU.
+        cpus_per_worker: CPUs that each of them reserves, and its number of threads. Defaults to 1, or to PyTorch's
+            number of threads in this process for a single worker without GPU.
         gpus_per_worker: 0, 1, or a fraction for a single worker.
         max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
 
@@ -139,18 +139,18 @@ def compare(
     trust_parts: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Trains the models of a comparison and reports which differ from the baseline. Called again, it goes on.
+    """Trains the models of a comparison and reports which differ from the baseline. A second call resumes it.
 
     Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
 
     Args:
         comparison: name of a shipped comparison, or a YAML file.
-        output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray`, all nodes see it.
+        output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray`, all nodes must see it.
         engine: `local`, on this machine, or `ray`, on the cluster that Ray finds.
         cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
         jobs: runs at a time with `local`, see `LocalEngine`. Results do not depend on it.
         gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `Resources`.
-        trust_parts: run the parts whose code the file itself holds.
+        trust_parts: run the parts whose code is in the file.
         overrides: fields of the recipe that all models share, as for `train`.
 
     Returns:

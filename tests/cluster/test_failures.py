@@ -1,6 +1,4 @@
-"""What is lost with a node, a process, the memory or the driver is made again from the last checkpoint, with equal
-numbers.
-"""
+"""Checks that lost nodes, processes, memory and drivers change no number: runs resume from their last checkpoints."""
 
 import json
 import os
@@ -39,7 +37,7 @@ class TestLost:
         first = wait_until(lambda: running(folder))[0]
         status = "\n".join(describe_status(folder))
         os.kill(process_of(first), signal.SIGKILL)
-        # The lost run goes on before the others or after them
+        # The lost run may resume before or after the others
         second = wait_until(lambda: finished_runs(folder) and [run for run in running(folder) if run != first])[0]
         cluster.remove_node(node, allow_graceful=False)
         kept = finished_runs(folder)

@@ -1,4 +1,4 @@
-"""What the engine `ray` calls of Ray, without its processes: a task runs as soon as it is made."""
+"""Replaces Ray in tests of the engine `ray`: a task runs at once, in the process of the test."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ class FakeRay:
         self._node = {"Resources": {"CPU": cpus, "GPU": gpus}, "Alive": True}
 
     def install(self, monkeypatch) -> "FakeRay":
-        """Takes the place of Ray for a test. Output stays that of the test's process."""
+        """Takes the place of Ray for a test. Output is not redirected."""
         names = {"ray": self, "RayError": FakeError, "RayTaskError": FakeTaskError}
         names["NodeAffinitySchedulingStrategy"] = lambda *_, **__: None
         for name, value in names.items():

@@ -1,7 +1,7 @@
-"""The engine of one machine: the runs of a comparison, each in a process, and some side by side.
+"""Makes the runs of a comparison on this machine, each in a process, and some side by side.
 
-Several processes may work on one folder, such as those that `accelerate launch` starts, one for each GPU. A run
-belongs to the process that holds its lock.
+Several processes may share a folder, such as one for each GPU by `accelerate launch`. A run belongs to the process
+that holds its lock.
 """
 
 import gc
@@ -52,8 +52,8 @@ class LocalEngine:
     """Makes runs in processes of this machine, each in a new one, so that a run that dies stops no other.
 
     Attributes:
-        cpus_per_run: number of threads of a run; by default as many as PyTorch takes in this process.
-        jobs: number of runs at a time. By default as many as the cores have room for, and 1 on a GPU or without
+        cpus_per_run: number of threads of a run. Defaults to PyTorch's number of threads in this process.
+        jobs: number of runs at a time. Defaults to the cores divided by `cpus_per_run`, and to 1 on a GPU or without
             `cpus_per_run`. Results do not depend on it.
     """
 
@@ -116,7 +116,7 @@ class LocalEngine:
         return describe_failure(error)
 
     def cancel(self, names: list[str]) -> None:
-        """Ends the processes of runs, which go on from their last checkpoints another time."""
+        """Ends the processes of runs. They can resume from their last checkpoints."""
         self._is_cancelled = bool(names)
         for name in names:
             if (process := self._processes.get(name)) is not None:
@@ -166,12 +166,12 @@ def environment_of_one_run() -> Iterator[None]:
 
 
 def _train_and_report(recipe: Recipe, data: Path, threads: int, sender) -> None:
-    """What the process of a run does: sends its progress, and at last `None` or the error."""
+    """Makes a run in this process. Sends its progress, and at the end `None` or the error."""
 
     def report(progress: RunProgress) -> None:
         try:
             sender.send(progress)
-        except OSError:  # the comparison was killed; another process goes on from the last checkpoint
+        except OSError:  # the comparison was killed; the run can resume from its last checkpoint
             os._exit(1)
 
     # Ctrl-C reaches all processes of a terminal; the comparison ends this one

@@ -1,4 +1,4 @@
-"""The engine of a cluster: the runs of a comparison on Ray, as many at once as there is room for."""
+"""Makes the runs of a comparison on a cluster of Ray, as many at once as fit into it."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -10,15 +10,15 @@ from ..run.run_folder import RunFolder
 from .plan import Run, Scale
 
 
-# The folder of what nodes read, in that of the results. The driver at work holds it
+# Subfolder of the results with tokenizer and tokenised data. The driver holds its lock
 _DATA = ".data"
 
 
 class RayEngine(RayWorkers):
-    """Makes runs on the cluster that Ray finds: that of `RAY_ADDRESS`, else one of this machine.
+    """Makes runs on the cluster of `RAY_ADDRESS`, or on one of this machine.
 
     Args:
-        options: those of `Resources`.
+        options: fields of `Resources`.
     """
 
     def __init__(self, **options: Any):

@@ -17,7 +17,7 @@ from .unattended import RunFailed, beside
 
 
 class Workers(Protocol):
-    """Where runs are made: processes of this machine, or a cluster."""
+    """Processes of this machine, or a cluster, that make runs."""
 
     def room(self, running: int) -> int:
         """Returns how many more runs may be submitted while so many are running or queued."""

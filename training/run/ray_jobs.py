@@ -1,7 +1,7 @@
-"""Runs on Ray: a task for each run, or a `TorchTrainer` of Ray Train if a run takes several workers.
+"""Makes runs on Ray: each as a task, or by a `TorchTrainer` of Ray Train if it takes several workers.
 
 All nodes see the folder of results. A run writes its files and checkpoints there, as on a single machine. If its node
-is lost, Ray begins it again on another node, where it resumes from the last checkpoint.
+is lost, Ray starts it again on another node, where it resumes from the last checkpoint.
 """
 
 import os
@@ -39,8 +39,10 @@ except ImportError:
 
 # The last file of the shared data that is written
 _LAST_FILE = "tokenizer.json"
-# Seconds between two reports of progress, and those that a run waits for a process that Ray has just killed
-_PACE, _PATIENCE = 5.0, 10.0
+# Seconds between two reports of progress
+_PACE = 5.0
+# Seconds to wait for the lock of a run, which a process that Ray is killing may still hold
+_PATIENCE = 10.0
 
 
 def require_ray() -> None:
@@ -54,16 +56,15 @@ def require_ray() -> None:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a run takes.
+    """The CPUs, GPUs and workers of a run.
 
     Attributes:
-        cpus_per_run: CPUs that a run reserves, and its number of threads. By default as many as PyTorch takes in this
-            process, so that both engines give equal numbers; one for each worker if there are GPUs or several workers.
-        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. Without any, it trains on the
-            CPU.
+        cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads in
+            this process, so that both engines give equal numbers. With GPUs or several workers it is one per worker.
+        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. With 0, it trains on the CPU.
         workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs
             and GPUs, on any node, and at most one GPU.
-        max_retries: how often a run is retried that lost its node or its process, or ran out of memory.
+        max_retries: how often Ray retries a run that lost its node or its process, or ran out of memory.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -81,17 +82,17 @@ class Resources:
             object.__setattr__(self, "cpus_per_run", torch.get_num_threads() if workers == 1 and not gpus else workers)
 
     def of_a_worker(self) -> dict[str, float]:
-        """What a worker takes, as Ray names it."""
+        """The resources of a worker, by their names in Ray."""
         needs = {"CPU": self.cpus_per_run / self.workers_per_run, "GPU": self.gpus_per_run / self.workers_per_run}
         return {name: amount for name, amount in needs.items() if amount}
 
     def workers_that_fit(self) -> int:
-        """The number of workers for which the cluster has room."""
+        """Returns the number of workers that fit into the cluster."""
         needs = self.of_a_worker()
         return sum(min(int(node.get(name, 0) / amount) for name, amount in needs.items()) for node in _nodes())
 
     def check_room(self) -> None:
-        """Raises `ValueError` if the cluster has no room for a run, for which Ray would wait for ever."""
+        """Raises `ValueError` if no run fits into the cluster. Ray would wait without end."""
         if self.workers_that_fit() < self.workers_per_run:
             needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
             have = ", ".join(
@@ -106,8 +107,7 @@ def _nodes() -> list[dict[str, float]]:
 
 @contextmanager
 def connected_to_ray() -> Iterator[None]:
-    """Connects to the cluster of `RAY_ADDRESS`, else to the one that runs on this machine, else starts one and stops
-    it.
+    """Connects to the cluster of `RAY_ADDRESS`, or to one on this machine, which is started and stopped if necessary.
 
     Raises:
         ValueError: if the cluster does not answer.
@@ -116,10 +116,10 @@ def connected_to_ray() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A run that ran out of memory is retried like others, not for ever
+    # Without this, Ray retries a run that ran out of memory without end
     os.environ.setdefault("RAY_task_oom_retries", "0")
     try:
-        # What runs print is in their logs
+        # Runs print into their logs
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"no cluster of Ray answers: {first_line(error)}") from error
@@ -133,11 +133,11 @@ def connected_to_ray() -> Iterator[None]:
 
 
 def share_data(recipe: Recipe, folder: Path) -> tuple[Path, str | None]:
-    """Saves tokenizer and tokenised data once for all nodes, unless they are there. Each node reads a stream itself.
+    """Saves tokenizer and tokenised data once for all nodes, unless they exist. Each node reads a stream itself.
 
     Args:
         recipe: names the data.
-        folder: a folder that all nodes see. Data that differ have subfolders of their own.
+        folder: a folder that all nodes see. Different data get different subfolders.
 
     Returns:
         The subfolder, and the fingerprint of the documents.
@@ -190,7 +190,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
-    """Makes a run by Ray Train, whose workers find each other as those of `torchrun` do."""
+    """Makes a run by Ray Train, which sets the environment variables of `torchrun` in each worker."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
@@ -218,11 +218,10 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
 class RayWorkers:
     """Makes runs on the cluster, each as a task, or by a `TorchTrainer` if it takes several workers.
 
-    A `TorchTrainer` starts three processes where a task starts one: with it, a comparison of small runs takes twice
-    the time.
+    A `TorchTrainer` starts three processes and a task one, so a comparison of small runs is faster with tasks.
 
     Args:
-        resources: what each run takes.
+        resources: the resources of each run.
     """
 
     def __init__(self, resources: Resources):
@@ -235,16 +234,16 @@ class RayWorkers:
         """Connects to the cluster.
 
         Raises:
-            ValueError: if the workers cannot share the batches of a recipe, or the cluster does not answer or has no
-                room for a run.
+            ValueError: if the workers cannot share the batches of a recipe, the cluster does not answer, or no run
+                fits into it.
         """
         for recipe in recipes:
             share_batch(recipe, self.resources.workers_per_run)
         with connected_to_ray():
             self.resources.check_room()
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            # With `max_calls`, each run has a fresh process
-            if self.resources.workers_per_run > 1:  # they take the resources
+            # `max_calls=1` gives each run a fresh process
+            if self.resources.workers_per_run > 1:  # the workers reserve the resources, not the task
                 self._task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
             else:
                 self._task = ray.remote(
@@ -256,9 +255,9 @@ class RayWorkers:
             yield
 
     def room(self, running: int) -> int:
-        """Returns the number of runs that may be submitted now. Ray queues tasks by itself.
+        """Returns the number of runs that may be submitted now. Ray queues tasks itself.
 
-        A `TorchTrainer` takes a process before it has room, so only one of them waits.
+        A waiting `TorchTrainer` is a process, so at most one waits.
         """
         workers = self.resources.workers_per_run
         return self.resources.workers_that_fit() // workers + 1 - running if workers > 1 else 1
@@ -296,17 +295,17 @@ class RayWorkers:
         return _reason(error)
 
     def cancel(self, names: list[str]) -> None:
-        """Ends runs, which go on from their last checkpoints another time."""
+        """Ends runs. They can resume from their last checkpoints."""
         for name in names:
             with suppress(RayError):
                 ray.cancel(self._references[name], force=True)
 
 
 def _reason(error: Exception) -> str:
-    """Why a run is not finished, in a line: the messages of Ray have paragraphs."""
+    """Says in a line why a run is not finished. Ray's own messages have paragraphs."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     failures = list(getattr(cause, "worker_failures", {}).values()) or [cause]
-    # If a worker dies, those that wait for it fail too
+    # If a worker dies, the others fail too, because they wait for it
     cause = next((failure for failure in failures if not isinstance(failure, RunFailed)), failures[0])
     if isinstance(cause, RunFailed):
         return str(cause)

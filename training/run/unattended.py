@@ -1,6 +1,6 @@
-"""A run that nobody watches, in a process of its own: its log and its progress lie in files beside its folder.
+"""Makes a run in a subprocess, which writes its log and its progress into files beside the run folder.
 
-The engines of `nlq compare` and `nlq train` start nothing else, on this machine or on another.
+All engines of `nlq compare`, and `nlq train` on Ray, make their runs by `run_in_subprocess`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from .trainer import train_recipe
 
 
 class RunFailed(Exception):
-    """The run failed for another reason than its loss; the message says why in one line."""
+    """A run failed, but not by divergence; the message says why in one line."""
 
 
 def beside(folder: Path, suffix: str, rank: int = 0) -> Path:
@@ -101,7 +101,7 @@ def run_in_subprocess(
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
 
     Args:
-        recipe: its `output_dir` is the run folder. Log and progress lie beside it.
+        recipe: its `output_dir` is the run folder. Log and progress are written beside it.
         data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there.
         threads: number of threads of PyTorch.
         report: called with the progress of the run, in a thread of its own.

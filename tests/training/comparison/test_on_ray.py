@@ -32,7 +32,7 @@ def cluster(monkeypatch) -> FakeRay:
 
 @pytest.fixture
 def without_one(finished, tmp_path):
-    """A copy of the finished comparison in which one run is missing: folder, results, comparison."""
+    """A copy of the finished comparison without one of its runs: folder, results, comparison."""
     shutil.copytree(finished[0], tmp_path / "results")
     shutil.rmtree(tmp_path / "results" / RUN)
     return tmp_path / "results", finished[1], load_plan(finished[2])
@@ -52,7 +52,7 @@ def lose_node(monkeypatch, times: int) -> None:
 
 class TestComparison:
     def test_last_run(self, cluster, without_one):
-        """What either engine has finished is kept, and the numbers are the same."""
+        """Finished runs of the local engine are kept, and the numbers are the same."""
         folder, expected, comparison = without_one
         assert without_times(run_comparison(comparison, folder, RayEngine(cpus_per_run=1))) == without_times(expected)
         assert len(cluster.tasks) == 1 and cluster.tasks[0]["max_retries"] == 3 and cluster.tasks[0]["num_cpus"] == 1
@@ -197,7 +197,7 @@ class TestSharedData:
 
 class TestTraining:
     def test_node_that_is_lost(self, cluster, recipe_file, run, tmp_path, monkeypatch):
-        """The run goes on from its last checkpoint, and ends with the numbers of one that was not interrupted."""
+        """The run resumes from its last checkpoint, and an interruption changes no number."""
         lose_node(monkeypatch, times=2)
         folder = tmp_path / "run"
         metrics = train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1)
