@@ -42,7 +42,7 @@ class TestLost:
         cluster.remove_node(node, allow_graceful=False)
         kept = finished_runs(folder)
         cluster.add_node(num_cpus=1)
-        assert driver.wait(timeout=200) == 0, errors.read_text()
+        assert driver.wait(timeout=600) == 0, errors.read_text()
 
         assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
         assert kept and kept.items() <= finished_runs(folder).items()
