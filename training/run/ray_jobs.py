@@ -218,7 +218,7 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
 class RayWorkers:
     """Makes runs on the cluster, each as a task, or by a `TorchTrainer` if it takes several workers.
 
-    A `TorchTrainer` starts three processes and a task one, so a comparison of small runs is faster with tasks.
+    A `TorchTrainer` starts five processes besides its workers, which take more CPU time than a small run.
 
     Args:
         resources: the resources of each run.
