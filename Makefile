@@ -146,7 +146,7 @@ gpu-%: $(GPU_READY)
 
 .venv-ray/installed: pyproject.toml constraints.txt
 	$(call new_environment,.venv-ray,constraints.txt)
-	$(subst .venv,.venv-ray,$(PIP)) install --quiet -c constraints.txt -e ".[test,ray,test-ray]"
+	$(subst .venv,.venv-ray,$(PIP)) install --quiet -c constraints.txt -e ".[test,ray]"
 	touch $@
 
 .venv-clients/installed: pyproject.toml constraints.txt

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .disk import resolve_user_path
+from .disk import resolve_user_path, results_folder
 from .files import METRICS_FILE, PAGE_FILE, read_json
 from .run.jobs import make_runs
 from .run.recipe import Recipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
-from .run.unattended import RunSpec
-from .storage import fetch, is_address, open_folder, origin
-from .storage import publish as upload
 from .text import bar_options
 from .values import from_json
 
@@ -37,13 +34,13 @@ def train(
     trust_parts: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Trains a model from a recipe, evaluates it and saves it. Called again, it goes on where it was interrupted.
+    """Trains a model from a recipe, evaluates it and saves it. A second call resumes an interrupted run.
 
     Args:
         recipe: name of a shipped recipe, or a YAML file.
         engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
         workers, cpus_per_worker, gpus_per_worker, max_retries: options of the engine `ray`, see `train_on_ray`.
-        trust_parts: run the parts whose code the recipe itself holds.
+        trust_parts: run the parts whose code is in the recipe.
         overrides: any fields of `Recipe` and `transformers.TrainingArguments`, such as `output_dir` or `max_steps`,
             and `switches`, a mapping of model switches.
 
@@ -68,38 +65,34 @@ def train_with(engine: str, recipe: Recipe, **options: Any) -> dict[str, Any]:
         raise ValueError(f"{', '.join(given)}: only the engine 'ray' has that; set --engine ray")
     if engine == "local" and recipe.arguments.process_index > 0:
         return train_recipe(recipe)
-    place = recipe.output_dir
-    if engine == "local" and is_address(place):
-        raise ValueError(f"output_dir={place} is no folder: an address needs --engine ray")
-    folder = open_folder(place)
+    folder = Path(recipe.output_dir)
+    metrics = train_on_ray(recipe, **given) if engine == "ray" else None
     with RunFolder(folder).held():
-        metrics = train_on_ray(recipe, folder, **given) if engine == "ray" else train_recipe(recipe)
+        metrics = metrics or train_recipe(recipe)
         if recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
             from .explorer.run_pages import explore_runs  # without a page, training imports no explorer
 
-            explore_runs(recipe, {Path(origin(folder)).resolve().name: folder}, "validation", folder)
-        upload(folder)
+            explore_runs(recipe, {folder.resolve().name: folder}, "validation", folder)
     return metrics
 
 
 def train_on_ray(
     recipe: Recipe,
-    folder: Path,
     workers: int = 1,
     cpus_per_worker: int | None = None,
     gpus_per_worker: float = 0,
     max_retries: int = 3,
 ) -> dict[str, Any]:
-    """Trains a recipe on the cluster that Ray finds, at the same global batch size for any number of workers.
+    """Trains a recipe on a cluster of Ray, at the same global batch size for any number of workers.
 
-    Called again, it goes on. Tokenizer and tokenised data lie beside the run folder, in `NAME.data`, and so does the
-    log.
+    A second call resumes the run. Its log, and `NAME.data` with tokenizer and tokenised data, are beside the run
+    folder.
 
     Args:
-        folder: its `output_dir`, by `open_folder`.
+        recipe: its `output_dir` is a folder that all nodes see.
         workers: processes that train together.
-        cpus_per_worker: CPUs that each of them reserves, and its number of threads; by default one, or as many as
-            PyTorch takes in this process if there is one worker and no GPU.
+        cpus_per_worker: CPUs that each of them reserves, and its number of threads. Defaults to 1, or to PyTorch's
+            number of threads in this process for a single worker without GPU.
         gpus_per_worker: 0, 1, or a fraction for a single worker.
         max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
 
@@ -115,23 +108,21 @@ def train_on_ray(
     from .run import ray_jobs  # it imports Ray, which takes seconds
 
     cpus = None if cpus_per_worker is None else cpus_per_worker * workers
-    resources = ray_jobs.Resources(cpus, gpus_per_worker * workers, workers, max_retries)
+    cluster = ray_jobs.RayWorkers(ray_jobs.Resources(cpus, gpus_per_worker * workers, workers, max_retries))
     check_recipe(recipe)
-    ray_jobs.share_batch(recipe, workers)
-    parent, _, name = origin(folder).rpartition("/")
-    steps = max(recipe.arguments.max_steps, 0)
-    with ray_jobs.connected_to_ray(), tqdm(total=steps or None, unit="step", **bar_options()) as progress:
-        resources.check_room()
-        data, _ = ray_jobs.share_data(recipe, {recipe.model}, parent, f"{name}.data")
-        data, there = str(folder.parent / data), recipe.without_tokens().replace(training={"output_dir": str(folder)})
-        spec = RunSpec(name, there, data, keeps_checkpoints=True)
-        workers, finished = ray_jobs.RayWorkers(parent, resources, folder.parent), []
-        try:
-            for _, metrics in make_runs(workers, lambda: ([spec], len(finished)), progress, steps):
-                finished.append(metrics)
-        finally:
-            workers.close()
-    fetch(folder, has_large=False)
+    folder, steps = Path(recipe.output_dir).absolute(), max(recipe.arguments.max_steps, 0)
+    with RunFolder(folder).held():  # an error if another process trains there, or it holds something else
+        pass
+    beside, finished = folder.with_name(f"{folder.name}.data"), []
+    with (
+        cluster.at_work([recipe]),
+        RunFolder(beside, plan=None).held(),
+        tqdm(total=steps or None, unit="step", **bar_options()) as progress,
+    ):
+        data, _ = ray_jobs.share_data(recipe, beside)
+        runs = {folder.name: recipe}
+        for _, metrics in make_runs(cluster, lambda: (runs, len(finished)), data, progress, steps):
+            finished.append(metrics)
     return finished[0]
 
 
@@ -148,19 +139,18 @@ def compare(
     trust_parts: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Trains the models of a comparison and reports which differ from the baseline. Called again, it goes on.
+    """Trains the models of a comparison and reports which differ from the baseline. A second call resumes it.
 
     Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
 
     Args:
         comparison: name of a shipped comparison, or a YAML file.
-        output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray` also an address, such as
-            `s3://bucket/results`.
+        output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray`, all nodes must see it.
         engine: `local`, on this machine, or `ray`, on the cluster that Ray finds.
         cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
         jobs: runs at a time with `local`, see `LocalEngine`. Results do not depend on it.
         gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `Resources`.
-        trust_parts: run the parts whose code the file itself holds.
+        trust_parts: run the parts whose code is in the file.
         overrides: fields of the recipe that all models share, as for `train`.
 
     Returns:
@@ -178,7 +168,7 @@ def compare(
 
     made = make_engine(engine, **options)
     plan = load_plan(comparison, overrides, trust_parts)
-    return run_and_report(plan, open_folder(output_dir or default_folder(plan.name)), made)
+    return run_and_report(plan, results_folder(output_dir or default_folder(plan.name)), made)
 
 
 def load_plan(

@@ -41,6 +41,13 @@ def resolve_user_path(path: str | Path) -> Path:
     return Path(path) if resolved == Path(os.path.abspath(path)) else resolved
 
 
+def results_folder(name: str | Path) -> Path:
+    """Returns the folder that an `output_dir` names; raises `ValueError` for an address, such as `s3://bucket/results`."""
+    if "://" in str(name):
+        raise ValueError(f"output_dir={name} is an address; name a folder, which all nodes see if the engine is ray")
+    return resolve_user_path(name)
+
+
 def safe_join(folder: Path, name: str) -> Path:
     """Joins a folder and a name that somebody else chose; raises `ValueError` if the result is outside the folder."""
     if not _is_inside(name) or PurePath(name).parts != PurePosixPath(name).parts:

@@ -1,16 +1,10 @@
-"""Clusters of Ray on this machine, whose nodes are processes, and comparisons to make there."""
+"""Starts clusters of Ray on this machine, and writes comparisons."""
 
-import os
-import shutil
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from support.ray_cases import wait_until
 from support.runs import write_comparison
 
 from modeling_nlq.training.api import load_plan
@@ -88,34 +82,3 @@ def two_runs(comparison_file, tmp_path_factory) -> tuple[str, dict]:
     """A comparison of two short runs, slow enough that rounding does not grow, and its results on the local engine."""
     file = comparison_file(seeds=[0], training={**TRAINING, "max_steps": 40, "eval_steps": 20}, learning_rates=[1e-3])
     return file, run_comparison(load_plan(file), tmp_path_factory.mktemp("local") / "results", LocalEngine(1))
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory):
-    """An S3 server on loopback; gives the folder of its buckets, of which one is there: `bucket`."""
-    folder = tmp_path_factory.mktemp("s3")
-    (folder / "bucket").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        shutil.which("rclone", path=os.path.dirname(sys.executable)),
-        "serve",
-        "s3",
-        "--addr",
-        f"127.0.0.1:{port}",
-    ]
-    command += ["--auth-key", "key,secret", "--config", os.devnull, str(folder)]
-    with open(folder.with_suffix(".log"), "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-        # Servers that are not Amazon's own have other checksums for files sent in parts
-        monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_required")
-        wait_until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
-        yield folder
-    process.terminate()
-    process.wait()

@@ -1,6 +1,4 @@
-"""The engine `ray` gives the numbers of the local engine: on several nodes, at an address, and with several workers a
-run.
-"""
+"""The engine `ray` gives the numbers of the local engine: on several nodes, and with several workers a run."""
 
 import json
 import os
@@ -21,7 +19,6 @@ from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder
 from nlq import main
 
 
@@ -37,36 +34,14 @@ class TestSameNumbers:
         assert "3 nodes" in printed.err and printed.out.endswith(f"report: {folder / 'report.html'}\n")
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
         assert not list(folder.glob("runs/*/*/checkpoint-*")) and not list(folder.glob("runs/*/*.progress.json"))
-        assert not (folder / ".driver").exists()
+        assert list(folder.glob(".data/*/blocks.json"))
 
-        # Either engine goes on with what the other has finished
+        # Each engine keeps the finished runs of the other
         before = finished_runs(folder)
         shutil.rmtree(folder / "runs" / "squared" / "rate-0.01-seed-0")
         kept = finished_runs(folder)
         assert without_times(compare(file, folder, cpus_per_run=1)) == without_times(expected)
         assert kept.items() <= finished_runs(folder).items() and len(finished_runs(folder)) == len(before)
-
-    def test_object_storage(self, made_locally, start_cluster, s3, tmp_path, capsys):
-        file, expected, _ = made_locally
-        start_cluster(1, 1)
-        address = "s3://bucket/study"
-        options = ["--output_dir", address, "--engine", "ray", "--cpus-per-run", "1"]
-        assert main(["compare", file, *options]) == 0
-        assert without_times(read_json(open_folder(address) / "results.json")) == without_times(expected)
-        files = WorkingCopy(address, tmp_path).files()
-        assert {"report.html", "results.md", "figures/curves.png", "comparison.yaml"} <= set(files)
-        assert [name for name in files if name.startswith(".data/") and name.endswith("/blocks.json")]
-        runs = {
-            name.split("/")[2] for name in files if name.startswith("runs/base/") and name.endswith("metrics.json")
-        }
-        assert runs == {"rate-0.005-seed-0", "rate-0.01-seed-0"}
-        assert "runs/base/rate-0.01-seed-0/model.safetensors" in files and "runs/base/rate-0.01-seed-0.log" in files
-        assert not [name for name in files if "checkpoint-" in name or "progress" in name or ".lock" in name]
-        capsys.readouterr()
-        assert main(["compare", file, *options, "--status"]) == 0
-        assert "3 of 3 runs finished, 0 begun, 0 waiting" in capsys.readouterr().out
-        assert main(["compare", file, "--output_dir", address]) == 1
-        assert "results at an address need --engine ray" in capsys.readouterr().err
 
     def test_an_idea_of_the_users_own(self, recipe_file, comparison_file, start_cluster, tmp_path):
         """A part and an activation in one file, which no node has."""
@@ -121,13 +96,13 @@ class TestWorkers:
                 assert losses == pytest.approx(expected, abs=1e-5)
                 assert read_json(folder / run["folder"] / "metrics.json")["processes"] == 2
 
-    def test_one_training_at_an_address(self, recipe_file, start_cluster, s3, tmp_path):
+    def test_one_training_by_two_workers(self, recipe_file, start_cluster, tmp_path):
         start_cluster(1, 1)
         alone = tmp_path / "alone"
         assert main(["train", str(recipe_file), "--output_dir", str(alone)]) == 0
-        address = "s3://bucket/training"
+        folder = tmp_path / "two"
         overrides = {
-            "output_dir": address,
+            "output_dir": folder,
             "gradient_accumulation_steps": 2,
             "per_device_train_batch_size": 4,
             "explore": True,
@@ -136,7 +111,6 @@ class TestWorkers:
         assert (
             metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]
         )
-        folder = fetch(open_folder(address))
         history = read_json(folder / "trainer_state.json")["log_history"]
         losses = [entry["loss"] for entry in history if "loss" in entry]
         assert losses == pytest.approx(logged_losses(alone), abs=2e-4)

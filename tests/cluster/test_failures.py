@@ -1,6 +1,4 @@
-"""What is lost with a node, a process, the memory or the driver is made again from the last checkpoint, with equal
-numbers.
-"""
+"""Checks that lost nodes, processes, memory and drivers change no number: runs resume from their last checkpoints."""
 
 import json
 import os
@@ -39,12 +37,12 @@ class TestLost:
         first = wait_until(lambda: running(folder))[0]
         status = "\n".join(describe_status(folder))
         os.kill(process_of(first), signal.SIGKILL)
-        # The lost run goes on before the others or after them
+        # The lost run may resume before or after the others
         second = wait_until(lambda: finished_runs(folder) and [run for run in running(folder) if run != first])[0]
         cluster.remove_node(node, allow_graceful=False)
         kept = finished_runs(folder)
         cluster.add_node(num_cpus=1)
-        assert driver.wait(timeout=200) == 0, errors.read_text()
+        assert driver.wait(timeout=600) == 0, errors.read_text()
 
         assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
         assert kept and kept.items() <= finished_runs(folder).items()

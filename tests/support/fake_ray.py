@@ -1,4 +1,4 @@
-"""What the engine `ray` calls of Ray, without its processes: a task runs as soon as it is made."""
+"""Replaces Ray in tests of the engine `ray`: a task runs at once, in the process of the test."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -27,15 +27,14 @@ class FakeRay:
 
     Attributes:
         tasks: the options of each task that was made.
-        taken: the names of actors that other drivers hold.
     """
 
     def __init__(self, cpus: float = 2, gpus: float = 0):
-        self.tasks, self.taken = [], set()
+        self.tasks = []
         self._node = {"Resources": {"CPU": cpus, "GPU": gpus}, "Alive": True}
 
     def install(self, monkeypatch) -> "FakeRay":
-        """Takes the place of Ray for a test. Output stays that of the test's process."""
+        """Takes the place of Ray for a test. Output is not redirected."""
         names = {"ray": self, "RayError": FakeError, "RayTaskError": FakeTaskError}
         names["NodeAffinitySchedulingStrategy"] = lambda *_, **__: None
         for name, value in names.items():
@@ -58,17 +57,6 @@ class FakeRay:
     def get_runtime_context(self):
         return SimpleNamespace(get_node_id=lambda: "node")
 
-    def wait(self, references, timeout):
-        return references[:1], references[1:]
-
-    def get(self, reference):
-        if isinstance(reference.result, BaseException):
-            raise reference.result
-        return reference.result
-
-    def kill(self, actor):
-        self.taken.clear()
-
     def cancel(self, reference, force):
         pass
 
@@ -87,19 +75,12 @@ class _Reference:
 
 
 class _Remote:
-    """A function or a class that was made remote."""
+    """A function that was made remote."""
 
     def __init__(self, ray: FakeRay, target, options):
         self._ray, self._target, self._options = ray, target, options
 
-    def options(self, **options):
-        return _Remote(self._ray, self._target, {**self._options, **options})
-
     def remote(self, *arguments):
-        if isinstance(self._target, type):
-            if self._options["name"] in self._ray.taken:
-                raise ValueError("the name is taken")
-            return _Actor(self._target(*arguments))
         self._ray.tasks.append(self._options)
         for _ in range(self._options["max_retries"] + 1):
             try:
@@ -109,11 +90,3 @@ class _Remote:
             except Exception as fault:  # a task's own is not retried
                 return _Reference(FakeTaskError(fault))
         return _Reference(result)
-
-
-class _Actor:
-    def __init__(self, content):
-        self._content = content
-
-    def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *arguments: _Reference(getattr(self._content, name)(*arguments)))

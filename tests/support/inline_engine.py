@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.run import trainer
-from modeling_nlq.training.run.unattended import RunSpec
+from modeling_nlq.training.run.recipe import Recipe
 
 
 def finished_future(result) -> Future:
@@ -25,6 +25,6 @@ class InlineEngine(LocalEngine):
 
     draws_losses = False
 
-    def submit(self, spec: RunSpec) -> Future:
+    def submit(self, name: str, recipe: Recipe, data: Path) -> Future:
         with nullcontext() if self.draws_losses else patch.object(trainer, "plot_losses"):
-            return finished_future(trainer.train_recipe(spec.recipe, Path(spec.data)))
+            return finished_future(trainer.train_recipe(recipe, data))

@@ -8,7 +8,7 @@ from pathlib import Path
 from support.inline_engine import finished_future
 
 from modeling_nlq.training.comparison.plan import Run, Scale
-from modeling_nlq.training.run.unattended import RunSpec
+from modeling_nlq.training.run.recipe import Recipe
 
 
 class Interrupted(Exception):
@@ -25,7 +25,7 @@ class PlantedEngine:
     def __init__(self, loss: Callable[[Scale, Run], float | None], most_runs: int | None = None):
         self.loss, self.most_runs, self.made = loss, most_runs, []
 
-    def connected(self, comparisons, folder):
+    def connected(self, comparisons):
         return nullcontext()
 
     def alone_in(self, folder):
@@ -41,16 +41,16 @@ class PlantedEngine:
     def progress(self):
         return {}
 
-    def cancel(self, specs):
+    def cancel(self, names):
         pass
 
-    def submit(self, spec: RunSpec):
+    def submit(self, name: str, recipe: Recipe, data: Path):
         if len(self.made) == self.most_runs:
             raise Interrupted
-        training = spec.recipe.training
-        run = Run(spec.name.partition("/")[0], training["learning_rate"], training["seed"])
+        training = recipe.training
+        run = Run(name.partition("/")[0], training["learning_rate"], training["seed"])
         self.made.append(f"{self.scale.name}: {run.name}")
-        return finished_future(self._make(run, Path(spec.recipe.output_dir)))
+        return finished_future(self._make(run, Path(recipe.output_dir)))
 
     def _make(self, run: Run, folder: Path) -> dict:
         loss, variant = self.loss(self.scale, run), self.scale.variants[run.model]

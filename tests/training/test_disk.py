@@ -291,8 +291,6 @@ def test_nothing_else_opens_writes_or_deletes():
     calls |= {"makedirs", "copyfile", "copytree", "symlink_to", "chmod", "touch", "remove"}
     allowed = {
         "training/run/documents.py",  # datasets: files that were listed below the folder that the user named
-        "training/storage.py",  # a copy of an address in a temporary folder
-        "training/run/ray_jobs.py",  # the same, on a node
         "training/sharing/publishing.py",  # a copy in a temporary folder
         "training/trust.py",  # the folder of its list, closed to others
     }

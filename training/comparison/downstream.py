@@ -12,7 +12,6 @@ from ..disk import write_text
 from ..files import TASKS_FILE, read_json
 from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
-from ..storage import fetch
 from ..text import bar_options
 from .inference import analyse
 from .outcome import TaskOutcome
@@ -36,7 +35,7 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
         path = run_folder(finished.folder, run)
         with RunFolder(path, plan=None).held(patience=-1):
             if not (path / TASKS_FILE).is_file():
-                results = evaluate_tasks(fetch(path), scale.tasks)
+                results = evaluate_tasks(path, scale.tasks)
                 content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 

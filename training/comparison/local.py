@@ -1,7 +1,7 @@
-"""The engine of one machine: the runs of a comparison, each in a process, and some side by side.
+"""Makes the runs of a comparison on this machine, each in a process, and some side by side.
 
-Several processes may work on one folder, such as those that `accelerate launch` starts, one for each GPU. A run
-belongs to the process that holds its lock.
+Several processes may share a folder, such as one for each GPU by `accelerate launch`. A run belongs to the process
+that holds its lock.
 """
 
 import gc
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from transformers.utils import logging
 from ..disk import make_folder
 from ..run.data import prepare_data
 from ..run.jobs import describe_failure
+from ..run.recipe import Recipe
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
-from ..run.unattended import RunFailed, RunSpec, run_in_subprocess
-from ..storage import is_address, origin
+from ..run.unattended import RunFailed, run_in_subprocess
 from ..text import check_number
 from .plan import Run, Scale
 
@@ -52,8 +52,8 @@ class LocalEngine:
     """Makes runs in processes of this machine, each in a new one, so that a run that dies stops no other.
 
     Attributes:
-        cpus_per_run: number of threads of a run; by default as many as PyTorch takes in this process.
-        jobs: number of runs at a time. By default as many as the cores have room for, and 1 on a GPU or without
+        cpus_per_run: number of threads of a run. Defaults to PyTorch's number of threads in this process.
+        jobs: number of runs at a time. Defaults to the cores divided by `cpus_per_run`, and to 1 on a GPU or without
             `cpus_per_run`. Results do not depend on it.
     """
 
@@ -76,10 +76,8 @@ class LocalEngine:
         self._progress: dict[str, RunProgress] = {}
 
     @contextmanager
-    def connected(self, scales: Sequence[Scale], folder: Path) -> Iterator[None]:
-        """Raises `ValueError` for an address: the locks of runs need a file system."""
-        if is_address(origin(folder)):
-            raise ValueError(f"{origin(folder)} is no folder: results at an address need --engine ray")
+    def connected(self, scales: Sequence[Scale]) -> Iterator[None]:
+        """Starts the threads that wait for the processes of runs."""
         self._is_cancelled = False
         # The server imports once, and every run is still a fresh process
         self._context = multiprocessing.get_context("forkserver")
@@ -103,11 +101,11 @@ class LocalEngine:
         """Returns the number of runs that may be submitted now."""
         return self.jobs - running
 
-    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
+    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[dict[str, Any]]:
         """Makes a run in a new process, which a thread waits for."""
         with environment_of_one_run():  # which the processes of runs get from the server
             ensure_running()
-        return self._pool.submit(self._make_run, replace(spec, threads=self._threads))
+        return self._pool.submit(self._make_run, name, recipe, data)
 
     def progress(self) -> dict[str, RunProgress]:
         """Returns the progress of the runs at work, by name."""
@@ -117,32 +115,33 @@ class LocalEngine:
         """Says in a line why a run is not finished."""
         return describe_failure(error)
 
-    def cancel(self, specs: list[RunSpec]) -> None:
-        """Ends the processes of runs, which go on from their last checkpoints another time."""
-        self._is_cancelled = bool(specs)
-        for spec in specs:
-            if (process := self._processes.get(spec.name)) is not None:
+    def cancel(self, names: list[str]) -> None:
+        """Ends the processes of runs. They can resume from their last checkpoints."""
+        self._is_cancelled = bool(names)
+        for name in names:
+            if (process := self._processes.get(name)) is not None:
                 process.terminate()
 
-    def _make_run(self, spec: RunSpec) -> dict[str, Any]:
-        folder = RunFolder(Path(spec.recipe.output_dir))
+    def _make_run(self, name: str, recipe: Recipe, data: Path) -> dict[str, Any]:
+        folder = RunFolder(Path(recipe.output_dir))
         if folder.is_held():
-            raise FolderIsLocked(spec.name)
+            raise FolderIsLocked(name)
         receiver, sender = self._context.Pipe(duplex=False)
-        process = self._processes[spec.name] = self._context.Process(target=_train_and_report, args=(spec, sender))
+        arguments = (recipe, data, self._threads, sender)
+        process = self._processes[name] = self._context.Process(target=_train_and_report, args=arguments)
         process.start()
         sender.close()
         if self._is_cancelled:
             process.terminate()
         try:
             while isinstance(message := receiver.recv(), RunProgress):
-                self._progress[spec.name] = message
+                self._progress[name] = message
         except EOFError:
             raise RunFailed("died, perhaps of too little memory") from None
         finally:
             process.join()
-            del self._processes[spec.name]
-            self._progress.pop(spec.name, None)
+            del self._processes[name]
+            self._progress.pop(name, None)
         if message is not None:
             raise message
         return folder.metrics()
@@ -166,13 +165,13 @@ def environment_of_one_run() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _train_and_report(spec: RunSpec, sender) -> None:
-    """What the process of a run does: sends its progress, and at last `None` or the error."""
+def _train_and_report(recipe: Recipe, data: Path, threads: int, sender) -> None:
+    """Makes a run in this process. Sends its progress, and at the end `None` or the error."""
 
     def report(progress: RunProgress) -> None:
         try:
             sender.send(progress)
-        except OSError:  # the comparison was killed; another process goes on from the last checkpoint
+        except OSError:  # the comparison was killed; the run can resume from its last checkpoint
             os._exit(1)
 
     # Ctrl-C reaches all processes of a terminal; the comparison ends this one
@@ -180,7 +179,7 @@ def _train_and_report(spec: RunSpec, sender) -> None:
     gc.freeze()  # a run collects garbage, and need not look through all that was imported
     tqdm.set_lock(threading.RLock())  # the default has a semaphore, which a run that is ended would leave behind
     try:
-        run_in_subprocess(spec, report)
+        run_in_subprocess(recipe, data, threads, report)
         sender.send(None)
     except (FolderIsLocked, RunFailed) as error:
         sender.send(error)

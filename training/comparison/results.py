@@ -46,7 +46,7 @@ class RunStore(Mapping[str, dict[str, Any]]):
     """The metrics of the finished runs in the folder of a scale, by the names of the runs.
 
     Args:
-        folder: the folder, which may be that of an address (see `storage`).
+        folder: the folder of the scale.
     """
 
     def __init__(self, folder: Path):

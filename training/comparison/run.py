@@ -13,13 +13,11 @@ from tqdm.auto import tqdm
 
 from ..disk import delete, read_text, write_text
 from ..explorer.run_pages import explore_runs
-from ..files import COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
+from ..files import CHECKPOINT, COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..models import config_differences, weights_fingerprint
 from ..run.jobs import Workers, make_runs
-from ..run.recipe import without_defaults
+from ..run.recipe import Recipe, without_defaults
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
-from ..run.unattended import RunSpec
-from ..storage import fetch, publish
 from ..text import bar_options
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
@@ -37,10 +35,8 @@ FINGERPRINT_FILE = "dataset_fingerprint.txt"
 class Engine(Workers, Protocol):
     """Where and how the runs of a comparison are made."""
 
-    def connected(self, scales: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
-        """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more
-        then.
-        """
+    def connected(self, scales: Sequence[Scale]) -> AbstractContextManager[None]:
+        """Connects to the engine. Raises `ValueError` before writing anything if it cannot make the runs."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows
@@ -86,7 +82,6 @@ def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None =
     if is_main_process():
         outcome = read_outcome(results)
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
-        publish(folder)
     return results
 
 
@@ -102,7 +97,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
 
     Args:
         comparison: the runs to make.
-        folder: folder of the runs, or an address (see `storage`) if the engine takes one.
+        folder: folder of the runs.
         engine: the engine; by default `LocalEngine()`.
 
     Raises:
@@ -113,7 +108,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file does not need those of the data
     gathered = {}
-    with engine.connected(list(comparison.scales.values()), folder):
+    with engine.connected(list(comparison.scales.values())):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, comparison.scales)
@@ -136,17 +131,17 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
 def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> ScaleProgress:
     """Makes the runs of a scale that are not finished, and returns its progress."""
 
-    def ready() -> tuple[list[RunSpec], int]:
+    def ready() -> tuple[dict[str, Recipe], int]:
         progress = progress_of(scale, store)
-        runs, finished = progress.ready, sum(progress.finished.values())
-        bar.total = (finished + len(runs)) * scale.steps_per_run
-        specs = [RunSpec(run.name, scale.recipe_of(run, run_folder(store.folder, run)), str(data)) for run in runs]
-        return specs, finished
+        finished = sum(progress.finished.values())
+        bar.total = (finished + len(progress.ready)) * scale.steps_per_run
+        return {run.name: scale.recipe_of(run, run_folder(store.folder, run)) for run in progress.ready}, finished
 
     with tqdm(desc=scale.name, unit="step", **bar_options()) as bar:
-        for spec, metrics in make_runs(engine, ready, bar, scale.steps_per_run):
-            store.add(spec.name, metrics)
-            fetch(Path(spec.recipe.output_dir), has_large=False)
+        for name, metrics in make_runs(engine, ready, data, bar, scale.steps_per_run):
+            store.add(name, metrics)
+            for checkpoint in Path(store.folder, "runs", name).glob(f"{CHECKPOINT}*"):
+                delete(checkpoint)  # many runs would fill the disk
     return progress_of(scale, store)
 
 

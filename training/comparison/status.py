@@ -23,7 +23,7 @@ def describe_status(folder: Path) -> list[str]:
     """Says how far a comparison is: a line for each model, and one for each run that has begun and is not finished.
 
     Args:
-        folder: its results folder, or an address (see `storage`). Nothing else is read.
+        folder: its results folder. Nothing else is read.
 
     Raises:
         ValueError: if the folder holds no comparison.

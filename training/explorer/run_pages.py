@@ -11,7 +11,6 @@ from ..models import load_model
 from ..run.documents import load_documents
 from ..run.objectives import objective_of
 from ..run.recipe import Recipe
-from ..storage import fetch
 from ..text import one_line
 from .exploring import explore_tokens, prepare
 
@@ -25,13 +24,15 @@ def explore_runs(
     """Writes the page of one or two runs, and returns whether it did. A failure is only a warning.
 
     Args:
-        recipe: names the text. The page shows its first block or pair; with `packing: documents`, the longest document
-            in the first block.
-        runs: folders or addresses of the models, by the names on the page.
-        target: folder or address to write into.
+        recipe: the recipe of the text. The page shows the first block or pair; with `packing: documents`, the longest
+            document in the first block.
+        runs: folders of the models, by the names on the page.
+        split: the split of the text.
+        target: folder to write into.
+        notes: sentences to add to the page.
     """
     try:
-        loaded = {name: load_model(str(fetch(folder))) for name, folder in runs.items()}
+        loaded = {name: load_model(str(folder)) for name, folder in runs.items()}
         model, tokenizer = next(iter(loaded.values()))
         subjects = {name: prepare(each) for name, (each, _) in loaded.items()}
         objective = objective_of(recipe)

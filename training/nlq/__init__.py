@@ -200,7 +200,7 @@ def compare(
     comparison: str = _argument("Name of a shipped comparison, or a YAML file."),
     trust_parts: bool = _TRUST_RECORD,
     output_dir: str | None = _option(
-        "Results folder; by default runs/compare-NAME. With Ray also an address: s3://bucket/it."
+        "Results folder, which all nodes of Ray's cluster must see; by default runs/compare-NAME."
     ),
     engine: Literal["local", "ray"] = _ENGINE,
     cpus_per_run: int | None = _option("Threads of a run, or CPUs that it reserves; by default PyTorch's number."),
@@ -221,15 +221,15 @@ def compare(
     """
     from modeling_nlq.training.api import describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.reading import read_default_folder
+    from modeling_nlq.training.disk import results_folder
     from modeling_nlq.training.run.recipe import read_overrides
-    from modeling_nlq.training.storage import normalized, open_folder
 
     if noise_floor is not None and not dry_run:
         raise ValueError("--noise-floor needs --dry-run")
     if status:
         from modeling_nlq.training.comparison.status import describe_status
 
-        _say("\n".join(describe_status(open_folder(output_dir or read_default_folder(comparison)))))
+        _say("\n".join(describe_status(results_folder(output_dir or read_default_folder(comparison)))))
         return
     from modeling_nlq.training.comparison.estimate import machine_warning
     from modeling_nlq.training.comparison.plan import default_folder
@@ -237,7 +237,7 @@ def compare(
     from modeling_nlq.training.screening.plan import Screening
 
     plan = load_plan(comparison, read_overrides(context.args), trust_parts)
-    place = normalized(output_dir or default_folder(plan.name))
+    folder = results_folder(output_dir or default_folder(plan.name))
     resources = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run, "workers_per_run": workers_per_run}
     made = make_engine(engine, **resources, jobs=jobs, max_retries=max_retries)
     if is_main_process() and dry_run:
@@ -248,9 +248,9 @@ def compare(
             _say(f"warning: {warning}", flush=True)
     if dry_run:
         return
-    results = run_and_report(plan, open_folder(place), made)
+    results = run_and_report(plan, folder, made)
     if is_main_process():
-        _say(f"\n{describe_results(results)}\n\nreport: {place}/report.html")
+        _say(f"\n{describe_results(results)}\n\nreport: {folder}/report.html")
 
 
 def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | None) -> None:

@@ -10,20 +10,22 @@ from typing import Any, Protocol
 from tqdm.auto import tqdm
 
 from ..files import LOG
-from ..storage import origin
 from ..text import one_line
+from .recipe import Recipe
 from .run_folder import FolderIsLocked, RunProgress
-from .unattended import RunFailed, RunSpec
+from .unattended import RunFailed, beside
 
 
 class Workers(Protocol):
-    """Where runs are made: processes of this machine, or a cluster."""
+    """Processes of this machine, or a cluster, that make runs."""
 
     def room(self, running: int) -> int:
         """Returns how many more runs may be submitted while so many are running or queued."""
 
-    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
-        """Begins or queues a run. The future gives its metrics, or raises `FolderIsLocked` or the error of the run."""
+    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[dict[str, Any]]:
+        """Begins or queues a run, which reads tokenizer and blocks from the folder `data`. The future returns its
+        metrics, or raises `FolderIsLocked` or the error of the run.
+        """
 
     def progress(self) -> dict[str, RunProgress]:
         """Returns the progress of the runs at work, by name."""
@@ -31,56 +33,61 @@ class Workers(Protocol):
     def describe_error(self, error: BaseException) -> str:
         """Says in a line why a run is not finished."""
 
-    def cancel(self, specs: list[RunSpec]) -> None:
+    def cancel(self, names: list[str]) -> None:
         """Ends runs that were submitted and are not finished; called when nothing waits for them any more."""
 
 
 def make_runs(
-    workers: Workers, ready: Callable[[], tuple[list[RunSpec], int]], bar: tqdm, steps: int
-) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
-    """Makes runs, as many at once as the workers have room for, and yields each with its metrics as it is finished.
+    workers: Workers, ready: Callable[[], tuple[dict[str, Recipe], int]], data: Path, bar: tqdm, steps: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Makes runs, as many at once as the workers have room for, and yields the name and the metrics of each finished
+    run.
 
     Args:
-        ready: returns the runs that can begin, and the number of finished runs. It is called again whenever a run has
-            ended; a run that it returned before is not begun twice.
+        ready: returns the recipes of the runs that can begin, by name, and the number of finished runs. It is called
+            again whenever a run has ended; a run that it returned before is not begun twice.
+        data: the folder of tokenizer and blocks.
         bar: progress over the steps of all runs.
         steps: the number of steps of each run.
 
     Raises:
         ChildProcessError: naming the runs that failed; all others are finished.
     """
-    waiting, running, names, failures = [], {}, set(), []
+    recipes: dict[str, Recipe] = {}
+    waiting: list[str] = []
+    running: dict[Future[dict[str, Any]], str] = {}
+    failures: list[str] = []
     try:
         while True:
-            specs, done = ready()
-            waiting += [spec for spec in specs if spec.name not in names]
-            names.update(spec.name for spec in specs)
+            new, done = ready()
+            waiting += [name for name in new if name not in recipes]
+            recipes.update(new)
             while waiting and workers.room(len(running)) > 0:
-                spec = waiting.pop(0)
-                running[workers.submit(spec)] = spec
+                name = waiting.pop(0)
+                running[workers.submit(name, recipes[name], data)] = name
             if not running:
                 break
             ended, is_locked = set(), False
             while not ended:
-                _show(bar, workers.progress(), [spec.name for spec in running.values()], done * steps)
+                _show(bar, workers.progress(), [*running.values()], done * steps)
                 ended, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in ended:
-                spec = running.pop(future)
+                name = running.pop(future)
                 try:
                     metrics = future.result()
                 except FolderIsLocked:  # another process makes it
-                    names.discard(spec.name)
+                    del recipes[name]
                     is_locked = True
                 except Exception as error:
-                    log = f"{origin(Path(spec.recipe.output_dir))}{LOG}"
-                    failures.append(f"run {spec.name} {workers.describe_error(error)}; see {log}")
+                    log = beside(Path(recipes[name].output_dir).absolute(), LOG)
+                    failures.append(f"run {name} {workers.describe_error(error)}; see {log}")
                     bar.write(failures[-1], file=sys.stderr)
                 else:
-                    yield spec, metrics
+                    yield name, metrics
             if is_locked:
                 time.sleep(1.0)
     finally:
-        workers.cancel(list(running.values()))
+        workers.cancel([*running.values()])
     if failures:
         count = f"{len(failures)} runs failed: " if len(failures) > 1 else ""
         raise ChildProcessError(f"{count}{'; '.join(failures)}")

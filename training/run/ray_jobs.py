@@ -1,37 +1,32 @@
-"""Runs on Ray: a task for each run, or a `TorchTrainer` of Ray Train if a run takes several workers.
+"""Makes runs on Ray: each as a task, or by a `TorchTrainer` of Ray Train if it takes several workers.
 
-Ray knows the nodes, reserves CPUs and GPUs, and retries what is lost. A node makes a run in a temporary folder, sends
-each checkpoint and at last the results to the folder of results, and goes on from the checkpoints that lie there.
+All nodes see the folder of results. A run writes its files and checkpoints there, as on a single machine. If its node
+is lost, Ray starts it again on another node, where it resumes from the last checkpoint.
 """
 
 import os
-import shutil
 import socket
-import tempfile
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets.fingerprint import Hasher
-from transformers import TrainerCallback
 
 import modeling_nlq
 
-from ..disk import delete, resolve_user_path
-from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER, read_json
-from ..models import weights_fingerprint
-from ..storage import WorkingCopy, is_address
+from ..disk import atomic_dir, make_folder, read_bytes, resolve_user_path
+from ..files import PROGRESS, TOKENIZER, read_json
 from ..text import first_line, one_line
+from ..values import from_json
 from .data import prepare_data, save_blocks
 from .documents import load_documents
 from .recipe import Recipe
-from .run_folder import FolderIsLocked, RunProgress
-from .unattended import RunFailed, RunSpec, run_in_subprocess
+from .run_folder import RunFolder, RunProgress
+from .unattended import RunFailed, beside, run_in_subprocess
 
 
 try:
@@ -42,7 +37,12 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-_TOKENIZER, _MODELS = "tokenizer.json", "models"
+# The last file of the shared data that is written
+_LAST_FILE = "tokenizer.json"
+# Seconds between two reports of progress
+_PACE = 5.0
+# Seconds to wait for the lock of a run, which a process that Ray is killing may still hold
+_PATIENCE = 10.0
 
 
 def require_ray() -> None:
@@ -56,16 +56,15 @@ def require_ray() -> None:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a run takes.
+    """The CPUs, GPUs and workers of a run.
 
     Attributes:
-        cpus_per_run: CPUs that a run reserves, and its number of threads. By default as many as PyTorch takes in this
-            process, so that both engines give equal numbers; one for each worker if there are GPUs or several workers.
-        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. Without any, it trains on the
-            CPU.
+        cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads in
+            this process, so that both engines give equal numbers. With GPUs or several workers it is one per worker.
+        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. With 0, it trains on the CPU.
         workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs
             and GPUs, on any node, and at most one GPU.
-        max_retries: how often a run is retried that lost its node or its process, or ran out of memory.
+        max_retries: how often Ray retries a run that lost its node or its process, or ran out of memory.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -83,17 +82,17 @@ class Resources:
             object.__setattr__(self, "cpus_per_run", torch.get_num_threads() if workers == 1 and not gpus else workers)
 
     def of_a_worker(self) -> dict[str, float]:
-        """What a worker takes, as Ray names it."""
+        """The resources of a worker, by their names in Ray."""
         needs = {"CPU": self.cpus_per_run / self.workers_per_run, "GPU": self.gpus_per_run / self.workers_per_run}
         return {name: amount for name, amount in needs.items() if amount}
 
     def workers_that_fit(self) -> int:
-        """The number of workers for which the cluster has room."""
+        """Returns the number of workers that fit into the cluster."""
         needs = self.of_a_worker()
         return sum(min(int(node.get(name, 0) / amount) for name, amount in needs.items()) for node in _nodes())
 
     def check_room(self) -> None:
-        """Raises `ValueError` if the cluster has no room for a run, for which Ray would wait for ever."""
+        """Raises `ValueError` if no run fits into the cluster. Ray would wait without end."""
         if self.workers_that_fit() < self.workers_per_run:
             needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
             have = ", ".join(
@@ -108,8 +107,7 @@ def _nodes() -> list[dict[str, float]]:
 
 @contextmanager
 def connected_to_ray() -> Iterator[None]:
-    """Connects to the cluster of `RAY_ADDRESS`, else to the one that runs on this machine, else starts one and stops
-    it.
+    """Connects to the cluster of `RAY_ADDRESS`, or to one on this machine, which is started and stopped if necessary.
 
     Raises:
         ValueError: if the cluster does not answer.
@@ -118,10 +116,10 @@ def connected_to_ray() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # A run that ran out of memory is retried like others, not for ever
+    # Without this, Ray retries a run that ran out of memory without end
     os.environ.setdefault("RAY_task_oom_retries", "0")
     try:
-        # What runs print is in their logs
+        # Runs print into their logs
         ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"no cluster of Ray answers: {first_line(error)}") from error
@@ -134,40 +132,29 @@ def connected_to_ray() -> Iterator[None]:
 # What the driver prepares
 
 
-def share_data(recipe: Recipe, models: set[str], location: str, below: str) -> tuple[str, str | None]:
-    """Saves what all nodes read, once: tokenizer, tokenised data, and at an address also models that are files of this
-    machine.
-
-    The data of a stream are read by each node.
+def share_data(recipe: Recipe, folder: Path) -> tuple[Path, str | None]:
+    """Saves tokenizer and tokenised data once for all nodes, unless they exist. Each node reads a stream itself.
 
     Args:
         recipe: names the data.
-        models: the models of the runs.
-        location: the folder of results, or its address.
-        below: the folder in it for what nodes read.
+        folder: a folder that all nodes see. Different data get different subfolders.
 
     Returns:
-        The name of the folder with all that, and the fingerprint of the documents.
+        The subfolder, and the fingerprint of the documents.
     """
     fingerprint = load_documents(recipe).fingerprint
-    sources = [Path(model) for model in sorted(models) if is_address(location) and Path(model).exists()]
-    parts = [fingerprint, recipe.digest("data"), recipe.tokenizer_name]
-    # The files of a saved tokenizer, which may change under the same name
-    parts += [path.read_bytes() for pattern in TOKENIZER for path in sorted(Path(recipe.tokenizer_name).glob(pattern))]
-    parts += [source.read_bytes() if source.is_file() else weights_fingerprint(str(source)) for source in sources]
-    name = f"{below}/{Hasher.hash(parts)}"
-    with tempfile.TemporaryDirectory() as scratch:
-        copy, folder = WorkingCopy(location, Path(scratch)), Path(scratch, name)
-        if not copy.files(f"{name}/{_TOKENIZER}"):
-            _, blocks, _ = prepare_data(recipe, folder)
+    # The files of a saved tokenizer may change under the same name
+    tokenizer = resolve_user_path(recipe.tokenizer_name)
+    files = [path for pattern in TOKENIZER for path in sorted(tokenizer.glob(pattern))]
+    parts = [fingerprint, recipe.digest("data"), recipe.tokenizer_name, *map(read_bytes, files)]
+    shared = folder / Hasher.hash(parts)
+    if not (shared / _LAST_FILE).is_file():
+        make_folder(shared)
+        with atomic_dir(shared, last=_LAST_FILE) as unfinished:
+            _, blocks, _ = prepare_data(recipe, unfinished)
             if not recipe.streaming:
-                save_blocks(blocks, fingerprint, folder)
-            for source in sources:
-                target = folder / _MODELS / Hasher.hash(str(source))
-                target.parent.mkdir(exist_ok=True)
-                (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
-            copy.push()
-    return name, fingerprint
+                save_blocks(blocks, fingerprint, unfinished)
+    return shared, fingerprint
 
 
 def share_batch(recipe: Recipe, workers: int) -> Recipe:
@@ -188,210 +175,137 @@ def share_batch(recipe: Recipe, workers: int) -> Recipe:
 # On a node
 
 
-class _CheckpointSender(TrainerCallback):
-    """Keeps the checkpoints of a run in the folder of results as they are on this node."""
-
-    def __init__(self, copy: WorkingCopy, folder: str):
-        self._copy, self._folder = copy, folder
-
-    def on_save(self, args, state, control, **kwargs):
-        """Sends a checkpoint: each node has the files of its own processes, and the first process the state."""
-        for is_turn_of_first in (False, True):
-            if args.local_process_index == 0 and (args.process_index == 0) == is_turn_of_first:
-                self.send()
-            _wait_for_all()
-
-    def send(self) -> None:
-        """Sends what is new in the run folder, and deletes the checkpoints that this node has no more."""
-        self._copy.push(self._folder)
-        there = [name for name in self._copy.files(self._folder) if f"/{CHECKPOINT}" in name]
-        here = self._copy.folder / self._folder
-        self._copy.delete(
-            name for name in there if not (here / Path(name).relative_to(self._folder).parts[0]).is_dir()
-        )
-
-
-def _wait_for_all() -> None:
-    """Waits for the processes that train together."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-
-
 def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its metrics."""
-    spec, name = job["spec"], job["spec"].recipe.output_dir
+    host = socket.gethostname()
     if job["version"] != modeling_nlq.__version__:
-        raise RunFailed(f"failed: {socket.gethostname()} has another version of modeling-nlq than {job['version']}")
+        raise RunFailed(f"failed: {host} has another version of modeling-nlq than {job['version']}")
+    if not (job["data"] / _LAST_FILE).is_file():
+        raise RunFailed(f"failed: {host} does not see {job['data']}; --output_dir must be a folder that all nodes see")
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
     with suppress(OSError):
-        # On a file system that the nodes share, relative paths in a recipe lead to the same files
-        os.chdir(job["cwd"])
-    is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    scratch = resolve_user_path(tempfile.gettempdir()) / f"nlq-{job['id']}"  # the same on all nodes
-    copy = WorkingCopy(job["place"], scratch)
-
-    def report(content: RunProgress) -> None:
-        job["board"].write.remote(spec.name, content)
-        copy.push(f"{name}{LOG}")
-        copy.push(f"{name}{PROGRESS}")
-
-    try:
-        if is_first_here:
-            delete(scratch)  # of an attempt that was killed
-            scratch.mkdir(mode=0o700)
-            for wanted in (name, f"{name}{LOG}", *([spec.data] if is_address(copy.location) else [])):
-                copy.pull(wanted)
-        _wait_for_all()
-        data = scratch / spec.data if is_address(copy.location) else Path(copy.path, spec.data)
-        if not data.is_dir():
-            raise RunFailed(
-                f"failed: --output_dir must be an address, or a folder that {socket.gethostname()} has too"
-            )
-        model = data / _MODELS / Hasher.hash(spec.recipe.model)
-        sender = _CheckpointSender(copy, name)
-        recipe = spec.recipe.replace(training={"output_dir": str(scratch / name)})
-        spec = replace(spec, recipe=recipe, data=str(data), model=str(model) if model.exists() else None)
-        metrics = run_in_subprocess(spec, report, [sender])
-        if is_first_here:
-            sender.send()
-            copy.push(f"{name}{LOG}")
-            copy.push(f"{name}{PROGRESS}")  # which is deleted
-        _wait_for_all()
-        return metrics
-    finally:
-        if is_first_here:
-            delete(scratch)
+        os.chdir(job["cwd"])  # relative paths in a recipe lead to the same files
+    return run_in_subprocess(job["recipe"], job["data"], job["threads"], pace=_PACE, patience=_PATIENCE)
 
 
 def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
-    """Makes a run by Ray Train, whose workers find each other as those of `torchrun` do."""
+    """Makes a run by Ray Train, which sets the environment variables of `torchrun` in each worker."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-    from pyarrow.fs import FSSpecHandler, PyFileSystem
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = WorkingCopy(job["place"], Path(scratch))
-        parent, _, name = f"{copy.path}/{job['spec'].data}".rpartition("/")
-        workers, has_gpus = resources.workers_per_run, resources.gpus_per_run > 0
-        TorchTrainer(
-            _make_run,
-            train_loop_config=job,
-            scaling_config=ScalingConfig(
-                num_workers=workers, use_gpu=has_gpus, resources_per_worker=resources.of_a_worker()
-            ),
-            run_config=RunConfig(
-                name=name,
-                storage_path=parent,
-                storage_filesystem=PyFileSystem(FSSpecHandler(copy.system)),
-                failure_config=FailureConfig(max_failures=resources.max_retries),
-            ),
-        ).fit()
-        copy.pull(metrics := f"{job['spec'].recipe.output_dir}/{METRICS_FILE}")
-        return read_json(Path(scratch, metrics))
+    TorchTrainer(
+        _make_run,
+        train_loop_config=job,
+        scaling_config=ScalingConfig(
+            num_workers=resources.workers_per_run,
+            use_gpu=resources.gpus_per_run > 0,
+            resources_per_worker=resources.of_a_worker(),
+        ),
+        run_config=RunConfig(
+            name=job["name"].replace("/", "-"),
+            storage_path=str(job["data"]),
+            failure_config=FailureConfig(max_failures=resources.max_retries),
+        ),
+    ).fit()
+    return RunFolder(Path(job["recipe"].output_dir)).metrics()
 
 
 # The driver
 
 
-class _Board:
-    """An actor that knows how far each run is: runs write, the driver reads. Its name is that of the folder of
-    results.
-    """
-
-    def __init__(self):
-        self._progress: dict[str, RunProgress] = {}
-
-    def write(self, name: str, progress: RunProgress) -> None:
-        self._progress[name] = progress
-
-    def read(self) -> dict[str, RunProgress]:
-        return self._progress
-
-
 class RayWorkers:
     """Makes runs on the cluster, each as a task, or by a `TorchTrainer` if it takes several workers.
 
-    Args:
-        location: the folder of results, or its address.
-        resources: what each run takes.
-        folder: that folder on this machine, in which the folders of runs and their data lie.
+    A `TorchTrainer` starts five processes besides its workers, which take more CPU time than a small run.
 
-    Raises:
-        FolderIsLocked: if another driver of the cluster makes runs in this folder.
+    Args:
+        resources: the resources of each run.
     """
 
-    def __init__(self, location: str, resources: Resources, folder: Path):
-        self._resources, self._folder = resources, folder
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        if resources.workers_per_run > 1:  # they take the resources. `max_calls`: each run has a fresh process
-            self._task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
-        else:
-            self._task = ray.remote(
-                max_calls=1,
-                num_cpus=resources.cpus_per_run,
-                num_gpus=resources.gpus_per_run,
-                max_retries=resources.max_retries,
-            )(_make_run)
-        try:
-            options = {"name": location, "namespace": "nlq", "num_cpus": 0, "scheduling_strategy": here}
-            self._board = ray.remote(_Board).options(**options).remote()
-        except ValueError:
-            raise FolderIsLocked(f"{location} is in use by another driver of this cluster; wait for its end") from None
-        self._job = {"place": location, "board": self._board, "gpus": resources.gpus_per_run, "cwd": os.getcwd()}
-        self._job["version"] = modeling_nlq.__version__
+    def __init__(self, resources: Resources):
+        self.resources = resources
         self._references: dict[str, Any] = {}
+        self._folders: dict[str, Path] = {}
+
+    @contextmanager
+    def at_work(self, recipes: Iterable[Recipe]) -> Iterator[None]:
+        """Connects to the cluster.
+
+        Raises:
+            ValueError: if the workers cannot share the batches of a recipe, the cluster does not answer, or no run
+                fits into it.
+        """
+        for recipe in recipes:
+            share_batch(recipe, self.resources.workers_per_run)
+        with connected_to_ray():
+            self.resources.check_room()
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            # `max_calls=1` gives each run a fresh process
+            if self.resources.workers_per_run > 1:  # the workers reserve the resources, not the task
+                self._task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
+            else:
+                self._task = ray.remote(
+                    max_calls=1,
+                    num_cpus=self.resources.cpus_per_run,
+                    num_gpus=self.resources.gpus_per_run,
+                    max_retries=self.resources.max_retries,
+                )(_make_run)
+            yield
 
     def room(self, running: int) -> int:
-        """Returns the number of runs that may be submitted now. Ray queues tasks by itself.
+        """Returns the number of runs that may be submitted now. Ray queues tasks itself.
 
-        A `TorchTrainer` takes a process before it has room, so only one of them waits.
+        A waiting `TorchTrainer` is a process, so at most one waits.
         """
-        workers = self._resources.workers_per_run
-        return self._resources.workers_that_fit() // workers + 1 - running if workers > 1 else 1
+        workers = self.resources.workers_per_run
+        return self.resources.workers_that_fit() // workers + 1 - running if workers > 1 else 1
 
-    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
+    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[dict[str, Any]]:
         """Queues a run."""
-        workers = self._resources.workers_per_run
-        recipe, threads = share_batch(spec.recipe, workers), self._resources.cpus_per_run // workers
-        output_dir, data = (Path(path).relative_to(self._folder).as_posix() for path in (recipe.output_dir, spec.data))
-        recipe = recipe.replace(training={"output_dir": output_dir})
-        spec = replace(spec, recipe=recipe, data=data, threads=threads, pace=5.0)
-        job = {**self._job, "spec": spec, "id": uuid.uuid4().hex}
-        reference = self._task.remote(job, *([self._resources] if workers > 1 else []))
-        self._references[spec.name] = reference
-        return reference.future()
+        workers = self.resources.workers_per_run
+        self._folders[name] = Path(recipe.output_dir).absolute()
+        shared = share_batch(recipe.without_tokens(), workers)
+        job = {
+            "name": name,
+            "recipe": shared.replace(training={"output_dir": str(self._folders[name])}),
+            "data": data.absolute(),
+            "threads": self.resources.cpus_per_run // workers,
+            "gpus": self.resources.gpus_per_run,
+            "cwd": os.getcwd(),
+            "version": modeling_nlq.__version__,
+        }
+        self._references[name] = self._task.remote(job, *([self.resources] if workers > 1 else []))
+        future = self._references[name].future()
+        future.add_done_callback(lambda _: self._folders.pop(name, None))
+        return future
 
     def progress(self) -> dict[str, RunProgress]:
         """Returns the progress of the runs at work, by name."""
-        with suppress(RayError):  # the runs go on without the board
-            return ray.get(self._board.read.remote())
-        return {}
+        found = {}
+        for name, folder in [*self._folders.items()]:
+            file = beside(folder, PROGRESS)
+            with suppress(OSError, ValueError):  # the run is queued or finished
+                found[name] = from_json(RunProgress, read_json(file), f"{file}: ")
+        return found
 
     def describe_error(self, error: BaseException) -> str:
         """Says in a line why a run is not finished."""
         return _reason(error)
 
-    def cancel(self, specs: list[RunSpec]) -> None:
-        """Ends runs, which go on from their last checkpoints another time."""
-        for spec in specs:
-            with suppress(Exception):
-                ray.cancel(self._references[spec.name], force=True)
-                name = Path(spec.recipe.output_dir).relative_to(self._folder).as_posix()
-                WorkingCopy(self._job["place"], Path()).delete([f"{name}{PROGRESS}"])
-
-    def close(self) -> None:
-        """Ends the actor that knows the progress of runs."""
-        with suppress(RayError):
-            ray.kill(self._board)
+    def cancel(self, names: list[str]) -> None:
+        """Ends runs. They can resume from their last checkpoints."""
+        for name in names:
+            with suppress(RayError):
+                ray.cancel(self._references[name], force=True)
 
 
 def _reason(error: Exception) -> str:
-    """Why a run is not finished, in a line: the messages of Ray have paragraphs."""
+    """Says in a line why a run is not finished. Ray's own messages have paragraphs."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     failures = list(getattr(cause, "worker_failures", {}).values()) or [cause]
-    # If a worker dies, those that wait for it fail too
+    # If a worker dies, the others fail too, because they wait for it
     cause = next((failure for failure in failures if not isinstance(failure, RunFailed)), failures[0])
     if isinstance(cause, RunFailed):
         return str(cause)

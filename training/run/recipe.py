@@ -22,11 +22,10 @@ from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import AUTOMATIC, check_kernels
 
 from ...configuration import find
-from ..disk import read_text, resolve_user_path
+from ..disk import read_text, resolve_user_path, results_folder
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
 from ..models import added_parameters, is_saved_model, load_config, read_record
 from ..size import ModelKind, context_of, kind_of, positions_of, shapes_of, vocabulary_of
-from ..storage import normalized
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from ..values import Value
@@ -191,7 +190,7 @@ class Recipe(Value):
 
     @property
     def output_dir(self) -> str:
-        """The run folder, or its address."""
+        """The run folder."""
         return self.training["output_dir"]
 
     @functools.cached_property
@@ -373,7 +372,7 @@ def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], sour
     kernel.
 
     Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps
-    from elsewhere. The processes that this program starts do not get their recipes as YAML (see `RunSpec`).
+    from elsewhere. The processes that this program starts do not get their recipes as YAML.
     """
     check_kernels(content, source)
     parts = content.get("parts")
@@ -411,7 +410,7 @@ def read_recipe(
     if content.get("parts"):
         content["parts"] = read_parts(content["parts"], Path(source).parent)
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
-    training["output_dir"] = normalized(training["output_dir"])
+    training["output_dir"] = str(results_folder(training["output_dir"]))
     if "model" not in content:
         raise ValueError(f"{source}: the field 'model' is missing")
 

@@ -62,7 +62,6 @@ def train_recipe(
     recipe: Recipe,
     tokenizer_folder: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-    recorded: Recipe | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
 
@@ -71,7 +70,6 @@ def train_recipe(
     Args:
         tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
         callbacks: more callbacks for `Trainer`.
-        recorded: the recipe to write down, if the files that `recipe` names are copies on this machine.
 
     Returns:
         The content of `metrics.json`.
@@ -85,7 +83,7 @@ def train_recipe(
     folder = place.path
     check_recipe(recipe)
     with arguments.main_process_first(local=False):
-        place.claim_run(recorded or recipe, arguments.world_size, is_main_process)
+        place.claim_run(recipe, arguments.world_size, is_main_process)
     if place.is_finished():
         logger.warning(f"{folder} is finished: nothing to do")
         return place.metrics()
@@ -101,7 +99,6 @@ def train_recipe(
         # empty
         torch.compiler.reset()
     run = _build(recipe, size, tokenizer_folder or folder, callbacks)
-    run.recorded = recorded or recipe
     if is_main_process:
         print(_announcement(run), flush=True)
     _train(run)
@@ -116,12 +113,11 @@ def train_recipe(
 
 @dataclass
 class _Run:
-    """The parts of a run: its recipe, the recipe to write down, `Trainer`, record, data by split, the fingerprint of
-    the documents, and the size of the model.
+    """The parts of a run: its recipe, `Trainer`, record, data by split, the fingerprint of the documents, and the size
+    of the model.
     """
 
     recipe: Recipe
-    recorded: Recipe
     trainer: Trainer
     record: RunRecord
     blocks: dict[str, Blocks]
@@ -173,7 +169,7 @@ def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequen
         ]
     for callback in (ChecksumCallback, *callbacks):
         trainer.add_callback(callback)
-    return _Run(recipe, recipe, trainer, record, blocks, fingerprint, size)
+    return _Run(recipe, trainer, record, blocks, fingerprint, size)
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -247,8 +243,8 @@ def _train(run: _Run) -> None:
     resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, trainer.is_fsdp_enabled)
     place = RunFolder(Path(arguments.output_dir))
     # Its shares of a batch may be others
-    if trainer.is_world_process_zero() and place.made_from() != run.recorded.to_dict():
-        place.write(run.recorded.to_dict())
+    if trainer.is_world_process_zero() and place.made_from() != run.recipe.to_dict():
+        place.write(run.recipe.to_dict())
     if resumed is None:
         trainer.train(resume_from_checkpoint=None)
         return
@@ -304,9 +300,9 @@ def _collect(run: _Run) -> dict[str, Any]:
         "peak_memory": peak_memory(arguments.device),
         **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
         "dataset_fingerprint": run.fingerprint,
-        "trained_on": record_run(run.recorded, run.fingerprint),
+        "trained_on": record_run(run.recipe, run.fingerprint),
         "is_fine_tuned": recipe.has_weights,
-        "base_model": base_model_of(run.recorded.model) if recipe.has_weights else None,
+        "base_model": base_model_of(run.recipe.model) if recipe.has_weights else None,
         "parameters": run.size.total,
         "non_embedding_parameters": run.size.non_embedding,
         "trained_parameters": run.size.trained,
@@ -356,7 +352,7 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
     """Writes plot, card, state and metrics. The metrics are last: a run that has them is finished."""
     folder, state = Path(run.trainer.args.output_dir), run.trainer.state
     conversion = run.recipe.conversion if run.recipe.trainable == "new" else None
-    title = without_folders(run.recorded.model)
+    title = without_folders(run.recipe.model)
     plot_losses(state.log_history, folder / PLOT_FILE, title, objective_of(run.recipe).loss_unit)
     if conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
@@ -364,7 +360,7 @@ def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
         # With a LoRA, the saved model is smaller than the one that was trained
         size = run.size if run.recipe.lora is None else size_of(run.trainer.model)
         config = run.trainer.model.config
-        card = render(folder.resolve().name, config, size, run.recorded.to_dict(), metrics, conversion, has_plot=True)
+        card = render(folder.resolve().name, config, size, run.recipe.to_dict(), metrics, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
     # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]

@@ -1,6 +1,6 @@
-"""A run that nobody watches, in a process of its own: its log and its progress lie in files beside its folder.
+"""Makes a run in a subprocess, which writes its log and its progress into files beside the run folder.
 
-The engines of `nlq compare` and `nlq train` start nothing else, on this machine or on another.
+All engines of `nlq compare`, and `nlq train` on Ray, make their runs by `run_in_subprocess`.
 """
 
 import contextlib
@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +21,15 @@ import torch
 from transformers import TrainerCallback
 
 from ..disk import delete, open_file, write_text
-from ..files import CHECKPOINT, LOG, PROGRESS
+from ..files import LOG, PROGRESS
 from ..text import one_line
 from .recipe import Recipe
 from .run_folder import FolderIsLocked, RunFolder, RunProgress
 from .trainer import train_recipe
 
 
-@dataclass(frozen=True)
-class RunSpec:
-    """What a process needs to know to make a run.
-
-    Attributes:
-        name: name of the run, for messages.
-        recipe: its `output_dir` is the run folder. Log and progress lie beside it.
-        data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there.
-        model: the path of the recipe's model on this machine, if it is a file that lies elsewhere than its record
-            says.
-        threads: number of threads of PyTorch.
-        pace: seconds between two reports of progress.
-        keeps_checkpoints: whether the checkpoints stay when the run is finished.
-    """
-
-    name: str
-    recipe: Recipe
-    data: str
-    model: str | None = None
-    threads: int = 1
-    pace: float = 1.0
-    keeps_checkpoints: bool = False
-
-
 class RunFailed(Exception):
-    """The run failed for another reason than its loss; the message says why in one line."""
+    """A run failed, but not by divergence; the message says why in one line."""
 
 
 def beside(folder: Path, suffix: str, rank: int = 0) -> Path:
@@ -114,17 +89,24 @@ class ProgressWriter(TrainerCallback):
 
 
 def run_in_subprocess(
-    order: RunSpec,
+    recipe: Recipe,
+    data: Path,
+    threads: int = 1,
     report: Callable[[RunProgress], None] | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
+    pace: float = 1.0,
+    patience: float = 0.0,
 ) -> dict[str, Any]:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
 
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
 
     Args:
+        recipe: its `output_dir` is the run folder. Log and progress are written beside it.
+        data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there.
+        threads: number of threads of PyTorch.
         report: called with the progress of the run, in a thread of its own.
-        callbacks: more callbacks for `Trainer`.
+        pace: seconds between two reports of progress.
+        patience: seconds to wait for another process that makes this run.
 
     Returns:
         The metrics of the run, as `train_recipe` does.
@@ -133,26 +115,22 @@ def run_in_subprocess(
         FolderIsLocked: if another process makes this run.
         RunFailed: if it failed. The log has the traceback.
     """
-    rank, folder = int(os.environ.get("RANK", 0)), Path(order.recipe.output_dir)
+    rank, folder, callbacks = int(os.environ.get("RANK", 0)), Path(recipe.output_dir), []
     try:
         with contextlib.ExitStack() as stack:
             if rank == 0:
-                stack.enter_context(RunFolder(folder).held())
+                stack.enter_context(RunFolder(folder).held(patience))
             _redirect_output(beside(folder, LOG, rank))
             if rank == 0:
-                progress = stack.enter_context(ProgressWriter(beside(folder, PROGRESS), order.pace, report))
-                callbacks = [progress, *callbacks]
+                callbacks = [stack.enter_context(ProgressWriter(beside(folder, PROGRESS), pace, report))]
             try:
-                metrics = _train(order, callbacks)
+                torch.set_num_threads(threads)
+                recipe.load_parts()  # of this process
+                return train_recipe(recipe.replace(training={"disable_tqdm": True}), data, callbacks)
             except BaseException:
                 traceback.print_exc()  # into the log
                 sys.stderr.flush()
                 raise
-            if rank == 0 and not order.keeps_checkpoints:
-                for checkpoint in folder.glob(f"{CHECKPOINT}*"):
-                    # A finished run needs none, and many runs would fill the disk. Another process may remove them too
-                    delete(checkpoint)
-            return metrics
     except FolderIsLocked:
         raise
     except Exception as error:
@@ -166,11 +144,3 @@ def _redirect_output(log: Path) -> None:
         standard.flush()
         os.dup2(stream.fileno(), number)
     sys.stdout = stream  # line by line, which a file is not by itself
-
-
-def _train(order: RunSpec, callbacks: Sequence[TrainerCallback]) -> dict[str, Any]:
-    torch.set_num_threads(order.threads)
-    order.recipe.load_parts()  # of this process
-    recipe = order.recipe.replace(training={"disable_tqdm": True})
-    local = recipe if order.model is None else recipe.replace(model=order.model)
-    return train_recipe(local, Path(order.data), callbacks, recorded=recipe)

@@ -19,7 +19,6 @@ from ..disk import write_text
 from ..files import COMPARISON_FILE, RESULTS_FILE
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..sharing.scrub import without_folders
-from ..storage import publish
 from ..values import from_json
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
@@ -36,7 +35,6 @@ def run_and_report(screening: Screening, folder: Path, engine: Engine | None = N
     )
     if is_main_process():
         write_report(from_json(ScreeningOutcome, results), folder)
-        publish(folder)
     return results
 
 

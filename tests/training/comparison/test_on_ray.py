@@ -15,11 +15,11 @@ from modeling_nlq.training import compare, train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.disk import files_below
 from modeling_nlq.training.files import read_json
-from modeling_nlq.training.run import ray_jobs, trainer, unattended
+from modeling_nlq.training.run import checkpoints, trainer, unattended
 from modeling_nlq.training.run.ray_jobs import share_batch, share_data
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder
 
 
 RUN = "runs/twin/rate-0.01-seed-2"
@@ -32,7 +32,7 @@ def cluster(monkeypatch) -> FakeRay:
 
 @pytest.fixture
 def without_one(finished, tmp_path):
-    """A copy of the finished comparison in which one run is missing: folder, results, comparison."""
+    """A copy of the finished comparison without one of its runs: folder, results, comparison."""
     shutil.copytree(finished[0], tmp_path / "results")
     shutil.rmtree(tmp_path / "results" / RUN)
     return tmp_path / "results", finished[1], load_plan(finished[2])
@@ -40,33 +40,26 @@ def without_one(finished, tmp_path):
 
 def lose_node(monkeypatch, times: int) -> None:
     """The node dies after the second checkpoint of an attempt, so many times."""
-    send, count = ray_jobs._CheckpointSender.on_save, iter(range(2 * times))
+    save, count = checkpoints.ChecksumCallback.on_save, iter(range(2 * times))
 
     def on_save(self, *arguments, **kwargs):
-        send(self, *arguments, **kwargs)
+        save(self, *arguments, **kwargs)
         if next(count, 0) % 2 == 1:
             raise FakeError("The node died.\nIts raylet ...")
 
-    monkeypatch.setattr(ray_jobs._CheckpointSender, "on_save", on_save)
+    monkeypatch.setattr(checkpoints.ChecksumCallback, "on_save", on_save)
 
 
 class TestComparison:
-    @pytest.mark.thin(2)
-    @pytest.mark.parametrize("at_address", [False, True])
-    def test_last_run(self, cluster, without_one, request, at_address):
-        """What either engine has finished is kept, and the numbers are the same, in a folder and at an address."""
+    def test_last_run(self, cluster, without_one):
+        """Finished runs of the local engine are kept, and the numbers are the same."""
         folder, expected, comparison = without_one
-        there = WorkingCopy(f"memory://{request.node.name}" if at_address else str(folder), folder)
-        if at_address:
-            there.push()
-            folder = open_folder(there.location)
         assert without_times(run_comparison(comparison, folder, RayEngine(cpus_per_run=1))) == without_times(expected)
         assert len(cluster.tasks) == 1 and cluster.tasks[0]["max_retries"] == 3 and cluster.tasks[0]["num_cpus"] == 1
-        files = there.files()
+        files = files_below(folder)
         assert {f"{RUN}/metrics.json", f"{RUN}/model.safetensors", f"{RUN}.log", "results.json"} <= set(files)
-        assert not [name for name in files if re.search(r"checkpoint-|progress|\.driver", name)]
+        assert not [name for name in files if re.search(r"checkpoint-|progress|unfinished", name)]
         assert any(re.fullmatch(r"\.data/\w+/blocks.json", name) for name in files)
-        assert any(name.startswith(".data/") and "/models/" in name for name in files) == at_address
         assert read_json(folder / "results.json")["models"]["twin"]["runs"][2]["test_loss"] is not None
 
     def test_runs_that_fail(self, cluster, make_file, tmp_path, monkeypatch):
@@ -95,18 +88,22 @@ class TestComparison:
 
     def test_second_driver(self, cluster, without_one):
         folder, _, comparison = without_one
-        cluster.taken.add(str(folder))
+        engine = RayEngine(cpus_per_run=1)
+        with engine.alone_in(folder), pytest.raises(ValueError, match="is in use by another process"):
+            run_comparison(comparison, folder, engine)
+        assert cluster.tasks == []
+
+    def test_node_that_does_not_see_the_folder(self, cluster, without_one, monkeypatch):
+        folder, _, comparison = without_one
+        submit = RayEngine.submit
+        monkeypatch.setattr(
+            RayEngine, "submit", lambda self, name, recipe, data: submit(self, name, recipe, data / "x")
+        )
         with pytest.raises(
-            ValueError, match=f"{folder} is in use by another driver of this cluster; wait for its end"
+            ChildProcessError, match=r"does not see .*; --output_dir must be a folder that all nodes see"
         ):
             run_comparison(comparison, folder, RayEngine(cpus_per_run=1))
-        engine = RayEngine(cpus_per_run=1)
-        with (
-            engine.alone_in(folder),
-            pytest.raises(ValueError, match=r"is in use by another"),
-            engine.alone_in(folder),
-        ):
-            pass
+        assert not (folder / RUN).exists()
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -162,7 +159,7 @@ class TestSharedData:
                 **changes,
             }
             recipe = Recipe(**fields | {"dataset": str(tmp_path / f"{fields.get('dataset', 'ONE')}.jsonl")})
-            folder = tmp_path / "results" / share_data(recipe, set(), str(tmp_path / "results"), "data")[0]
+            folder = tmp_path / "results" / share_data(recipe, tmp_path / "results")[0]
             return folder, [str(Dataset.from_file(str(split))[:]) for split in sorted(folder.glob("*/*.arrow"))]
 
         before, tokens = share()
@@ -199,20 +196,17 @@ class TestSharedData:
 
 
 class TestTraining:
-    @pytest.mark.thin(2)
-    @pytest.mark.parametrize("at_address", [False, True])
-    def test_node_that_is_lost(self, cluster, recipe_file, run, request, tmp_path, monkeypatch, at_address):
-        """The run goes on from its last checkpoint, and ends with the numbers of one that was not interrupted."""
+    def test_node_that_is_lost(self, cluster, recipe_file, run, tmp_path, monkeypatch):
+        """The run resumes from its last checkpoint, and an interruption changes no number."""
         lose_node(monkeypatch, times=2)
-        place = f"memory://{request.node.name}/run" if at_address else str(tmp_path / "run")
-        metrics = train(recipe_file, output_dir=place, engine="ray", cpus_per_worker=1)
-        folder = fetch(open_folder(place))
+        folder = tmp_path / "run"
+        metrics = train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1)
         assert metrics["token_stream"] == run[1]["token_stream"] and metrics["eval_loss"] == run[1]["eval_loss"]
         assert logged_losses(folder) == logged_losses(run[0])
         names = {path.name for path in run[0].iterdir() if path.name not in ("runs", ".lock")}
         assert {path.name for path in folder.iterdir()} >= names
         assert json.loads((folder / "metrics.json").read_text()) == metrics
-        assert train(recipe_file, output_dir=place, engine="ray", cpus_per_worker=1) == metrics
+        assert train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1) == metrics
 
     def test_node_that_is_lost_too_often(self, cluster, recipe_file, tmp_path, monkeypatch):
         lose_node(monkeypatch, times=2)

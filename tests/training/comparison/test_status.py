@@ -98,10 +98,7 @@ class TestEngines:
         for options, message in (
             ({"workers": 2}, "workers: only the engine 'ray' has that"),
             ({"engine": "slurm"}, "engine='slurm' must be 'local' or 'ray'"),
-            (
-                {"output_dir": "s3://bucket/run"},
-                "output_dir=s3://bucket/run is no folder: an address needs --engine ray",
-            ),
+            ({"output_dir": "s3://bucket/run"}, "output_dir=s3://bucket/run is an address; name a folder, which all"),
         ):
             with pytest.raises(ValueError, match=message):
                 train(recipe_file, **{"output_dir": folder, **options})
@@ -110,7 +107,7 @@ class TestEngines:
         assert not folder.exists()
 
     def test_comparison_at_an_address(self, make_file):
-        with pytest.raises(ValueError, match="is no folder: results at an address need --engine ray"):
+        with pytest.raises(ValueError, match="output_dir=memory://results is an address; name a folder"):
             compare(make_file(), "memory://results")
         with pytest.raises(ValueError, match="engine='dask' must be 'local' or 'ray'"):
             compare(make_file(), engine="dask")
