@@ -20,8 +20,7 @@ from .values import from_json
 
 
 if TYPE_CHECKING:
-    from .comparison.plan import Comparison
-    from .comparison.run import Engine
+    from .comparison.comparison import Comparison
     from .screening.plan import Screening
     from .sharing.publishing import Publication
 
@@ -173,35 +172,27 @@ def compare(
     """
     options = {"cpus_per_run": cpus_per_run, "jobs": jobs, "gpus_per_run": gpus_per_run}
     options |= {"workers_per_run": workers_per_run, "max_retries": max_retries}
-    from .comparison.plan import default_folder
+    from .comparison.config import default_folder
     from .comparison.run import make_engine
 
     made = make_engine(engine, **options)
     plan = load_plan(comparison, overrides, trust_parts)
-    return run_and_report(plan, open_folder(output_dir or default_folder(plan.name)), made)
+    return plan.run_and_report(open_folder(output_dir or default_folder(plan.name)), made)
 
 
 def load_plan(
     source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
 ) -> "Comparison | Screening":
     """Reads the file of a comparison, or of a screening if it has `factors`; see `read_file`."""
-    from .comparison.reading import read_comparison, read_file
+    from .comparison.config import read_file
+    from .comparison.reading import read_comparison
 
     file = read_file(source, overrides, trust_parts)
-    if file.given.get("factors") is None:
+    if file.config.factors is None:
         return read_comparison(file)
     from .screening.plan import read_screening
 
     return read_screening(file)
-
-
-def run_and_report(plan: "Comparison | Screening", folder: Path, engine: "Engine | None" = None) -> dict[str, Any]:
-    """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
-    from .comparison import run as comparison
-    from .screening import run as screening
-    from .screening.plan import Screening
-
-    return (screening if isinstance(plan, Screening) else comparison).run_and_report(plan, folder, engine)
 
 
 def describe_results(results: dict[str, Any]) -> str:

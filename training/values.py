@@ -39,6 +39,8 @@ def _describe(kind: Any) -> str:
         return " or ".join(map(repr, get_args(kind)))
     if isinstance(kind, UnionType):
         return " or ".join("null" if part is type(None) else _describe(part) for part in get_args(kind))
+    if get_origin(kind) is list:
+        return f"a list of which each entry is {_describe(get_args(kind)[0])}"
     return _KINDS.get(get_origin(kind) or kind, (dict, "fields and values"))[1]
 
 

@@ -29,7 +29,7 @@ from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
 from ..run.unattended import RunFailed, RunSpec, run_in_subprocess
 from ..storage import is_address, origin
 from ..text import check_number
-from .plan import Run, Scale
+from .comparison import Run, Scale
 
 
 logger = logging.get_logger(__name__)

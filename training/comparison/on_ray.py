@@ -8,7 +8,7 @@ from typing import Any
 from ..run.ray_jobs import RayWorkers, Resources, connected_to_ray, share_batch, share_data
 from ..run.run_folder import RunFolder
 from ..storage import origin, publish
-from .plan import Run, Scale
+from .comparison import Run, Scale
 
 
 # Folders in that of the results: what nodes read, and the lock of the driver at work
