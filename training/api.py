@@ -1,6 +1,6 @@
 """The Python entry points of `nlq train`, `nlq compare` and `nlq publish`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from .values import from_json
 
 if TYPE_CHECKING:
     from .comparison.comparison import Comparison
+    from .comparison.run import Engine
     from .screening.plan import Screening
     from .sharing.publishing import Publication
 
@@ -177,7 +178,7 @@ def compare(
 
     made = make_engine(engine, **options)
     plan = load_plan(comparison, overrides, trust_parts)
-    return plan.run_and_report(open_folder(output_dir or default_folder(plan.name)), made)
+    return run_and_report(plan, open_folder(output_dir or default_folder(plan.name)), made)
 
 
 def load_plan(
@@ -193,6 +194,24 @@ def load_plan(
     from .screening.plan import read_screening
 
     return read_screening(file)
+
+
+def run_and_report(plan: "Comparison | Screening", folder: Path, engine: "Engine | None" = None) -> dict[str, Any]:
+    """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
+    from .comparison import run as comparison
+    from .screening import run as screening
+
+    return (comparison if plan.config.factors is None else screening).run_and_report(plan, folder, engine)
+
+
+def describe_estimate(
+    plan: "Comparison | Screening", threads: int | None = None, noise_floor: float | None = None
+) -> Iterator[str]:
+    """Yields lines about the time of a plan on this machine and what it can find, from the estimate of its room."""
+    from .comparison import estimate as comparison
+    from .screening import plan as screening
+
+    return (comparison if plan.config.factors is None else screening).describe_estimate(plan, threads, noise_floor)
 
 
 def describe_results(results: dict[str, Any]) -> str:

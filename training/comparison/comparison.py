@@ -39,7 +39,7 @@ class Variant:
     """A model of a comparison, at one scale. One that was not sized has a config and rates alone.
 
     Attributes:
-        config: its fields in the comparison's file, with those of the scale.
+        config: its fields in the file, with the changes of the scale.
         rates: the rates to choose among.
         starts_anew: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a seed, where it does not have `rates`.
@@ -63,7 +63,7 @@ class Variant:
     model_config: dict[str, Any] = field(default_factory=dict)
 
     def rates_of(self, seed: int) -> Rates:
-        """The rates among which a seed chooses."""
+        """Returns the rates that a seed can choose."""
         return self.rates_by_seed.get(seed, self.rates)
 
 
@@ -72,7 +72,7 @@ class Scale:
     """One scale of a comparison, with all overrides applied: models that see the same tokens.
 
     Attributes:
-        name: the name of the comparison, and that of the scale if there are several.
+        name: the name of the comparison, and of the scale if there are several.
         config: the comparison at this scale alone.
         variants: models by name.
         command: the command that runs the comparison.
@@ -112,12 +112,12 @@ class Scale:
 
     @property
     def tasks(self) -> list[str]:
-        """The downstream tasks on which every reported run is evaluated (see `evaluate_tasks`)."""
+        """The downstream tasks for every reported run (see `evaluate_tasks`)."""
         return self.config.tasks or []
 
     @property
     def baseline_flops(self) -> int:
-        """The compute of a run of the baseline, by which scales are sorted."""
+        """The compute of a run of the baseline, the order of scales."""
         return self.variants[self.baseline].size.flops_per_token * self.tokens_per_run
 
     @property
@@ -148,9 +148,9 @@ class Scale:
         return self.variants[run.model].recipe.replace(training=settings)
 
     def starting_at(self, chosen: Mapping[str, Mapping[int, float]]) -> "Scale":
-        """This scale, whose seeds begin their searches at the rates that they chose before, by model and seed.
+        """Returns this scale with searches that begin at the rates chosen before, by model and seed.
 
-        Other seeds begin where the file says, as do all seeds of a model for which the scale says it.
+        Other seeds begin where the file says. So do all seeds of a model if the scale gives its rates.
         """
         variants = dict(self.variants)
         for name, variant in variants.items():
@@ -238,12 +238,11 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ScaleProgress:
-    """How far a scale is: what its finished runs say about the choices of rates, and about the seeds of each model.
+    """The progress of a scale: the choices of rates and the seeds of each model, from its finished runs.
 
     Attributes:
-        scale: the scale, whose searches begin where the scale before it ended.
-        tunings: the choices of each model, by seed. With `stop: early` a model has the seeds up to the analysis at
-            which it leaves.
+        scale: the scale; its searches begin where the scale before it ended.
+        tunings: the choices of each model, by seed. A model that leaves early has fewer.
         finished: the number of finished runs of each model.
     """
 
@@ -259,7 +258,7 @@ class ScaleProgress:
 
     @property
     def at_boundary(self) -> list[str]:
-        """The models of which a seed chose the smallest or the largest of several rates."""
+        """The models with a seed at the smallest or the largest of several rates."""
         return [model for model, of in self.tunings.items() if any(tuning.is_at_boundary for tuning in of)]
 
     def reported(self, model: str) -> list[Run]:
@@ -276,9 +275,8 @@ class ScaleProgress:
 def progress_of(scale: Scale, results: Results) -> ScaleProgress:
     """Finds which runs of a scale come next, from the finished runs alone.
 
-    With `stop: early`, the first interim analysis is made when the runs of the first `FIRST_INTERIM` seeds are
-    finished. A model about which there is no verdict gets the next seed, as does the baseline as long as there is such
-    a model.
+    The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
+    a verdict gets the next seed, and so does the baseline as long as such a model is left.
     """
     counts = dict.fromkeys(scale.variants, len(scale.seeds) if scale.stop is None else FIRST_INTERIM)
     tunings: dict[str, list[Tuning]] = {model: [] for model in scale.variants}
@@ -315,7 +313,7 @@ def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
             return Tuning(model, seed, losses, ready)
         for run in runs:
             metrics = results[run.name]
-            # Where there is nothing to choose, there may be no validation split
+            # Without a choice, the validation split may be missing
             losses[run.learning_rate] = math.inf if metrics["diverged"] else metrics.get("eval_loss", 0.0)
     return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
 
@@ -325,7 +323,7 @@ def _test_loss(metrics: Mapping[str, Any]) -> float | None:
 
 
 def _count(scale: Scale, tuning: Tuning, results: Results) -> int:
-    """Counts the finished runs of a seed, with those of a step of its search that is not complete."""
+    """Counts the finished runs of a seed, also in a step of its search that is not complete."""
     rates = scale.variants[tuning.model].rates_of(tuning.seed)
     tried = {*tuning.losses, *rates.next(tuning.losses)}
     return sum(Run(tuning.model, rate, tuning.seed).name in results for rate in tried)
@@ -361,7 +359,7 @@ class Comparison:
         """Returns how far each scale is that has begun, by name; the next one begins when all before it are finished.
 
         Each seed begins the search for its rate where it ended at the last scale that has the seed. With one start for
-        all seeds, which an accident of the scale before could choose, their choices would not be independent.
+        all seeds, chosen by accident at the scale before, their choices would not be independent.
 
         Args:
             results: the metrics of finished runs, by scale.
@@ -399,18 +397,6 @@ class Comparison:
         """A warning if a model trains in bfloat16 on a CPU that emulates it."""
         variants = (variant for scale in self.scales.values() for variant in scale.variants.values())
         return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
-
-    def estimate(self, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
-        """Yields lines about the time of the comparison here and what it can find; raises as `describe_estimate`."""
-        from .estimate import describe_estimate
-
-        yield from describe_estimate(self, threads, noise_floor)
-
-    def run_and_report(self, folder: Path, engine: Any = None) -> dict[str, Any]:
-        """Makes all runs that are not finished, writes the report, and returns the results."""
-        from .run import run_and_report
-
-        return run_and_report(self, folder, engine)
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:

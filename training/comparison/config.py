@@ -32,7 +32,7 @@ _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 @dataclass(frozen=True)
 class _Section(Value):
-    """Fields of a file and their checked values; `None` stands for a field that the file leaves out."""
+    """Fields of a file and their checked values; `None` if the file leaves a field out."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,7 +75,7 @@ class _Section(Value):
         return make_rates(self.learning_rates)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as in a file, from which `read` makes an equal section."""
+        """Returns the fields as in a file; `read` makes an equal section of them."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "nulls"}
         nulls = getattr(self, "nulls", ())
         return {name: _plain(value) for name, value in values.items() if value is not None or name in nulls}
@@ -165,14 +165,14 @@ class ModelConfig(_Section):
         return self.read({**before, **changes}, source)
 
     def recipe_fields(self) -> dict[str, Any]:
-        """Returns the fields that stand in a recipe too, without the sections; `None` is the default there."""
+        """Returns the fields that a recipe has too, without the sections; `None` is the default of a recipe."""
         names = ("model", "trainable", "lora", "parametrization", "base_sizes")
         return {name: value for name, value in self.to_dict().items() if name in names}
 
 
 @dataclass(frozen=True)
 class ScaleConfig(_Section):
-    """The fields of a scale in `scales`, in place of those of the comparison."""
+    """The fields of a scale in `scales`. They replace the fields of the comparison."""
 
     model: str | None = None
     """As in a recipe."""
@@ -194,13 +194,13 @@ class ScaleConfig(_Section):
     """The fields that are null, which takes those of a recipe back to their defaults."""
 
     def recipe_fields(self) -> dict[str, Any]:
-        """Returns the fields that stand in a recipe too, without the sections."""
+        """Returns the fields that a recipe has too, without the sections."""
         return {name: value for name, value in self.to_dict().items() if name in ("model", "tokenizer", "block_size")}
 
 
 @dataclass(frozen=True)
 class ConfirmConfig(_Section):
-    """The fields of `confirm`, in place of those that a screening chooses for its confirmation."""
+    """The fields of `confirm`; the screening chooses the others itself."""
 
     learning_rates: float | list[float] | SearchConfig | None = None
     """As in a comparison."""
@@ -290,7 +290,7 @@ class ComparisonConfig(_Section):
         """Returns the comparison at one scale alone, with the fields of the scale in place of its own.
 
         Raises:
-            ValueError: if there are no seeds.
+            ValueError: if seeds are missing.
         """
         scale = self.scale_configs[name]
         changes = scale.models or {}
@@ -380,7 +380,7 @@ def read_file(
 
 
 def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
-    """Reads the `comparison.yaml` of a results folder, in which older versions wrote the defaults of a recipe too."""
+    """Reads the `comparison.yaml` of a results folder without the defaults of a recipe, which older versions wrote."""
     config = ComparisonConfig.read(content, source)
     if isinstance(config.recipe, dict):
         config = dataclasses.replace(config, recipe=without_defaults(config.recipe))
@@ -408,7 +408,7 @@ def read_default_folder(source: str) -> Path:
 
 
 def _name_in(content: Mapping[str, Any], path: Path) -> str:
-    """Returns the name of a comparison, in one line, or that of its file."""
+    """Returns the name of a comparison in one line, by default the stem of its file."""
     name = content.get("name")
     if not isinstance(name, bool):
         name = " ".join(str(name or path.stem).split())

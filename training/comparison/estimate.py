@@ -29,7 +29,7 @@ def describe_estimate(
     """Yields lines about the time of a plan on this machine and the smallest difference it can detect.
 
     Args:
-        threads: number of threads of a run; by default that of PyTorch.
+        threads: number of threads of a run; by default PyTorch's.
         noise_floor: noise floor of earlier runs, in percent of the loss.
         has_verdicts: whether each model is compared with the baseline, which a screening does not do.
 
@@ -80,7 +80,7 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 
 @environment_of_one_run()
 def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
-    """Returns the median seconds of a training step on random tokens. Of a large batch, only a part is timed."""
+    """Returns the median seconds of a training step on random tokens, timed on a part of a large batch."""
     recipe, arguments, config = variant.recipe, variant.recipe.arguments, copy.deepcopy(variant.recipe.config)
     device, rows = arguments.device, arguments.per_device_train_batch_size
     if device.type == "cpu":

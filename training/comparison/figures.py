@@ -249,7 +249,7 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
 def draw_bowls(outcome: Outcome) -> Figure | None:
     """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
 
-    A cross at the top is a rate at which a run diverged, which has no mean. Every reported run is visible; losses of
+    A cross at the top marks a rate without a mean, because a run diverged. Every reported run is visible; losses of
     other runs that lie far above are cut off.
     """
     styles = _ladder_styles(outcome)
@@ -318,7 +318,7 @@ def _begin_improvements() -> tuple[Figure, Axes]:
 
 
 def _begin_panels(count: int, columns: int, height: float, more: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """Returns a figure of several panels; `height` is that of a row in inches, and `more` that of the rest."""
+    """Returns a figure of several panels; a row has a `height` in inches, and the rest `more`."""
     rows = -(-count // columns)
     figure = Figure(figsize=(4.5 * columns, height * rows + more), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
@@ -362,9 +362,7 @@ def _runs(found: ScaleOutcome) -> dict[str, list[RunOutcome]]:
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps at which every curve has a value, and the values `(curve, step)`; without curves, one that has no
-    steps.
-    """
+    """Returns the steps where every curve has a value, and the values `(curve, step)`, empty without curves."""
     found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
     steps = sorted(set.intersection(*(set(curve) for curve in found)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)

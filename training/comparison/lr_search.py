@@ -36,7 +36,7 @@ class SearchConfig(Value):
 
     @classmethod
     def read(cls, content: Mapping[str, Any], source: str) -> "SearchConfig":
-        """Reads `{start: 2.0e-3, factor: 2, limit: 8}`, of which only the start is needed."""
+        """Reads `{start: 2.0e-3, factor: 2, limit: 8}`; only the start is needed."""
         check_keys(source, content, [item.name for item in dataclasses.fields(cls)])
         if content.get("start") is None:
             raise ValueError(f"{source}: start is missing; a search is {{start: RATE, factor: 2, limit: {_LIMIT}}}")
@@ -88,7 +88,7 @@ class Rates:
         return [self._at(self.shift + power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
 
     def next(self, losses: Mapping[float, float]) -> list[float]:
-        """The rates to try after those whose losses are known; none when the best is found or the limit is reached.
+        """Returns the rates to try next; none when the best is found or the limit is reached.
 
         Args:
             losses: validation loss of each rate tried, in nats per token; infinity if it diverged.

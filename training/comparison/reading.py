@@ -87,7 +87,7 @@ def size_variant(
         budget: the size to match.
 
     Raises:
-        ValueError: if there is no such model, or it cannot be trained by the recipe.
+        ValueError: if the model does not exist, or the recipe cannot train it.
     """
     source, config = f"{source}: model {model!r}", variant.config
     match = config.match if config.match or "match" in config.nulls else match
@@ -115,14 +115,14 @@ def size_variant(
 
 
 def _recipe_of(config: ModelConfig, shared: Recipe) -> dict[str, Any]:
-    """Returns the shared recipe with the fields of a model, of which null takes one back to its default."""
+    """Returns the shared recipe with the fields of a model; null takes one back to its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(Recipe)} | {"model": shared.model}
     changes = {name: defaults[name] if value is None else value for name, value in config.recipe_fields().items()}
     return with_sections({**shared.to_dict(), **changes}, config, "recipe")
 
 
 def _check_can_compare(recipe: Recipe, source: str) -> None:
-    """Raises `ValueError` for a recipe whose runs cannot be compared, or not be resumed to the same results."""
+    """Raises `ValueError` if runs of a recipe cannot be compared, or not be resumed to the same results."""
     arguments = recipe.arguments
     if arguments.max_steps <= 0:
         raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
@@ -156,9 +156,7 @@ def _check_same_data(source: str, variant: Variant, reference: Variant) -> None:
 
 
 def _steps(scale: Scale, shared: Recipe, source: str) -> int:
-    """Returns the optimizer steps in which the baseline sees `tokens_per_parameter` for each of its parameters that
-    are not of an embedding.
-    """
+    """Returns the optimizer steps for `tokens_per_parameter` of the baseline, without its embeddings."""
     if "max_steps" in shared.training:
         raise ValueError(f"{source}: tokens_per_parameter and max_steps both set the number of tokens; remove one")
     baseline = scale.variants[scale.baseline]

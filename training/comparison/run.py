@@ -37,14 +37,10 @@ class Engine(Workers, Protocol):
     """Where and how the runs of a comparison are made."""
 
     def connected(self, scales: Sequence[Scale], folder: Path) -> AbstractContextManager[None]:
-        """A context in which runs can be made. It raises `ValueError` if they cannot; the folder has no file more
-        then.
-        """
+        """Returns a context for making runs. Raises `ValueError`, before it writes, if they cannot be made."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
-        """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows
-        it.
-        """
+        """Returns a context inside `connected` that keeps other processes out unless the engine allows them."""
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents.
@@ -58,10 +54,10 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
 
     Args:
         name: `local` or `ray`.
-        options: those of `LocalEngine` or `RayEngine`; `None` stands for the default.
+        options: the fields of `LocalEngine` or `RayEngine`; `None` is the default.
 
     Raises:
-        ValueError: for an unknown name, or an option that the engine does not have or whose value is not allowed.
+        ValueError: for an unknown name, an unknown option, or a value that is not allowed.
     """
     options = {option: value for option, value in options.items() if value is not None}
     if name == "ray":
@@ -110,7 +106,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     """
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
-        disable_progress_bars()  # a log file does not need those of the data
+        disable_progress_bars()  # a log file needs no bars of the data
     gathered = {}
     with engine.connected(list(comparison.scales.values()), folder):
         _claim_folder(folder, comparison)
@@ -150,9 +146,9 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """With `explore: true`, writes the page of the best model beside the baseline, and returns whether it did.
+    """Writes the page of the best model beside the baseline if the recipe asks it, and returns whether it did.
 
-    The page shows one run of each model at the largest scale. If a run of the baseline diverged, there is no page.
+    The page shows one run of each model at the largest scale. A baseline that diverged has none.
     """
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
@@ -224,12 +220,12 @@ def _added_seeds(folder: Path) -> dict[str, list[int]]:
 
 
 def _by_scale(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record by scale, in which older versions called a single scale ""."""
+    """Returns a record by scale; older versions called a single scale ""."""
     return {name or SINGLE: value for name, value in content.items()}
 
 
 def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
-    """Writes what the names of models stand for, or compares it with what was written before the first run.
+    """Writes the configurations and weights of all models, or compares them with the record of the folder.
 
     Raises:
         ValueError: if the configuration of a model has changed, or the saved weights that its runs begin with.
@@ -262,7 +258,7 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
-    """Raises `ValueError` if the dataset differs from that of earlier runs."""
+    """Raises `ValueError` if earlier runs had another dataset."""
     if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
         raise ValueError(
             f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now)"

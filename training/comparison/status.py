@@ -15,12 +15,12 @@ from .results import RunStore, scale_folder
 
 # A run reports every few seconds while it is alive
 _SILENCE = 60.0
-# A screening has no runs of its own: those of its design, and those that confirm, are comparisons in these folders
+# A screening makes two comparisons in these folders
 SCREENING, CONFIRMATION = "screening", "confirmation"
 
 
 def describe_status(folder: Path) -> list[str]:
-    """Says how far a comparison is: a line for each model, and one for each run that has begun and is not finished.
+    """Describes the progress of a comparison: a line for each model, and one for each run that is not finished.
 
     Args:
         folder: its results folder, or an address (see `storage`). Nothing else is read.
@@ -43,7 +43,7 @@ def describe_status(folder: Path) -> list[str]:
 
 
 def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
-    """Says how far one scale is."""
+    """Returns the lines about one scale."""
     rows = [["model", "runs finished", "seeds", "rates chosen"]]
     count = total = 0
     for model, tunings in progress.tunings.items():
@@ -68,7 +68,7 @@ def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
 
 
 def _describe_run(name: str, progress: RunProgress) -> str:
-    """Says how far a run is that has begun and is not finished."""
+    """Describes a run that has begun and is not finished."""
     silence = max(0.0, time.time() - progress.updated)
     is_lost = progress.state == "running" and silence > _SILENCE
     parts = [

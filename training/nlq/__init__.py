@@ -236,7 +236,7 @@ def compare(
     noise; fields of the recipe can be set as in nlq train, and run again, the same command goes on where it was
     interrupted.
     """
-    from modeling_nlq.training.api import describe_results, load_plan
+    from modeling_nlq.training.api import describe_estimate, describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.config import default_folder, read_default_folder
     from modeling_nlq.training.run.recipe import read_overrides
     from modeling_nlq.training.storage import normalized, open_folder
@@ -257,13 +257,13 @@ def compare(
     if is_main_process():
         _say("\n".join(plan.describe()), flush=True)
         if dry_run:
-            for line in plan.estimate(cpus_per_run, noise_floor):
+            for line in describe_estimate(plan, cpus_per_run, noise_floor):
                 _say(line, flush=True)
         elif engine == "local" and plan.machine_warning:
             _say(f"warning: {plan.machine_warning}", flush=True)
     if dry_run:
         return
-    results = plan.run_and_report(open_folder(place), made)
+    results = run_and_report(plan, open_folder(place), made)
     if is_main_process():
         _say(f"\n{describe_results(results)}\n\nreport: {place}/report.html")
 

@@ -1,16 +1,15 @@
-"""The plan of a screening: from a file with `factors` to the runs of a design, and those that confirm it."""
+"""The plan of a screening: the runs of a design and the comparison that confirms its result."""
 
 import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from ..comparison import estimate
 from ..comparison.comparison import Comparison, Variant, outline
 from ..comparison.config import SINGLE, ComparisonConfig, ComparisonFile, ConfirmConfig, FactorConfig, ModelConfig
-from ..comparison.estimate import describe_estimate
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.lr_search import Rates, SearchConfig
 from ..comparison.reading import read_shared_recipe, size_scale, size_variant
@@ -30,10 +29,10 @@ class Screening:
     Attributes:
         config: its fields, with all overrides.
         rates: the low and the high learning rate.
-        runs: the runs of the design, as a comparison whose models are its rows, in order.
+        runs: a comparison of the rows of the design, in order.
         sizes: the size of the model with one factor on, by its name, and of the baseline, by `OFF`.
         confirm: function from the factors that survive to the comparison that confirms them.
-        confirmation: that comparison for the first factor alone, whose number of runs is that of any other.
+        confirmation: the comparison for the first factor alone; any other has as many runs.
     """
 
     command: str
@@ -82,21 +81,20 @@ class Screening:
             f"{most}{scale.runs} runs{more}"
         )
 
-    def estimate(self, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
-        """Yields lines about the time of both parts here, and what the confirmation can find."""
-        yield from describe_estimate(self.runs, threads, has_verdicts=False)
-        yield "confirmation, without what its factors add to the time:"
-        yield from self.confirmation.estimate(threads, noise_floor)
-
-    def run_and_report(self, folder: Path, engine: Any = None) -> dict[str, Any]:
-        """Makes all runs that are not finished, writes the report, and returns the results."""
-        from .run import run_and_report
-
-        return run_and_report(self, folder, engine)
-
     def added_parameters(self, factor: str) -> int:
         """Returns the number of parameters that a factor adds to the baseline."""
         return self.sizes[factor].total - self.sizes[OFF].total
+
+
+def describe_estimate(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
+    """Yields lines about the time of both parts on this machine, and what the confirmation can find.
+
+    Args:
+        threads, noise_floor: as in the estimate of a comparison.
+    """
+    yield from estimate.describe_estimate(plan.runs, threads, has_verdicts=False)
+    yield "confirmation, without what its factors add to the time:"
+    yield from estimate.describe_estimate(plan.confirmation, threads, noise_floor)
 
 
 def read_screening(file: ComparisonFile) -> Screening:

@@ -1,6 +1,4 @@
-"""A screening from its plan to its results: many changes in one design, and then those that survive against the
-baseline.
-"""
+"""Makes the runs of a screening, and confirms the changes that survive against the baseline."""
 
 import json
 from collections.abc import Callable
@@ -41,12 +39,12 @@ def run_and_report(screening: Screening, folder: Path, engine: Engine | None = N
 
 
 def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> dict[str, Any]:
-    """Makes the runs of the design, and those that confirm what survives, and returns the content of `results.json`.
+    """Makes the runs of the design and of the confirmation, and returns the content of `results.json`.
 
     Args:
         folder: the results folder.
-        run, confirm: functions from a comparison and its folder to its results: for the runs of the design, and for
-            those that confirm.
+        run: function from a comparison and its folder to its results, for the design.
+        confirm: the same for the confirmation.
     """
     place = RunFolder(folder, COMPARISON_FILE)
     with place.held(CLAIM_PATIENCE):
