@@ -112,7 +112,7 @@ class TestBadInput:
         [
             ({"baseline": None}, "baseline=None must be one of the models base, twin"),
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
-            ({"baseline": False}, "baseline=False must be text; quote it, because YAML reads off, no"),
+            ({"baseline": False}, "baseline=False must be text or null; quote it, because YAML reads off, no"),
             ({"baseline": False, "models": {True: None, False: None}}, "models: the name True must be text; quote it"),
             ({"baseline": None, "models": {"base": None, None: None}}, "models: the name None must be text; quote it"),
             (

@@ -172,7 +172,7 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"stop": "soon"}, "stop='soon' must be early, or left out"),
+        ({"stop": "soon"}, "stop='soon' must be 'early' or null"),
         ({"seeds": [0, 1, 2]}, "has its first interim analysis at 3 seeds"),
         ({"tasks": [__file__]}, "stop: early needs a comparison at one scale, without tasks"),
         (
