@@ -22,7 +22,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
 from modeling_nlq.training.comparison.inference import analyse
-from modeling_nlq.training.comparison.rates import Rates
+from modeling_nlq.training.comparison.lr_search import Rates
 from modeling_nlq.training.comparison.tables import p_value, with_interval
 
 

@@ -1,6 +1,6 @@
 """The Python entry points of `nlq train`, `nlq compare` and `nlq publish`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from .values import from_json
 
 
 if TYPE_CHECKING:
-    from .comparison.plan import Comparison
+    from .comparison.comparison import Comparison
     from .comparison.run import Engine
     from .screening.plan import Screening
     from .sharing.publishing import Publication
@@ -163,7 +163,7 @@ def compare(
     """
     options = {"cpus_per_run": cpus_per_run, "jobs": jobs, "gpus_per_run": gpus_per_run}
     options |= {"workers_per_run": workers_per_run, "max_retries": max_retries}
-    from .comparison.plan import default_folder
+    from .comparison.config import default_folder
     from .comparison.run import make_engine
 
     made = make_engine(engine, **options)
@@ -175,10 +175,11 @@ def load_plan(
     source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
 ) -> "Comparison | Screening":
     """Reads the file of a comparison, or of a screening if it has `factors`; see `read_file`."""
-    from .comparison.reading import read_comparison, read_file
+    from .comparison.config import read_file
+    from .comparison.reading import read_comparison
 
     file = read_file(source, overrides, trust_parts)
-    if file.given.get("factors") is None:
+    if file.config.factors is None:
         return read_comparison(file)
     from .screening.plan import read_screening
 
@@ -189,9 +190,18 @@ def run_and_report(plan: "Comparison | Screening", folder: Path, engine: "Engine
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
     from .comparison import run as comparison
     from .screening import run as screening
-    from .screening.plan import Screening
 
-    return (screening if isinstance(plan, Screening) else comparison).run_and_report(plan, folder, engine)
+    return (comparison if plan.config.factors is None else screening).run_and_report(plan, folder, engine)
+
+
+def describe_estimate(
+    plan: "Comparison | Screening", threads: int | None = None, noise_floor: float | None = None
+) -> Iterator[str]:
+    """Yields lines about the time of a plan on this machine and what it can find, from the estimate of its room."""
+    from .comparison import estimate as comparison
+    from .screening import plan as screening
+
+    return (comparison if plan.config.factors is None else screening).describe_estimate(plan, threads, noise_floor)
 
 
 def describe_results(results: dict[str, Any]) -> str:

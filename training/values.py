@@ -4,7 +4,7 @@ import reprlib
 import sys
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 from huggingface_hub.dataclasses import type_validator
@@ -36,8 +36,10 @@ def _describe(kind: Any) -> str:
     """Says in words which values a type allows."""
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (UnionType, Union):  # the latter with a `Literal`
         return " or ".join("null" if part is type(None) else _describe(part) for part in get_args(kind))
+    if get_origin(kind) is list:
+        return f"a list of which each entry is {_describe(get_args(kind)[0])}"
     return _KINDS.get(get_origin(kind) or kind, (dict, "fields and values"))[1]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.inline_engine import finished_future
 
-from modeling_nlq.training.comparison.plan import Run, Scale
+from modeling_nlq.training.comparison.comparison import Run, Scale
 from modeling_nlq.training.run.recipe import Recipe
 
 

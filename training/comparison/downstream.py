@@ -13,9 +13,9 @@ from ..files import TASKS_FILE, read_json
 from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
 from ..text import bar_options
+from .comparison import ScaleProgress
 from .inference import analyse
 from .outcome import TaskOutcome
-from .plan import ScaleProgress
 from .results import RunStore, run_folder
 
 

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import torch
 
 from ..run.objectives import objective_of
-from ..run.recipe import emulated_bf16
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
+from .comparison import Comparison, Scale, Variant
 from .inference import alpha_of_last, smallest_difference
 from .local import environment_of_one_run
-from .plan import Comparison, Scale, Variant
 
 
 # Steps of a model that are timed, after two that warm up; fewer if they take longer than `_SECONDS`
@@ -31,7 +30,7 @@ def describe_estimate(
     """Yields lines about the time of a plan on this machine and the smallest difference it can detect.
 
     Args:
-        threads: number of threads of a run; by default that of PyTorch.
+        threads: number of threads of a run; by default PyTorch's.
         noise_floor: noise floor of earlier runs, in percent of the loss.
         has_verdicts: whether each model is compared with the baseline, which a screening does not do.
 
@@ -39,27 +38,26 @@ def describe_estimate(
         ValueError: if the noise floor is negative.
     """
     check_number("--noise-floor", noise_floor, 0)
-    if warning := machine_warning(plan):
+    if warning := plan.machine_warning:
         yield f"warning: {warning}"
+    places = {name: f", scale {name}" if len(plan.scales) > 1 else "" for name in plan.scales}
     for name, scale in plan.scales.items() if has_verdicts else ():
-        where = f", scale {name}" if name else ""
         difference = _describe_difference(scale, noise_floor)
-        yield f"smallest difference found with probability {100 * _POWER:.0f} %{where}: {difference}"
+        yield f"smallest difference found with probability {100 * _POWER:.0f} %{places[name]}: {difference}"
     total = 0.0
     for name, scale in plan.scales.items():
-        where = f", scale {name}" if name else ""
         try:
             runs = {
                 model: _SECONDS_OF_A_RUN + variant.steps * seconds_of_step(variant, threads)
                 for model, variant in scale.variants.items()
             }
         except Exception as error:  # a missing package or memory; the plan is still valid
-            yield f"warning: time on this machine{where} unknown: {type(error).__name__}: {first_line(error)}"
+            yield f"warning: time on this machine{places[name]} unknown: {type(error).__name__}: {first_line(error)}"
             return
         seconds = sum(scale.runs_of(model) * each for model, each in runs.items())
         total += seconds
         yield (
-            f"time on this machine{where}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
+            f"time on this machine{places[name]}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
             f"{duration(seconds)} in all{', more if a search goes on' if scale.is_open else ''}"
         )
     if len(plan.scales) > 1:
@@ -68,12 +66,6 @@ def describe_estimate(
         "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of "
         "data, compilation and evaluation"
     )
-
-
-def machine_warning(plan: Comparison) -> str | None:
-    """Returns a warning if a model trains in bfloat16 on a CPU that emulates it."""
-    variants = (variant for scale in plan.scales.values() for variant in scale.variants.values())
-    return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
 
 
 def _describe_difference(scale: Scale, floor: float | None) -> str:
@@ -89,7 +81,7 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 
 @environment_of_one_run()
 def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
-    """Returns the median seconds of a training step on random tokens. Of a large batch, only a part is timed."""
+    """Returns the median seconds of a training step on random tokens, timed on a part of a large batch."""
     recipe, arguments, config = variant.recipe, variant.recipe.arguments, copy.deepcopy(variant.recipe.config)
     device, rows = arguments.device, arguments.per_device_train_batch_size
     if device.type == "cpu":

@@ -1,7 +1,7 @@
-"""The figures of a comparison: losses over steps, improvement against parameters, and stability of attention.
+"""The figures of a comparison: of one scale over steps and parameters, of a ladder over compute and learning rate.
 
-Each function takes the results at one scale and returns a figure, or `None` if there are no data for it. Means are
-over the seeds of the reported runs, without those that diverged, which the legend counts.
+Each function returns a figure, or `None` if there are no data for it. Means are over the seeds of the reported runs,
+without those that diverged, which the legend counts. A ladder has the intervals of its trend, and FLOPs of a run.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,11 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import EngFormatter, Formatter, SymmetricalLogLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, Formatter, FuncFormatter, NullLocator, SymmetricalLogLocator
 
 from ..disk import atomic_dir, read_bytes
 from .inference import Interval
-from .outcome import History, RunOutcome, ScaleOutcome
+from .outcome import History, Outcome, RunOutcome, ScaleOutcome
 from .render import Section
 
 
@@ -108,8 +108,7 @@ def draw_parameters(found: ScaleOutcome) -> Figure | None:
     effects = {name: effect for name, effect in effects.items() if effect[0] is not None}
     if len(effects) < 2:
         return None
-    figure, axes = begin_figure()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
+    figure, axes = _begin_improvements()
     floor = found.statistics.noise_floor_percent or 0.0
     axes.axhspan(-floor, floor, **NOISE)
     values = [-floor, floor]
@@ -130,8 +129,7 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
     if not interims:
         return None
     styles = model_styles(found.baseline, found.models)
-    figure, axes = begin_figure()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
+    figure, axes = _begin_improvements()
     values = [0.0]
     for index, (name, own) in enumerate(interims.items()):
         shift = 0.6 * ((index + 0.5) / len(interims) - 0.5)
@@ -167,9 +165,7 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
     ]
     if panels in ([], ["gradient_norm"]):
         return None
-    rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(9, 2.5 * rows + 1), layout="constrained")
-    grid = list(figure.subplots(rows, 2, sharex=True, squeeze=False).flat)
+    figure, grid = _begin_panels(len(panels), columns=2, height=2.5, more=1.0, sharex=True)
     for axes, quantity in zip(grid, panels):
         what, unit, _ = QUANTITIES[quantity]
         points = []
@@ -185,8 +181,6 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
         axes.set_title(what, fontsize=10)
         axes.set(ylabel=unit)
         axes.grid(alpha=0.25)
-    for axes in grid[len(panels) :]:
-        axes.set_axis_off()
     for axes in grid[max(len(panels) - 2, 0) : len(panels)]:  # the lowest of each column
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
@@ -196,10 +190,141 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
     return figure
 
 
+def draw_losses(outcome: Outcome) -> Figure | None:
+    """Test losses of all seeds over compute, and a line through the means of each model."""
+    styles = _ladder_styles(outcome)
+    figure, axes = begin_figure()
+    is_empty = True
+    for name, style in styles.items():
+        losses = {
+            float(outcome.scales[scale].flops(name)): [run.test_loss for run in found.models[name].finished]
+            for scale, found in outcome.scales.items()
+        }
+        means = [(place, np.mean(values)) for place, values in losses.items() if values]
+        points = [(place, value) for place, values in losses.items() for value in values]
+        if points:
+            is_empty = False
+            axes.plot(*zip(*means), **{**style, "marker": None, "alpha": 0.8})
+            axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.6, "markersize": 4})
+    if is_empty:
+        return None
+    _scale_compute(axes, outcome)
+    axes.grid(alpha=0.25)
+    axes.set_ylabel(f"test loss (nats per {outcome.largest.loss_unit})")
+    axes.set_title(f"{outcome.name}: loss over compute, every seed", parse_math=False)
+    add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles)
+    return figure
+
+
+def draw_improvements(outcome: Outcome) -> Figure | None:
+    """Improvement of the test loss over compute; the models stand a little aside so that intervals do not cover each
+    other.
+    """
+    trend, styles = outcome.trend, _ladder_styles(outcome)
+    figure, axes = _begin_improvements()
+    values = [0.0]
+    floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
+    if floors:
+        places, floor = map(np.array, zip(*floors))
+        axes.fill_between(places, -floor, floor, **NOISE)
+        values += [*floor, *-floor]
+    for index, (name, model) in enumerate(trend.models.items()):
+        shift = 1 + 0.06 * (index - (len(trend.models) - 1) / 2)
+        known = [(step.flops * shift, step) for step in model.steps.values() if step.improvement is not None]
+        for place, step in known:
+            values += draw_interval(axes, place, step.improvement, step.improvement_interval, styles[name])
+        line = [(place, step.improvement) for place, step in known]
+        if line:
+            axes.plot(*zip(*line), **{**styles[name], "marker": None, "alpha": 0.5, "linewidth": 1})
+    if len(values) == 1:
+        return None
+    _scale_compute(axes, outcome)
+    scale_percent(axes, "improvement of test loss (%)", values)
+    axes.set_title(f"{outcome.name}: improvement over {outcome.baseline}; up is better", parse_math=False)
+    shown = {name: styles[name] for name in trend.models}
+    add_legend(figure, outcome.baseline, _ladder_runs(outcome), shown, [noise_patch()] if floors else [])
+    return figure
+
+
+def draw_bowls(outcome: Outcome) -> Figure | None:
+    """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
+
+    A cross at the top marks a rate without a mean, because a run diverged. Every reported run is visible; losses of
+    other runs that lie far above are cut off.
+    """
+    styles = _ladder_styles(outcome)
+    tried_at = {
+        scale: {name: results.models[name].losses_by_rate() for name in styles}
+        for scale, results in outcome.scales.items()
+    }
+    panels = [scale for scale, tried in tried_at.items() if any(len(losses) > 1 for losses in tried.values())]
+    if not panels:
+        return None
+    figure, grid = _begin_panels(len(panels), columns=min(len(panels), 2), height=3.3, more=1.2)
+    for axes, scale in zip(grid, panels):
+        reported = [run.validation_loss for name in styles for run in outcome.scales[scale].models[name].finished]
+        _draw_bowls_at(axes, tried_at[scale], reported, styles)
+        axes.set_title(scale, fontsize=10, parse_math=False)
+        axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.loss_name} (nats)")
+    figure.suptitle(f"{outcome.name}: learning rates tried, mean over seeds", parse_math=False)
+    cross = Line2D([], [], color="#555555", linestyle="none", marker="x", label="a run diverged")
+    add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles, [cross])
+    return figure
+
+
+def _draw_bowls_at(
+    axes: Axes,
+    tried: dict[str, dict[float, list[float | None]]],
+    reported: list[float],
+    styles: dict[str, dict[str, Any]],
+) -> None:
+    """Draws the losses of one scale by model and rate, of which those reported must be visible."""
+    means = []
+    for name, losses_at in tried.items():
+        style = {**styles[name], "markersize": 3}
+        line = [(rate, np.mean(losses)) for rate, losses in losses_at.items() if None not in losses]
+        points = [(rate, loss) for rate, losses in losses_at.items() for loss in losses if loss is not None]
+        if points:
+            axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.45})
+        if line:
+            axes.plot(*zip(*line), **{**style, "marker": None, "linewidth": 1.2})
+        for rate in (rate for rate, losses in losses_at.items() if None in losses):
+            axes.plot(rate, 0.97, marker="x", color=style["color"], transform=axes.get_xaxis_transform())
+        means += [mean for _, mean in line]
+    if means:
+        # Rates that are far too large would flatten the bowls
+        high = max([*reported, min(max(means), min(means) + 3 * (np.median(means) - min(means)))])
+        low = min([*means, *reported])
+        margin = 0.1 * (high - low) or 0.1
+        axes.set_ylim(low - margin, high + margin)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(sorted({rate for losses_at in tried.values() for rate in losses_at})))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.25)
+
+
 def begin_figure() -> tuple[Figure, Axes]:
     """A figure of one panel."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     return figure, figure.subplots()
+
+
+def _begin_improvements() -> tuple[Figure, Axes]:
+    """Returns a figure of one panel, in which the baseline is a line at zero."""
+    figure, axes = begin_figure()
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
+    return figure, axes
+
+
+def _begin_panels(count: int, columns: int, height: float, more: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """Returns a figure of several panels; a row has a `height` in inches, and the rest `more`."""
+    rows = -(-count // columns)
+    figure = Figure(figsize=(4.5 * columns, height * rows + more), layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for axes in grid[count:]:
+        axes.set_axis_off()
+    return figure, grid[:count]
 
 
 def draw_interval(
@@ -237,9 +362,7 @@ def _runs(found: ScaleOutcome) -> dict[str, list[RunOutcome]]:
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
-    """The steps at which every curve has a value, and the values `(curve, step)`; without curves, one that has no
-    steps.
-    """
+    """Returns the steps where every curve has a value, and the values `(curve, step)`, empty without curves."""
     found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
     steps = sorted(set.intersection(*(set(curve) for curve in found)))
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
@@ -310,3 +433,66 @@ def add_legend(
             notes.append(f"{diverged} of {len(runs[name])} diverged")
         handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))
     figure.legend(handles=[*handles, *others], loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+
+
+def _ladder_runs(outcome: Outcome) -> dict[str, list[RunOutcome]]:
+    """The reported runs of each model at all scales, those of the baseline first."""
+    names = [outcome.baseline, *outcome.trend.models]
+    return {name: [run for found in outcome.scales.values() for run in found.models[name].runs] for name in names}
+
+
+def _ladder_styles(outcome: Outcome) -> dict[str, dict[str, Any]]:
+    return model_styles(outcome.baseline, outcome.trend.models)
+
+
+def _scale_compute(axes: Axes, outcome: Outcome) -> None:
+    """A logarithmic axis of compute, with the names of the scales above it."""
+    axes.set_xscale("log")
+    axes.set_xlabel("FLOPs of a run")
+    flops = outcome.trend.flops
+    above = axes.secondary_xaxis("top")
+    above.xaxis.set_major_locator(FixedLocator(list(flops.values())))
+    above.xaxis.set_major_formatter(FuncFormatter(lambda value, index: list(flops)[index]))
+    above.xaxis.set_minor_locator(NullLocator())
+    axes.vlines(
+        list(flops.values()), 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.2, linewidth=0.8
+    )
+
+
+# Title, caption, and the function that draws it; the first of a report's figures stands before its tables
+FIGURES: dict[str, tuple[str, str, Callable[[Any], Figure | None]]] = {
+    "curves": (
+        "Losses over steps",
+        "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). "
+        "Below: improvement of validation loss over the baseline, seed by seed.",
+        draw_curves,
+    ),
+    "parameters": (
+        "Improvement against parameters",
+        "Improvement of test loss, with the interval of each model.",
+        draw_parameters,
+    ),
+    "interim": (
+        "Improvement at each interim analysis",
+        "Improvement of test loss after each seed, with intervals that hold at all interim analyses together.",
+        draw_interim,
+    ),
+    "stability": (
+        "Stability",
+        "Attention on the same tokens of the validation split while training; runs that diverged are dotted.",
+        draw_stability,
+    ),
+}
+FIGURES_OF_A_LADDER: dict[str, tuple[str, str, Callable[[Any], Figure | None]]] = {
+    "improvements": (
+        "Improvement over compute",
+        "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",
+        draw_improvements,
+    ),
+    "losses": ("Loss over compute", "Test loss of every run. Lines join means over the seeds.", draw_losses),
+    "bowls": (
+        "Loss against learning rate",
+        "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it.",
+        draw_bowls,
+    ),
+}

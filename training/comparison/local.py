@@ -29,7 +29,7 @@ from ..run.recipe import Recipe
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
 from ..run.unattended import RunFailed, run_in_subprocess
 from ..text import check_number
-from .plan import Run, Scale
+from .comparison import Run, Scale
 
 
 logger = logging.get_logger(__name__)

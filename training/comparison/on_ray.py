@@ -7,7 +7,7 @@ from typing import Any
 
 from ..run.ray_jobs import RayWorkers, Resources, share_data
 from ..run.run_folder import RunFolder
-from .plan import Run, Scale
+from .comparison import Run, Scale
 
 
 # Subfolder of the results with tokenizer and tokenised data. The driver holds its lock

@@ -13,8 +13,9 @@ from ..run.objectives import Objective, objective_in
 from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
 from ..values import from_json
+from .comparison import Comparison, Run, ScaleProgress
+from .config import SINGLE
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
-from .plan import Comparison, Run, ScaleProgress
 from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
 
@@ -242,7 +243,7 @@ class Outcome:
 
     Attributes:
         comparison: the fields of the file.
-        scales: by name, from the smallest to the largest; a single scale has no name, "".
+        scales: by name, from the smallest to the largest; a single scale is `SINGLE`.
         trend: how improvements change over the scales; `None` if there is only one.
     """
 
@@ -256,7 +257,7 @@ class Outcome:
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
         """The fields, of which a file leaves out `scales` if there is only one."""
-        return {"scales": {"": content}, **content}
+        return {"scales": {SINGLE: content}, **content}
 
     @property
     def largest(self) -> ScaleOutcome:
@@ -287,7 +288,7 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         tried, reported = progress.tried(name), progress.reported(name)
         runs += [*tried, *reported]
         models[name] = ModelOutcome(
-            given=without_folders(variant.given),
+            given=without_folders(variant.config.to_dict()),
             parameters=variant.size.total,
             trained_parameters=variant.size.trained,
             non_embedding_parameters=variant.size.non_embedding,
@@ -317,7 +318,7 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         tokens_per_run=max((run.tokens_seen for run in whole), default=scale.tokens_per_run),
         **{name: sample[name] for name in ("dataset_fingerprint", "device", "versions")},
         **{f"{split}_tokens": sample[f"{split}_tokens"] for split in ("train", "validation", "test")},
-        comparison=without_folders(scale.given),
+        comparison=without_folders(scale.config.to_dict()),
         token_streams={seed: sorted(found)[0] for seed, found in sorted(streams.items())},
         same_tokens=same_tokens if streams else None,
         models=models,
@@ -345,7 +346,7 @@ def judge(
 
 def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:
     """Gathers the results of a comparison from those of its scales."""
-    given = without_folders(comparison.given)
+    given = without_folders(comparison.config.to_dict())
     return Outcome(comparison.name, comparison.baseline, comparison.command, given, scales, trend_of(scales))
 
 

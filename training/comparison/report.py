@@ -3,20 +3,17 @@ cards.
 """
 
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import yaml
-from matplotlib.figure import Figure
 
 from ..disk import delete, read_bytes, write_text
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, plain
-from .figures import draw_curves, draw_interim, draw_parameters, draw_stability, figure_section
+from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, alpha_of_last, power_warning
-from .ladder_figures import draw_bowls, draw_improvements, draw_losses
 from .outcome import ModelOutcome, Outcome, ScaleOutcome, read_outcome
 from .render import Section, bullets, markdown_table, to_markdown, to_page, warning
 from .status import CONFIRMATION
@@ -78,45 +75,6 @@ _EARLY = (
     "seed share no noise. Its interval is wider than one of 95 %, for it holds at all interim analyses together."
 )
 
-# Title, caption, and the function that draws it; the first of a report's figures stands before its tables
-_Figures = dict[str, tuple[str, str, Callable[[Any], Figure | None]]]
-_FIGURES: _Figures = {
-    "curves": (
-        "Losses over steps",
-        "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). "
-        "Below: improvement of validation loss over the baseline, seed by seed.",
-        draw_curves,
-    ),
-    "parameters": (
-        "Improvement against parameters",
-        "Improvement of test loss, with the interval of each model.",
-        draw_parameters,
-    ),
-    "interim": (
-        "Improvement at each interim analysis",
-        "Improvement of test loss after each seed, with intervals that hold at all interim analyses together.",
-        draw_interim,
-    ),
-    "stability": (
-        "Stability",
-        "Attention on the same tokens of the validation split while training; runs that diverged are dotted.",
-        draw_stability,
-    ),
-}
-_FIGURES_OF_A_LADDER: _Figures = {
-    "improvements": (
-        "Improvement over compute",
-        "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",
-        draw_improvements,
-    ),
-    "losses": ("Loss over compute", "Test loss of every run. Lines join means over the seeds.", draw_losses),
-    "bowls": (
-        "Loss against learning rate",
-        "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it.",
-        draw_bowls,
-    ),
-}
-
 
 def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
@@ -125,7 +83,7 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
         folder: folder of the comparison.
         has_page: whether `nlq explore` has a page there, which the report links to.
     """
-    found, of_figures = (outcome, _FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, _FIGURES)
+    found, of_figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
     drawn = []
     for name, (title, caption, draw) in of_figures.items():
         if (drawing := draw(found)) is not None:
@@ -365,7 +323,7 @@ def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
         for name, scale in reversed(outcome.scales.items())
         for text in _warnings_of_scale(scale, has_tests)
     ]
-    warnings = [f"Scale {name}: {text}" if name else text for name, text in found]
+    warnings = [f"Scale {name}: {text}" if len(outcome.scales) > 1 else text for name, text in found]
     return [*warnings, outcome.trend.multiplier_note] if outcome.trend and outcome.trend.multiplier_note else warnings
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from ..files import METRICS_FILE, read_json
 from ..values import from_json
-from .plan import Run
+from .comparison import Run
+from .config import SINGLE
 
 
 # The types of the fields of `metrics.json`
@@ -33,8 +34,8 @@ def check_metrics(file: Path, metrics: dict[str, Any], required: Collection[str]
 
 
 def scale_folder(folder: Path, name: str) -> Path:
-    """The folder of a scale in that of its comparison, which is the same if there is only one, without a name."""
-    return folder / "scales" / name if name else folder
+    """Returns the folder of a scale in that of its comparison, which is the same for a single scale."""
+    return folder if name == SINGLE else folder / "scales" / name
 
 
 def run_folder(folder: Path, run: Run) -> Path:

@@ -16,14 +16,14 @@ from ..explorer.run_pages import explore_runs
 from ..files import CHECKPOINT, COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..models import config_differences, weights_fingerprint
 from ..run.jobs import Workers, make_runs
-from ..run.recipe import Recipe, without_defaults
+from ..run.recipe import Recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..text import bar_options
+from .comparison import Comparison, Run, Scale, ScaleProgress, progress_of
+from .config import SINGLE, ComparisonConfig, read_made_from
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
 from .outcome import Outcome, gather, gather_scales, read_outcome, to_json
-from .plan import Comparison, Run, Scale, ScaleProgress, progress_of
-from .reading import load_outline
 from .report import write_report
 from .results import RunStore, run_folder, scale_folder
 
@@ -36,12 +36,10 @@ class Engine(Workers, Protocol):
     """Where and how the runs of a comparison are made."""
 
     def connected(self, scales: Sequence[Scale]) -> AbstractContextManager[None]:
-        """Connects to the engine. Raises `ValueError` before writing anything if it cannot make the runs."""
+        """Returns a context for making runs. Raises `ValueError`, before it writes, if they cannot be made."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
-        """A context inside `connected` in which no other process makes the runs of the folder unless the engine allows
-        it.
-        """
+        """Returns a context inside `connected` that keeps other processes out unless the engine allows them."""
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
         """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents.
@@ -55,23 +53,23 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
 
     Args:
         name: `local` or `ray`.
-        options: those of `LocalEngine` or `RayEngine`; `None` stands for the default.
+        options: the fields of `LocalEngine` or `RayEngine`; `None` is the default.
 
     Raises:
-        ValueError: for an unknown name, or an option that the engine does not have or whose value is not allowed.
+        ValueError: for an unknown name, an unknown option, or a value that is not allowed.
     """
-    given = {option: value for option, value in options.items() if value is not None}
+    options = {option: value for option, value in options.items() if value is not None}
     if name == "ray":
-        if "jobs" in given:
+        if "jobs" in options:
             raise ValueError("jobs: the engine 'ray' makes as many runs at a time as the cluster has room for")
         from .on_ray import RayEngine
 
-        return RayEngine(**given)
+        return RayEngine(**options)
     if name != "local":
         raise ValueError(f"engine={name!r} must be 'local' or 'ray'")
-    if others := sorted(given.keys() - {"cpus_per_run", "jobs"}):
+    if others := sorted(options.keys() - {"cpus_per_run", "jobs"}):
         raise ValueError(f"{', '.join(others)}: only the engine 'ray' has that; set --engine ray")
-    return LocalEngine(**given)
+    return LocalEngine(**options)
 
 
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     """
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
-        disable_progress_bars()  # a log file does not need those of the data
+        disable_progress_bars()  # a log file needs no bars of the data
     gathered = {}
     with engine.connected(list(comparison.scales.values())):
         _claim_folder(folder, comparison)
@@ -146,9 +144,9 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """With `explore: true`, writes the page of the best model beside the baseline, and returns whether it did.
+    """Writes the page of the best model beside the baseline if the recipe asks it, and returns whether it did.
 
-    The page shows one run of each model at the largest scale. If a run of the baseline diverged, there is no page.
+    The page shows one run of each model at the largest scale. A baseline that diverged has none.
     """
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
@@ -175,21 +173,18 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
     Raises:
         ValueError: if the folder holds another comparison or something else.
     """
-    place = RunFolder(folder, COMPARISON_FILE)
+    place, config = RunFolder(folder, COMPARISON_FILE), comparison.config
     with place.held(CLAIM_PATIENCE):
-        before = place.made_from()
-        if before is not None and isinstance(before.get("recipe"), dict):
-            before["recipe"] = without_defaults(before["recipe"])
-        changes = before and differences(before, comparison.given)
+        written = place.made_from()
+        changes = ""
+        if written is not None:
+            before = read_made_from(written, str(folder / COMPARISON_FILE))
+            changes = differences(before.to_dict(), config.to_dict())
         if changes:
-            added = (
-                None
-                if differences(*map(_without_seeds, (before, comparison.given)))
-                else _new_seeds(before, comparison)
-            )
+            added = _added_to(before, config)
             if added is None:
                 place.refuse(changes)
-            if comparison.given.get("stop"):
+            if config.stop:
                 raise ValueError(
                     f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its "
                     "interim analyses"
@@ -199,33 +194,36 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
                 added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
                 write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
         place.begin_manifest()
-        if before is None or changes:
-            place.write(comparison.given)
+        if written is None or changes:
+            place.write(config.to_dict())
 
 
-def _without_seeds(given: dict[str, Any]) -> dict[str, Any]:
-    scales = {name: _without_seeds(fields or {}) for name, fields in (given.get("scales") or {}).items()}
-    return {name: value for name, value in given.items() if name != "seeds"} | ({"scales": scales} if scales else {})
-
-
-def _new_seeds(before: dict[str, Any], comparison: Comparison) -> dict[str, list[int]] | None:
-    """The seeds that a comparison adds to the one in a folder, by scale; `None` if it lacks one of those there."""
-    scales, new = load_outline(before).scales, {}
-    for name, scale in comparison.scales.items():
-        if not set(scales[name].seeds) <= set(scale.seeds):
+def _added_to(before: ComparisonConfig, now: ComparisonConfig) -> dict[str, list[int]] | None:
+    """Returns the seeds that a comparison adds to the one in its folder, by scale; `None` if more has changed."""
+    if differences(before.without_seeds().to_dict(), now.without_seeds().to_dict()):
+        return None
+    added = {}
+    for name in now.scale_configs:
+        known, seeds = (config.at_scale(name, COMPARISON_FILE).seeds for config in (before, now))
+        if not set(known) <= set(seeds):
             return None
-        new[name] = [seed for seed in scale.seeds if seed not in scales[name].seeds]
-    return new if any(new.values()) else None
+        added[name] = [seed for seed in seeds if seed not in known]
+    return added if any(added.values()) else None
 
 
 def _added_seeds(folder: Path) -> dict[str, list[int]]:
     """The seeds that were added after a finished report, by scale."""
     file = folder / ADDED_SEEDS_FILE
-    return read_json(file) if file.is_file() else {}
+    return _by_scale(read_json(file)) if file.is_file() else {}
+
+
+def _by_scale(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record by scale; older versions called a single scale ""."""
+    return {name or SINGLE: value for name, value in content.items()}
 
 
 def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
-    """Writes what the names of models stand for, or compares it with what was written before the first run.
+    """Writes the configurations and weights of all models, or compares them with the record of the folder.
 
     Raises:
         ValueError: if the configuration of a model has changed, or the saved weights that its runs begin with.
@@ -234,7 +232,7 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     weights = {source: weights_fingerprint(source) for source in sources}
     now = {
         name: {
-            model: {"config": variant.config, "weights": weights[variant.recipe.model]}
+            model: {"config": variant.model_config, "weights": weights[variant.recipe.model]}
             for model, variant in scale.variants.items()
         }
         for name, scale in scales.items()
@@ -242,23 +240,23 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     if not file.is_file():
         write_text(file, json.dumps(now) + "\n")
         return
-    for name, models in read_json(file).items():
+    for name, models in _by_scale(read_json(file)).items():
         for model, before in models.items():
             try:
-                found = now[name][model]
-                changes = config_differences(before["config"], found["config"])
-                is_same = not changes and before["weights"] == found["weights"]
+                after = now[name][model]
+                changes = config_differences(before["config"], after["config"])
+                is_same = not changes and before["weights"] == after["weights"]
             except (KeyError, TypeError, AttributeError):
                 raise ValueError(
                     f"{file}: {model!r} is no model of this comparison, or its fields are wrong"
                 ) from None
             if not is_same:
-                where = f"model {model!r} of scale {name!r}" if name else f"model {model!r}"
+                where = f"model {model!r} of scale {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
-    """Raises `ValueError` if the dataset differs from that of earlier runs."""
+    """Raises `ValueError` if earlier runs had another dataset."""
     if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
         raise ValueError(
             f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now)"

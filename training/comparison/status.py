@@ -8,19 +8,19 @@ from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yam
 from ..run.run_folder import RunProgress
 from ..text import align
 from ..values import from_json
-from .plan import ScaleProgress
-from .reading import load_outline
+from .comparison import ScaleProgress, outline
+from .config import read_made_from
 from .results import RunStore, scale_folder
 
 
 # A run reports every few seconds while it is alive
 _SILENCE = 60.0
-# A screening has no runs of its own: those of its design, and those that confirm, are comparisons in these folders
+# A screening makes two comparisons in these folders
 SCREENING, CONFIRMATION = "screening", "confirmation"
 
 
 def describe_status(folder: Path) -> list[str]:
-    """Says how far a comparison is: a line for each model, and one for each run that has begun and is not finished.
+    """Describes the progress of a comparison: a line for each model, and one for each run that is not finished.
 
     Args:
         folder: its results folder. Nothing else is read.
@@ -30,38 +30,30 @@ def describe_status(folder: Path) -> list[str]:
     """
     if not (folder / COMPARISON_FILE).is_file():
         raise ValueError(f"{folder} holds no comparison yet")
-    given = read_yaml(folder / COMPARISON_FILE)
-    if given.get("factors") is not None:
+    config = read_made_from(read_yaml(folder / COMPARISON_FILE), COMPARISON_FILE)
+    if config.factors is not None:
         parts = [part for part in (SCREENING, CONFIRMATION) if (folder / part / COMPARISON_FILE).is_file()]
-        found = [line for part in parts for line in (part, *(f"  {line}" for line in describe_status(folder / part)))]
-        return found or [f"{SCREENING}: not begun"]
-    lines = []
-    outline = load_outline(given)
-    progress = outline.progress({name: RunStore(scale_folder(folder, name)) for name in outline.scales})
-    for name in outline.scales:
-        found = ["waits for the scale before it"]
-        if name in progress:
-            found = _describe(progress[name], scale_folder(folder, name))
-        lines += [f"scale {name}", *(f"  {line}" for line in found)] if name else found
-    return lines
+        lines = [line for part in parts for line in (part, *(f"  {line}" for line in describe_status(folder / part)))]
+        return lines or [f"{SCREENING}: not begun"]
+    plan = outline(config, COMPARISON_FILE)
+    lines = {name: ["waits for the scale before it"] for name in plan.scales}
+    for name, progress in plan.progress({name: RunStore(scale_folder(folder, name)) for name in lines}).items():
+        lines[name] = _describe(progress, scale_folder(folder, name))
+    return list(plan.by_scale(lines))
 
 
 def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
-    """Says how far one scale is."""
-    rows, count, total = [["model", "runs finished", "seeds", "rates chosen"]], 0, 0
+    """Returns the lines about one scale."""
+    rows = [["model", "runs finished", "seeds", "rates chosen"]]
+    count = total = 0
     for model, tunings in progress.tunings.items():
         ended = progress.finished[model]
         planned = ended + sum(len(tuning.ready) for tuning in tunings)
         chosen = " ".join(f"{rate:g}" for rate in sorted({tuning.rate for tuning in tunings} - {None})) or "none"
-        rows.append(
-            [
-                model,
-                f"{ended} of {planned}",
-                f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}",
-                chosen,
-            ]
-        )
-        count, total = count + ended, total + planned
+        seeds = f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}"
+        rows.append([model, f"{ended} of {planned}", seeds, chosen])
+        count += ended
+        total += planned
     begun = []
     for path in sorted(folder.glob(f"runs/*/*{PROGRESS}")):
         name = f"{path.parent.name}/{path.name.removesuffix(PROGRESS)}"
@@ -76,7 +68,7 @@ def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
 
 
 def _describe_run(name: str, progress: RunProgress) -> str:
-    """Says how far a run is that has begun and is not finished."""
+    """Describes a run that has begun and is not finished."""
     silence = max(0.0, time.time() - progress.updated)
     is_lost = progress.state == "running" and silence > _SILENCE
     parts = [

@@ -219,8 +219,8 @@ def compare(
     Each is trained at its own best learning rate, and the report says which differ from the baseline by more than
     noise. Fields of the recipe can be set as in nlq train. The same command continues after an interruption.
     """
-    from modeling_nlq.training.api import describe_results, load_plan, run_and_report
-    from modeling_nlq.training.comparison.reading import read_default_folder
+    from modeling_nlq.training.api import describe_estimate, describe_results, load_plan, run_and_report
+    from modeling_nlq.training.comparison.config import default_folder, read_default_folder
     from modeling_nlq.training.disk import results_folder
     from modeling_nlq.training.run.recipe import read_overrides
 
@@ -231,40 +231,24 @@ def compare(
 
         _say("\n".join(describe_status(results_folder(output_dir or read_default_folder(comparison)))))
         return
-    from modeling_nlq.training.comparison.estimate import machine_warning
-    from modeling_nlq.training.comparison.plan import default_folder
     from modeling_nlq.training.comparison.run import is_main_process, make_engine
-    from modeling_nlq.training.screening.plan import Screening
 
     plan = load_plan(comparison, read_overrides(context.args), trust_parts)
     folder = results_folder(output_dir or default_folder(plan.name))
     resources = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run, "workers_per_run": workers_per_run}
     made = make_engine(engine, **resources, jobs=jobs, max_retries=max_retries)
-    if is_main_process() and dry_run:
-        _describe_plan(plan, cpus_per_run, noise_floor)
-    elif is_main_process():
+    if is_main_process():
         _say("\n".join(plan.describe()), flush=True)
-        if engine == "local" and (warning := machine_warning(plan.runs if isinstance(plan, Screening) else plan)):
-            _say(f"warning: {warning}", flush=True)
+        if dry_run:
+            for line in describe_estimate(plan, cpus_per_run, noise_floor):
+                _say(line, flush=True)
+        elif engine == "local" and plan.machine_warning:
+            _say(f"warning: {plan.machine_warning}", flush=True)
     if dry_run:
         return
     results = run_and_report(plan, folder, made)
     if is_main_process():
         _say(f"\n{describe_results(results)}\n\nreport: {folder}/report.html")
-
-
-def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | None) -> None:
-    from modeling_nlq.training.comparison.estimate import describe_estimate
-    from modeling_nlq.training.screening.plan import Screening
-
-    _say("\n".join(comparison.describe()), flush=True)
-    if isinstance(comparison, Screening):
-        for line in describe_estimate(comparison.runs, cpus_per_run, has_verdicts=False):
-            _say(line, flush=True)
-        _say("confirmation, without what its factors add to the time:")
-        comparison = comparison.confirmation
-    for line in describe_estimate(comparison, cpus_per_run, noise_floor):
-        _say(line, flush=True)
 
 
 def _describe(metrics: dict, kind: str = "held-out ") -> str:

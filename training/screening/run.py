@@ -1,6 +1,4 @@
-"""A screening from its plan to its results: many changes in one design, and then those that survive against the
-baseline.
-"""
+"""Makes the runs of a screening, and confirms the changes that survive against the baseline."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comparison.plan import Comparison
+from ..comparison.comparison import Comparison
 from ..comparison.run import Engine, is_main_process, run_comparison
 from ..comparison.run import run_and_report as confirm_and_report
 from ..comparison.status import CONFIRMATION, SCREENING
@@ -39,20 +37,22 @@ def run_and_report(screening: Screening, folder: Path, engine: Engine | None = N
 
 
 def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> dict[str, Any]:
-    """Makes the runs of the design, and those that confirm what survives, and returns the content of `results.json`.
+    """Makes the runs of the design and of the confirmation, and returns the content of `results.json`.
 
     Args:
         folder: the results folder.
-        run, confirm: functions from a comparison and its folder to its results: for the runs of the design, and for
-            those that confirm.
+        run: function from a comparison and its folder to its results, for the design.
+        confirm: the same for the confirmation.
     """
     place = RunFolder(folder, COMPARISON_FILE)
     with place.held(CLAIM_PATIENCE):
-        place.claim(screening.given)
-    found = run(screening.runs, folder / SCREENING)
+        place.claim(screening.config.to_dict())
+    made = run(screening.runs, folder / SCREENING)
     # The test split is for the confirmation alone: what survives is chosen on the validation split
-    runs = {name: found["models"][name]["runs"] for name in screening.runs.largest.variants}
-    losses = {name: [None if run["diverged"] else run["validation_loss"] for run in own] for name, own in runs.items()}
+    losses = {
+        name: [None if run["diverged"] else run["validation_loss"] for run in made["models"][name]["runs"]]
+        for name in screening.runs.largest.variants
+    }
     diverged = [name for name, own in losses.items() if None in own]
     effects = None if diverged else analyse_effects(screening.design, np.array(list(losses.values())))
     confirmation = None
@@ -61,10 +61,10 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
     results = {
         "name": screening.name,
         "command": screening.command,
-        "comparison": without_folders(screening.given),
+        "comparison": without_folders(screening.config.to_dict()),
         "factors": {
-            name: {"change": without_folders(change), "parameters": screening.added_parameters(name)}
-            for name, change in screening.factors.items()
+            name: {"change": without_folders(factor.to_dict()), "parameters": screening.added_parameters(name)}
+            for name, factor in screening.factors.items()
         },
         "design": {**asdict(screening.design), "rows": screening.design.rows.tolist()},
         "rates": list(screening.rates),
@@ -72,7 +72,7 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
         "split": "validation",
         "effects": effects and asdict(effects),
         "diverged": diverged,
-        "runs": found,
+        "runs": made,
         "confirmation": confirmation,
     }
     write_text(folder / RESULTS_FILE, json.dumps(results, allow_nan=False) + "\n")

@@ -8,7 +8,8 @@ import pytest
 from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.reading import load_outline
+from modeling_nlq.training.comparison.comparison import outline
+from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.size import measure
@@ -65,7 +66,7 @@ def planted(multiplier: float):
 class TestPlan:
     def test_tokens_and_order(self, ladder_file):
         ladder = load_plan(ladder_file(scales=dict(reversed(SCALES.items())), seeds=[0, 1]))
-        assert list(ladder.scales) == list(ladder.given["scales"]) == list(SCALES)
+        assert list(ladder.scales) == list(ladder.config.scales) == list(SCALES)
         for name, comparison in ladder.scales.items():
             content = comparison.variants["base"].recipe.to_dict()
             size = measure(load_config(content["model"], content["switches"]), 64)
@@ -89,9 +90,11 @@ class TestPlan:
         """A folder holds such a file too, whose outline is read without its models."""
         own = {"seeds": [3, 4], "models": {"twin": {"learning_rates": None}}}
         ladder = load_plan(ladder_file(scales={name: {**scale, **own} for name, scale in SCALES.items()}, seeds=None))
-        for read in (ladder, load_outline(ladder.given)):
+        written = ComparisonConfig.read(ladder.config.to_dict(), "file")
+        assert written == ladder.config
+        for read in (ladder, outline(written, "file")):
             assert [scale.seeds for scale in read.scales.values()] == [[3, 4]] * 4
-            assert not any(scale.variants["twin"].has_own_start for scale in read.scales.values())
+            assert not any(scale.variants["twin"].starts_anew for scale in read.scales.values())
 
     @pytest.mark.parametrize(
         ("fields", "message"),

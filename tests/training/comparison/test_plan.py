@@ -9,10 +9,9 @@ import yaml
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import names
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.plan import Run
+from modeling_nlq.training.comparison.comparison import Run
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.screening.plan import Screening
 from modeling_nlq.training.size import measure
 from nlq import main
 
@@ -68,8 +67,8 @@ class TestPlan:
         comparison = load_plan(make_file(recipe=recipe, training=training, tokens_per_parameter=0.5))
         size = comparison.largest.variants["base"].size.non_embedding
         assert size / 2 <= comparison.largest.tokens_per_run < size / 2 + 8 * 64
-        (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(comparison.given))
-        assert load_plan(tmp_path / "comparison.yaml").given == comparison.given
+        (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(comparison.config.to_dict()))
+        assert load_plan(tmp_path / "comparison.yaml").config == comparison.config
 
     def test_null_takes_a_field_of_the_recipe_back(self, make_file):
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
@@ -100,7 +99,7 @@ class TestPlan:
                 config.query_projection = query
                 NLQForCausalLM(config).save_pretrained(tmp_path / "runs" / folder)
         plan = load_plan(name)
-        for scale in (plan.confirmation if isinstance(plan, Screening) else plan).scales.values():
+        for scale in getattr(plan, "confirmation", plan).scales.values():
             assert scale.power_warning() is None
             for model, variant in scale.variants.items():
                 scale.recipe_of(Run(model, variant.rates.first[0], scale.seeds[0]), Path("runs"))
@@ -113,19 +112,19 @@ class TestBadInput:
         [
             ({"baseline": None}, "baseline=None must be one of the models base, twin"),
             ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
-            ({"baseline": False}, "baseline=False must be text; quote it, because YAML reads off, no"),
+            ({"baseline": False}, "baseline=False must be text or null; quote it, because YAML reads off, no"),
             ({"baseline": False, "models": {True: None, False: None}}, "models: the name True must be text; quote it"),
             ({"baseline": None, "models": {"base": None, None: None}}, "models: the name None must be text; quote it"),
             (
                 {"scales": {"x": {"models": {False: {}}}, "y": {}}},
                 "scale 'x': models: the name False must be text; quote it",
             ),
-            ({"tasks": [False]}, r"tasks=\[False\] must be a list of names"),
+            ({"tasks": [False]}, r"tasks=\[False\] must be a list of which each entry is text"),
             ({"training": {"max_steps": 12, "save_strategy": False}}, "save_strategy=False must be text; quote it"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
             ({"models": {"base": None, "x": {"switch": {}}}}, "unknown field 'switch'; did you mean 'switches'"),
-            ({"models": {"base": None, "x": {"training": {"seed": 3}}}}, "model 'x': seed: set seeds"),
+            ({"models": {"base": None, "x": {"training": {"seed": 3}}}}, "model 'x': training: seed: set seeds"),
             ({"models": {"base": None, "x": {"training": {"max_steps": 6}}}}, "model 'x' would see 3,072 tokens"),
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
             (
@@ -139,7 +138,7 @@ class TestBadInput:
             ({"seeds": [0, 0]}, "holds a seed twice"),
             ({"learning_rates": None}, "learning_rates is missing"),
             ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
-            ({"match": "memory"}, "match='memory' must be one of parameters, flops"),
+            ({"match": "memory"}, "match='memory' must be 'parameters' or 'flops' or null"),
             ({"model": "tiny-linear"}, "unknown field 'model'; did you mean 'models'"),
             ({"training": {"max_steps": -1}}, "needs max_steps"),
             ({"training": {"max_step": 1}}, r"\.yaml with .*\.yaml: training: unknown field 'max_step'"),

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.plan import Run
+from modeling_nlq.training.comparison.comparison import Run
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.run.data import prepare_data
 

@@ -12,9 +12,9 @@ from scipy import stats
 from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.comparison import outline, progress_of
+from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
-from modeling_nlq.training.comparison.plan import progress_of
-from modeling_nlq.training.comparison.reading import load_outline
 from modeling_nlq.training.comparison.results import RunStore
 from modeling_nlq.training.comparison.run import run_comparison
 
@@ -80,7 +80,8 @@ def test_interim_analyses_are_those_of_the_first_seeds():
 
 def plan(models, most):
     content = {"name": "plan", "models": dict.fromkeys(models), "baseline": models[0], "seeds": list(range(most))}
-    return load_outline({**content, "learning_rates": [1e-2], "stop": "early"}).largest
+    content |= {"learning_rates": [1e-2], "stop": "early"}
+    return outline(ComparisonConfig.read(content, "file"), "file").largest
 
 
 def run_all(comparison, loss_of):
@@ -171,7 +172,7 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"stop": "soon"}, "stop='soon' must be early, or left out"),
+        ({"stop": "soon"}, "stop='soon' must be 'early' or null"),
         ({"seeds": [0, 1, 2]}, "has its first interim analysis at 3 seeds"),
         ({"tasks": [__file__]}, "stop: early needs a comparison at one scale, without tasks"),
         (

@@ -223,7 +223,7 @@ def _switch(**switches):
         ({"learning_rates": [1e-2]}, "learning_rates must be a list of two"),
         ({"seeds": [0]}, "a screening needs two or more"),
         ({"confirm": {"seeds": [0]}}, r"confirm: seeds=\[0\] must be 3 or more"),
-        ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "stop='late' must be early"),
+        ({"confirm": {"stop": "late", "seeds": [0, 1, 2]}}, "stop='late' must be 'early' or null"),
         (
             {"factors": {"a": _switch(attention_gate="headwise"), "b": _switch(attention_gate="elementwise")}},
             "factors 'a' and 'b' exclude each other: they set attention_gate='headwise' and "

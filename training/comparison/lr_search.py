@@ -1,4 +1,4 @@
-"""Learning rates: a given list, or a search that finds its own range, and the best of them."""
+"""Learning rates: a list, or a search that finds its own range, and the best of them."""
 
 import dataclasses
 import math
@@ -6,9 +6,48 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..files import check_keys
+from ..values import Value
 
-# A search stops after so many rates unless the file says otherwise
-_LIMIT = 8
+
+# What a search has unless the file says otherwise
+_FACTOR, _LIMIT = 2.0, 8
+
+
+@dataclass(frozen=True)
+class SearchConfig(Value):
+    """A search for the learning rate, which each seed makes by itself."""
+
+    start: float
+    """The middle of the first three rates."""
+    factor: float | None = None
+    """The ratio of neighbouring rates, from 1.05 to 100; by default 2."""
+    limit: int | None = None
+    """The most rates that a seed tries, at least 3; by default 8."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.start < math.inf:
+            raise ValueError(f"start={self.start:g} must be a number above 0")
+        if self.factor is not None and not 1.05 <= self.factor <= 100:
+            raise ValueError(f"factor={self.factor:g} must be a number from 1.05 to 100")
+        if self.limit is not None and self.limit < 3:
+            raise ValueError(f"limit={self.limit} must be a whole number of at least 3 rates")
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any], source: str) -> "SearchConfig":
+        """Reads `{start: 2.0e-3, factor: 2, limit: 8}`; only the start is needed."""
+        check_keys(source, content, [item.name for item in dataclasses.fields(cls)])
+        if content.get("start") is None:
+            raise ValueError(f"{source}: start is missing; a search is {{start: RATE, factor: 2, limit: {_LIMIT}}}")
+        try:
+            return cls(**content)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields that the file sets."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -49,7 +88,7 @@ class Rates:
         return [self._at(self.shift + power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
 
     def next(self, losses: Mapping[float, float]) -> list[float]:
-        """The rates to try after those whose losses are known; none when the best is found or the limit is reached.
+        """Returns the rates to try next; none when the best is found or the limit is reached.
 
         Args:
             losses: validation loss of each rate tried, in nats per token; infinity if it diverged.
@@ -92,33 +131,17 @@ class Rates:
         return float(f"{self.start * self.factor**power:.6g}")
 
 
-def read_rates(source: str, given: Any) -> Rates | None:
-    """Reads `learning_rates` of a comparison: a rate, a list of rates, or `{start: 2.0e-3, factor: 2, limit: 8}`.
-
-    Returns:
-        `None` if there are none.
+def make_rates(value: float | list[float] | SearchConfig | None) -> Rates | None:
+    """Makes the rates of a field `learning_rates`; none if the file leaves it out.
 
     Raises:
-        ValueError: naming the source and the value.
+        ValueError: for a rate that is not above 0, or is listed twice.
     """
-    if isinstance(given, Mapping):
-        search = {"factor": 2, "limit": _LIMIT, **given}
-        if search.keys() != {"start", "factor", "limit"} or not _is_rate(search["start"]):
-            raise ValueError(
-                f"{source}={dict(given)!r} must be a list of numbers, or {{start: RATE, factor: 2, limit: {_LIMIT}}}"
-            )
-        if not _is_rate(search["factor"]) or not 1.05 <= search["factor"] <= 100:
-            raise ValueError(f"{source}: factor={search['factor']!r} must be a number from 1.05 to 100")
-        if not isinstance(search["limit"], int) or search["limit"] < 3:
-            raise ValueError(f"{source}: limit={search['limit']!r} must be a whole number of at least 3 rates")
-        return Rates(start=float(search["start"]), factor=float(search["factor"]), limit=search["limit"])
-    rates = given if isinstance(given, list) else [] if given is None else [given]
-    if not all(map(_is_rate, rates)):
-        raise ValueError(f"{source}={rates!r} must be a list of numbers above 0")
+    if isinstance(value, SearchConfig):
+        return Rates(start=value.start, factor=value.factor or _FACTOR, limit=value.limit or _LIMIT)
+    rates = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"learning_rates={rates!r} must be a list of numbers above 0")
     if len({f"{rate:g}" for rate in rates}) < len(rates):
-        raise ValueError(f"{source}={rates!r} holds a rate twice")
-    return Rates(listed=tuple(sorted(map(float, rates)))) if rates else None
-
-
-def _is_rate(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        raise ValueError(f"learning_rates={rates!r} holds a rate twice")
+    return Rates(listed=tuple(sorted(rates))) if rates else None

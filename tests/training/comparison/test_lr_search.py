@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.rates import Rates, read_rates
+from modeling_nlq.training.comparison.config import ConfirmConfig
+from modeling_nlq.training.comparison.lr_search import Rates
 from modeling_nlq.training.comparison.run import run_comparison
 
 
@@ -60,18 +61,22 @@ class TestSearch:
     @pytest.mark.parametrize(
         ("fields", "message"),
         [
-            ([1e-3, "fast"], r"learning_rates=\[0.001, 'fast'\] must be a list of numbers above 0"),
+            (
+                [1e-3, "fast"],
+                r"learning_rates=\[0.001, 'fast'\] must be a finite number or a list of",
+            ),
+            ([1e-3, 0], r"learning_rates=\[0.001, 0.0\] must be a list of numbers above 0"),
             ([1e-3, 1e-3], "holds a rate twice"),
-            ({"factor": 2}, "must be a list of numbers, or {start: RATE, factor: 2, limit: 8}"),
-            ({"start": 1e-3, "step": 2}, "must be a list of numbers, or"),
-            ({"start": 0}, "must be a list of numbers, or"),
+            ({"factor": 2}, "start is missing; a search is {start: RATE, factor: 2, limit: 8}"),
+            ({"start": 1e-3, "step": 2}, "learning_rates: unknown field 'step'"),
+            ({"start": 0}, "learning_rates: start=0 must be a number above 0"),
             ({"start": 1e-3, "factor": 1}, "factor=1 must be a number from 1.05 to 100"),
             ({"start": 1e-3, "limit": 2}, "limit=2 must be a whole number of at least 3 rates"),
         ],
     )
     def test_bad_input(self, fields, message):
         with pytest.raises(ValueError, match=message):
-            read_rates("learning_rates", fields)
+            ConfirmConfig.read({"learning_rates": fields}, "file")
 
 
 class TestChoice:

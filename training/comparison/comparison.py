@@ -2,21 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ..run.recipe import Recipe
+from ..run.recipe import Recipe, emulated_bf16
 from ..size import Size
 from ..text import align
+from .config import ComparisonConfig, ModelConfig
 from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
-from .rates import Rates
-
-
-def default_folder(name: str) -> Path:
-    """The results folder of a comparison, unless another one is given."""
-    return Path(f"runs/compare-{name}")
+from .lr_search import Rates
 
 
 @dataclass(frozen=True)
@@ -38,64 +34,72 @@ class Run:
         return f"{self.model}/rate-{self.learning_rate:g}-seed-{self.seed}"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Variant:
-    """A model of a comparison, at one scale.
+    """A model of a comparison, at one scale. One that was not sized has a config and rates alone.
 
     Attributes:
-        given: its entry in the comparison's file.
+        config: its fields in the file, with the changes of the scale.
         rates: the rates to choose among.
+        starts_anew: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a seed, where it does not have `rates`.
-        has_own_start: whether its scale says where the search of rates begins.
-        recipe: its recipe without learning rate and seed; `None` in an outline (see `load_outline`).
+        recipe: its recipe without learning rate and seed.
         size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
         steps: number of optimizer steps of each run.
         tokens: number of training tokens of each run, if every batch is full.
-        config: all fields of its configuration.
+        model_config: all fields of the configuration of its model.
     """
 
-    given: dict[str, Any]
+    config: ModelConfig
     rates: Rates
-    has_own_start: bool = False
+    starts_anew: bool = False
     rates_by_seed: dict[int, Rates] = field(default_factory=dict)
     recipe: Recipe | None = None
     size: Size = field(default_factory=lambda: Size(0, 0, 0, 0))
     intermediate_size: int | None = None
     steps: int = 0
     tokens: int = 0
-    config: dict[str, Any] = field(default_factory=dict)
+    model_config: dict[str, Any] = field(default_factory=dict)
 
     def rates_of(self, seed: int) -> Rates:
-        """The rates among which a seed chooses."""
+        """Returns the rates that a seed can choose."""
         return self.rates_by_seed.get(seed, self.rates)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Scale:
     """One scale of a comparison, with all overrides applied: models that see the same tokens.
 
     Attributes:
-        name: the name of the comparison, and that of the scale if there are several.
-        baseline: the model that all others are compared with.
+        name: the name of the comparison, and of the scale if there are several.
+        config: the comparison at this scale alone.
         variants: models by name.
-        seeds: seeds of the runs, which all models share. Every seed tries the rates of a model, and reports its own
-            run at the rate with the lowest validation loss.
-        given: the fields of the file, with those of the scale, as one mapping.
-        tasks: downstream tasks on which every reported run is evaluated (see `evaluate_tasks`).
         command: the command that runs the comparison.
-        stop: `"early"` if models leave as soon as there is a verdict about them (see `progress_of`); then the
-            seeds are the most that a model has.
     """
 
     name: str
-    baseline: str
+    config: ComparisonConfig
     variants: dict[str, Variant]
-    seeds: list[int]
-    given: dict[str, Any]
-    tasks: list[str] = field(default_factory=list)
     command: str = ""
-    stop: Literal["early"] | None = None
+
+    @property
+    def baseline(self) -> str:
+        """The model that all others are compared with."""
+        return self.config.baseline
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the runs, which all models share.
+
+        Every seed tries the rates of a model, and reports its own run at the rate with the lowest validation loss.
+        """
+        return self.config.seeds
+
+    @property
+    def stop(self) -> str | None:
+        """`"early"` if models leave at their verdicts (see `progress_of`); then the seeds are the most of a model."""
+        return self.config.stop
 
     def runs_of(self, model: str) -> int:
         """The number of runs of a model; a search may need more."""
@@ -105,6 +109,16 @@ class Scale:
     def is_open(self) -> bool:
         """Whether a search may need more runs than planned."""
         return any(variant.rates.is_search for variant in self.variants.values())
+
+    @property
+    def tasks(self) -> list[str]:
+        """The downstream tasks for every reported run (see `evaluate_tasks`)."""
+        return self.config.tasks or []
+
+    @property
+    def baseline_flops(self) -> int:
+        """The compute of a run of the baseline, the order of scales."""
+        return self.variants[self.baseline].size.flops_per_token * self.tokens_per_run
 
     @property
     def tokens_per_run(self) -> int:
@@ -134,15 +148,15 @@ class Scale:
         return self.variants[run.model].recipe.replace(training=settings)
 
     def starting_at(self, chosen: Mapping[str, Mapping[int, float]]) -> "Scale":
-        """This scale, whose seeds begin their searches at the rates that they chose before, by model and seed.
+        """Returns this scale with searches that begin at the rates chosen before, by model and seed.
 
-        Other seeds begin where the file says, as do all seeds of a model for which the scale says it.
+        Other seeds begin where the file says. So do all seeds of a model if the scale gives its rates.
         """
         variants = dict(self.variants)
         for name, variant in variants.items():
-            if not variant.has_own_start:
-                own = {seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
-                variants[name] = dataclasses.replace(variant, rates_by_seed=own)
+            if not variant.starts_anew:
+                rates = {seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
+                variants[name] = dataclasses.replace(variant, rates_by_seed=rates)
         return dataclasses.replace(self, variants=variants)
 
     def power_warning(self) -> str | None:
@@ -151,29 +165,16 @@ class Scale:
         return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
 
     def describe(self) -> Iterator[str]:
-        """The plan, line by line."""
-        rows = []
-        for name, variant in self.variants.items():
-            size = variant.size
-            row = {
-                "model": name + (" (baseline)" if name == self.baseline else ""),
-                "parameters": f"{size.total:,}",
-                "trained": f"{size.trained:,}",
-                "non-embedding": f"{size.non_embedding:,}",
-                "MLP width": "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
-                "FLOPs per token": f"{size.flops_per_token:,}",
-                "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
-                "learning rates": str(variant.rates),
-                "runs": f"{self.runs_of(name)}{' or more' * variant.rates.is_search}",
-            }
-            rows.append(row)
-        unneeded = {"trained"} if all(row["trained"] == row["parameters"] for row in rows) else set()
-        unneeded |= {"MLP width"} - {name for row in rows for name, cell in row.items() if cell}
-        rows = [{name: cell for name, cell in row.items() if name not in unneeded} for row in rows]
-        yield from align([list(rows[0]), *(list(row.values()) for row in rows)])
+        """Yields the plan line by line: a table of the models, the number of runs, and warnings."""
+        rows = [self._describe_model(name) for name in self.variants]
+        shown = [column for column in rows[0] if any(row[column] for row in rows)]
+        if all(row["trained"] == row["parameters"] for row in rows):
+            shown.remove("trained")
+        yield from align([shown, *([row[column] for column in shown] for row in rows)])
+        more = ", more if a search goes on" if self.is_open else ""
+        seeds = " ".join(map(str, self.seeds))
         yield (
-            f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all"
-            f"{', more if a search goes on' * self.is_open}; seeds {' '.join(map(str, self.seeds))}"
+            f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{more}; seeds {seeds}"
         )
         if self.stop:
             yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
@@ -184,6 +185,22 @@ class Scale:
                 "warning: of two learning rates the best is always at the boundary, without a verdict; list one, or "
                 "three"
             )
+
+    def _describe_model(self, name: str) -> dict[str, str]:
+        """Returns a row of the plan's table."""
+        variant = self.variants[name]
+        size = variant.size
+        return {
+            "model": f"{name} (baseline)" if name == self.baseline else name,
+            "parameters": f"{size.total:,}",
+            "trained": f"{size.trained:,}",
+            "non-embedding": f"{size.non_embedding:,}",
+            "MLP width": "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
+            "FLOPs per token": f"{size.flops_per_token:,}",
+            "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
+            "learning rates": str(variant.rates),
+            "runs": f"{self.runs_of(name)} or more" if variant.rates.is_search else str(self.runs_of(name)),
+        }
 
 
 @dataclass(frozen=True)
@@ -221,12 +238,11 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class ScaleProgress:
-    """How far a scale is: what its finished runs say about the choices of rates, and about the seeds of each model.
+    """The progress of a scale: the choices of rates and the seeds of each model, from its finished runs.
 
     Attributes:
-        scale: the scale, whose searches begin where the scale before it ended.
-        tunings: the choices of each model, by seed. With `stop: early` a model has the seeds up to the analysis at
-            which it leaves.
+        scale: the scale; its searches begin where the scale before it ended.
+        tunings: the choices of each model, by seed. A model that leaves early has fewer.
         finished: the number of finished runs of each model.
     """
 
@@ -242,7 +258,7 @@ class ScaleProgress:
 
     @property
     def at_boundary(self) -> list[str]:
-        """The models of which a seed chose the smallest or the largest of several rates."""
+        """The models with a seed at the smallest or the largest of several rates."""
         return [model for model, of in self.tunings.items() if any(tuning.is_at_boundary for tuning in of)]
 
     def reported(self, model: str) -> list[Run]:
@@ -259,9 +275,8 @@ class ScaleProgress:
 def progress_of(scale: Scale, results: Results) -> ScaleProgress:
     """Finds which runs of a scale come next, from the finished runs alone.
 
-    With `stop: early`, the first interim analysis is made when the runs of the first `FIRST_INTERIM` seeds are
-    finished. A model about which there is no verdict gets the next seed, as does the baseline as long as there is such
-    a model.
+    The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
+    a verdict gets the next seed, and so does the baseline as long as such a model is left.
     """
     counts = dict.fromkeys(scale.variants, len(scale.seeds) if scale.stop is None else FIRST_INTERIM)
     tunings: dict[str, list[Tuning]] = {model: [] for model in scale.variants}
@@ -280,8 +295,8 @@ def progress_of(scale: Scale, results: Results) -> ScaleProgress:
             for model, seen in tunings.items()
         }
         at_boundary = [model for model in analysed if any(tuning.is_at_boundary for tuning in tunings[model])]
-        found = analyse(losses, scale.baseline, at_boundary=at_boundary, most=len(scale.seeds))
-        open_models = [model for model in analysed if model in found.open_models()]
+        verdicts = analyse(losses, scale.baseline, at_boundary=at_boundary, most=len(scale.seeds))
+        open_models = [model for model in analysed if model in verdicts.open_models()]
         if not open_models:
             break
         counts |= dict.fromkeys([scale.baseline, *open_models], max(counts.values()) + 1)
@@ -298,7 +313,7 @@ def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
             return Tuning(model, seed, losses, ready)
         for run in runs:
             metrics = results[run.name]
-            # Where there is nothing to choose, there may be no validation split
+            # Without a choice, the validation split may be missing
             losses[run.learning_rate] = math.inf if metrics["diverged"] else metrics.get("eval_loss", 0.0)
     return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
 
@@ -308,28 +323,32 @@ def _test_loss(metrics: Mapping[str, Any]) -> float | None:
 
 
 def _count(scale: Scale, tuning: Tuning, results: Results) -> int:
-    """Counts the finished runs of a seed, with those of a step of its search that is not complete."""
+    """Counts the finished runs of a seed, also in a step of its search that is not complete."""
     rates = scale.variants[tuning.model].rates_of(tuning.seed)
     tried = {*tuning.losses, *rates.next(tuning.losses)}
     return sum(Run(tuning.model, rate, tuning.seed).name in results for rate in tried)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """The same models at one scale or more, with all overrides applied.
 
     Attributes:
-        baseline: the model that all others are compared with.
-        scales: by name, from the smallest to the largest; a single scale has no name, "".
+        name: the name in reports.
+        config: the whole comparison with its overrides. Two of them without `differences` are the same comparison.
+        scales: by name, from the smallest to the largest.
         command: the command that runs it.
-        given: the whole comparison with its overrides, as one mapping; equal mappings are the same comparison.
     """
 
     name: str
-    baseline: str
+    config: ComparisonConfig
     scales: dict[str, Scale]
-    command: str
-    given: dict[str, Any]
+    command: str = ""
+
+    @property
+    def baseline(self) -> str:
+        """The model that all others are compared with."""
+        return self.config.baseline
 
     @property
     def largest(self) -> Scale:
@@ -340,27 +359,62 @@ class Comparison:
         """Returns how far each scale is that has begun, by name; the next one begins when all before it are finished.
 
         Each seed begins the search for its rate where it ended at the last scale that has the seed. With one start for
-        all seeds, which an accident of the scale before could choose, their choices would not be independent.
+        all seeds, chosen by accident at the scale before, their choices would not be independent.
 
         Args:
             results: the metrics of finished runs, by scale.
         """
         starts: dict[str, dict[int, float]] = {}
-        found: dict[str, ScaleProgress] = {}
+        progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
-            found[name] = progress_of(scale.starting_at(starts), results[name])
-            if found[name].ready:
+            progress[name] = progress_of(scale.starting_at(starts), results[name])
+            if progress[name].ready:
                 break
-            for model, tunings in found[name].tunings.items():
+            for model, tunings in progress[name].tunings.items():
                 chosen = {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
                 starts[model] = {**starts.get(model, {}), **chosen}
-        return found
+        return progress
+
+    def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
+        """Yields lines about each scale, below its name if there are several."""
+        for name, about in lines.items():
+            if len(self.scales) > 1:
+                yield f"scale {name}"
+                yield from (f"  {line}" for line in about)
+            else:
+                yield from about
 
     def describe(self) -> Iterator[str]:
-        """The plan, line by line."""
-        for name, scale in self.scales.items():
-            yield from (f"scale {name}", *(f"  {line}" for line in scale.describe())) if name else scale.describe()
+        """Yields the plan line by line."""
+        yield from self.by_scale({name: scale.describe() for name, scale in self.scales.items()})
         if len(self.scales) > 1:
             total = sum(scale.flops for scale in self.scales.values())
             shares = ", ".join(f"{name} {scale.flops / total:.0%}" for name, scale in self.scales.items())
             yield f"{total:.3g} FLOPs in all: {shares}"
+
+    @property
+    def machine_warning(self) -> str | None:
+        """A warning if a model trains in bfloat16 on a CPU that emulates it."""
+        variants = (variant for scale in self.scales.values() for variant in scale.variants.values())
+        return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
+
+
+def outline(config: ComparisonConfig, source: str) -> Comparison:
+    """Returns the plan without its recipes and sizes: the scales in the order of the file, their rates and seeds.
+
+    Args:
+        source: the origin of the config, for messages.
+
+    Raises:
+        ValueError: if seeds or rates are missing.
+    """
+    scales = {}
+    for name in config.scale_configs:
+        here = config.at_scale(name, config.source_of(name, source))
+        variants = {}
+        for model, entry in here.models.items():
+            if (rates := entry.rates or here.rates) is None:
+                raise ValueError(f"{source}: learning_rates is missing")
+            variants[model] = Variant(entry, rates, config.starts_anew(name, model))
+        scales[name] = Scale(here.name, here, variants)
+    return Comparison(config.name, config, scales)

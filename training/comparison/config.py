@@ -1,0 +1,428 @@
+"""The file of a comparison as typed values: what it may hold, and how it is read and written."""
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from transformers import TrainingArguments
+
+from modeling_nlq.configuration_nlq import check_kernels
+
+from ...configuration import find
+from ..disk import resolve_user_path
+from ..files import check_keys, merged, read_section, read_yaml
+from ..run.objectives import objective_in
+from ..run.recipe import Recipe, check_trusted, override_words, without_defaults, without_private
+from ..run.tasks import check_tasks
+from ..sharing.scrub import without_folders
+from ..size import ModelKind
+from ..text import QUOTE_IT, check_name
+from ..values import Value
+from .inference import FIRST_INTERIM
+from .lr_search import Rates, SearchConfig, make_rates
+
+
+SECTIONS = ("switches", "training")
+# A comparison without `scales` has one scale, of a name that no file can give
+SINGLE = "(single)"
+# These differ between the runs of one model; `seeds` and `learning_rates` set them
+_SET_BY_RUN = ("learning_rate", "seed", "data_seed")
+
+
+@dataclass(frozen=True)
+class _Section(Value):
+    """Fields of a file and their checked values; `None` if the file leaves a field out."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        make_rates(getattr(self, "learning_rates", None))
+        check_set_by_run("training: ", getattr(self, "training", None) or {})
+        seeds = getattr(self, "seeds", None)
+        if seeds is not None and (not seeds or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)):
+            raise ValueError(f"seeds={seeds!r} must be a list of at least one whole number from 0 to 2**32 - 1")
+        if len(set(seeds or ())) < len(seeds or ()):
+            raise ValueError(f"seeds={seeds!r} holds a seed twice")
+        ratio = getattr(self, "tokens_per_parameter", None)
+        if ratio is not None and not 0 < ratio < float("inf"):
+            raise ValueError(f"tokens_per_parameter={ratio:g} must be a number above 0")
+
+    @classmethod
+    def read(cls, content: Any, source: str):
+        """Reads the section from the content of a YAML file.
+
+        Args:
+            source: the file and the section in it, for messages.
+
+        Raises:
+            ValueError: for an unknown field, or a value that is not allowed.
+        """
+        content = read_section(content, source)
+        kinds = get_type_hints(cls)
+        check_keys(source, content, kinds.keys() - {"nulls"})
+        values = {name: _read_field(kinds[name], name, value, source) for name, value in content.items()}
+        if "nulls" in kinds:
+            values["nulls"] = tuple(name for name, value in content.items() if value is None)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            hint = f"; {QUOTE_IT}" if " must be text" in str(error) else ""
+            raise ValueError(f"{source}: {error}{hint}") from None
+
+    @property
+    def rates(self) -> Rates | None:
+        """The learning rates to choose among, if the section has any."""
+        return make_rates(self.learning_rates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as in a file; `read` makes an equal section of them."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "nulls"}
+        nulls = getattr(self, "nulls", ())
+        return {name: _plain(value) for name, value in values.items() if value is not None or name in nulls}
+
+
+def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
+    """Reads the sections in a field, and leaves the check of any other value to `Value`."""
+    if value is None:
+        return None
+    if name == "learning_rates":
+        if isinstance(value, Mapping):
+            return SearchConfig.read(value, f"{source}: learning_rates")
+        return [float(rate) if type(rate) is int else rate for rate in value] if isinstance(value, list) else value
+    kind = next((part for part in (kind, *get_args(kind)) if get_origin(part) is dict), kind)
+    if get_origin(kind) is dict and (isinstance(value, Mapping) or name != "recipe"):
+        value = read_section(value, f"{source}: {name}")
+        entry_kind = get_args(kind)[1]
+        if entry_kind is not Any and issubclass(entry_kind, _Section):
+            entry_name = f"{source}: {name.removesuffix('s')}"
+            for key in value:
+                check_name(entry_name, key)
+            return {key: entry_kind.read(entry, f"{entry_name} {key!r}") for key, entry in value.items()}
+    if isinstance(value, Mapping) and ConfirmConfig in get_args(kind):
+        return ConfirmConfig.read(value, f"{source}: {name}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of a field as in a file."""
+    if isinstance(value, _Section | SearchConfig):
+        return value.to_dict()
+    return {name: _plain(entry) for name, entry in value.items()} if isinstance(value, dict) else value
+
+
+def check_set_by_run(source: str, fields: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a field that differs between the runs of one model."""
+    if fixed := [name for name in _SET_BY_RUN if name in fields]:
+        raise ValueError(f"{source}{', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
+
+
+@dataclass(frozen=True)
+class FactorConfig(_Section):
+    """The fields of a change in `factors`."""
+
+    switches: dict[str, Any] | None = None
+    """Fields of the model's configuration."""
+    training: dict[str, Any] | None = None
+    """Fields of `transformers.TrainingArguments`."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Section):
+    """The fields of a model in `models`: how it differs from the recipe. A text alone is its `model`."""
+
+    model: str | None = None
+    """As in a recipe."""
+    trainable: Literal["all", "new"] | None = None
+    """As in a recipe."""
+    lora: dict[str, Any] | None = None
+    """As in a recipe."""
+    parametrization: Literal["standard", "completep"] | None = None
+    """As in a recipe."""
+    base_sizes: dict[str, Any] | None = None
+    """As in a recipe."""
+    learning_rates: float | list[float] | SearchConfig | None = None
+    """In place of those of the comparison."""
+    match: Literal["parameters", "flops"] | None = None
+    """In place of that of the comparison; `null` keeps the model's own MLP width."""
+    switches: dict[str, Any] | None = None
+    """Fields of the model's configuration."""
+    training: dict[str, Any] | None = None
+    """Fields of `transformers.TrainingArguments`."""
+    nulls: tuple[str, ...] = ()
+    """The fields that are null, which takes those of a recipe back to their defaults."""
+
+    @classmethod
+    def read(cls, content: Any, source: str) -> "ModelConfig":
+        """Reads the entry of a model, which may be the name of a configuration alone."""
+        return super().read({"model": content} if isinstance(content, str) else content, source)
+
+    def with_changes(self, more: "ModelConfig", source: str) -> "ModelConfig":
+        """Returns the model with the fields that a scale sets for it."""
+        before, changes = self.to_dict(), more.to_dict()
+        for section in SECTIONS:
+            if section in changes:
+                changes[section] = {**(before.get(section) or {}), **(changes[section] or {})}
+        return self.read({**before, **changes}, source)
+
+    def recipe_fields(self) -> dict[str, Any]:
+        """Returns the fields that a recipe has too, without the sections; `None` is the default of a recipe."""
+        names = ("model", "trainable", "lora", "parametrization", "base_sizes")
+        return {name: value for name, value in self.to_dict().items() if name in names}
+
+
+@dataclass(frozen=True)
+class ScaleConfig(_Section):
+    """The fields of a scale in `scales`. They replace the fields of the comparison."""
+
+    model: str | None = None
+    """As in a recipe."""
+    tokenizer: str | None = None
+    """As in a recipe."""
+    block_size: int | None = None
+    """As in a recipe."""
+    switches: dict[str, Any] | None = None
+    """Fields of the configuration of all models at this scale."""
+    training: dict[str, Any] | None = None
+    """Fields of `transformers.TrainingArguments` of all models at this scale."""
+    models: dict[str, ModelConfig] | None = None
+    """What differs at this scale, by the names of the comparison's models."""
+    tokens_per_parameter: float | None = None
+    """As in the comparison."""
+    seeds: list[int] | None = None
+    """As in the comparison."""
+    nulls: tuple[str, ...] = ()
+    """The fields that are null, which takes those of a recipe back to their defaults."""
+
+    def recipe_fields(self) -> dict[str, Any]:
+        """Returns the fields that a recipe has too, without the sections."""
+        return {name: value for name, value in self.to_dict().items() if name in ("model", "tokenizer", "block_size")}
+
+
+@dataclass(frozen=True)
+class ConfirmConfig(_Section):
+    """The fields of `confirm`; the screening chooses the others itself."""
+
+    learning_rates: float | list[float] | SearchConfig | None = None
+    """As in a comparison."""
+    seeds: list[int] | None = None
+    """As in a comparison."""
+    stop: Literal["early"] | None = None
+    """As in a comparison."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.seeds is not None and len(self.seeds) < FIRST_INTERIM:
+            raise ValueError(f"seeds={self.seeds!r} must be {FIRST_INTERIM} or more; set confirm: {{seeds: ...}}")
+
+
+@dataclass(frozen=True)
+class ComparisonConfig(_Section):
+    """The fields of a comparison's file."""
+
+    recipe: str | dict[str, Any] | None = None
+    """A shipped recipe, a YAML file, or the fields of one: what all models share."""
+    baseline: str | None = None
+    """The model that the others are compared with."""
+    models: dict[str, ModelConfig] | None = None
+    """The models by name."""
+    factors: dict[str, FactorConfig] | None = None
+    """In place of `models`: changes that are screened, each with `switches` and `training`."""
+    confirm: ConfirmConfig | None = None
+    """With `factors`: `learning_rates`, `seeds` and `stop` of the comparison that confirms what survives."""
+    scales: dict[str, ScaleConfig] | None = None
+    """The sizes at which the models are compared, from the smallest to the largest."""
+    tokens_per_parameter: float | None = None
+    """The tokens of a run for each non-embedding parameter of the baseline, in place of `max_steps`."""
+    learning_rates: float | list[float] | SearchConfig | None = None
+    """One rate for all models, a list that each seed tries, or a search."""
+    seeds: list[int] | None = None
+    """Each model is trained with every seed."""
+    stop: Literal["early"] | None = None
+    """Models leave at interim analyses, as soon as there is a verdict about them."""
+    tasks: list[str] | None = None
+    """Downstream tasks on which every reported run is evaluated."""
+    match: Literal["parameters", "flops"] | None = None
+    """The MLP of each model gets the width that meets the baseline's budget."""
+    training: dict[str, Any] | None = None
+    """Fields of `transformers.TrainingArguments`, for all models."""
+    switches: dict[str, Any] | None = None
+    """Fields of the configuration, for all models."""
+    name: str | None = None
+    """By default the name of the file."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.factors is None:
+            self._check_models()
+        if self.stop is not None and (self.scales is not None or self.tasks is not None):
+            raise ValueError("stop: early needs a comparison at one scale, without tasks: each of them needs all runs")
+        if self.stop is not None and self.seeds is not None and len(self.seeds) <= FIRST_INTERIM:
+            raise ValueError(
+                f"stop: early has its first interim analysis at {FIRST_INTERIM} seeds, and seeds={self.seeds!r} has "
+                "no more"
+            )
+
+    def _check_models(self) -> None:
+        models = self.models or {}
+        if self.confirm is not None:
+            raise ValueError("confirm needs factors")
+        if self.baseline not in models:
+            names = ", ".join(models) or "(none given)"
+            raise ValueError(f"baseline={self.baseline!r} must be one of the models {names}")
+        if len(models) < 2:
+            raise ValueError(f"models holds only the baseline {self.baseline!r}; there is nothing to compare it with")
+        for name, scale in (self.scales or {}).items():
+            check_keys(f"scale {name!r}: models", scale.models or {}, models)
+        if self.scales is not None and len(self.scales) < 2:
+            names = ", ".join(map(repr, self.scales)) or "nothing"
+            raise ValueError(f"scales holds only {names}; a ladder needs two or more")
+
+    @property
+    def scale_configs(self) -> dict[str, ScaleConfig]:
+        """The scales by name; without `scales`, one that changes nothing."""
+        return {SINGLE: ScaleConfig()} if self.scales is None else self.scales
+
+    def source_of(self, scale: str, source: str) -> str:
+        """Returns the place of a scale in a file, for messages."""
+        return source if self.scales is None else f"{source}: scale {scale!r}"
+
+    def at_scale(self, name: str, source: str) -> "ComparisonConfig":
+        """Returns the comparison at one scale alone, with the fields of the scale in place of its own.
+
+        Raises:
+            ValueError: if seeds are missing.
+        """
+        scale = self.scale_configs[name]
+        changes = scale.models or {}
+        models = {
+            model: config.with_changes(changes.get(model, ModelConfig()), f"{source}: model {model!r}")
+            for model, config in self.models.items()
+        }
+        seeds = scale.seeds or self.seeds
+        if seeds is None:
+            raise ValueError(f"{source}: seeds is missing; it must be a list of whole numbers")
+        ratio = scale.tokens_per_parameter or self.tokens_per_parameter
+        title = self.name if self.scales is None else f"{self.name}, {name}"
+        return dataclasses.replace(
+            self, name=title, models=models, scales=None, seeds=seeds, tokens_per_parameter=ratio
+        )
+
+    def starts_anew(self, scale: str, model: str) -> bool:
+        """Tells whether a scale gives learning rates for a model: then the scale before it does not change them."""
+        changes = self.scale_configs[scale].models or {}
+        return model in changes and changes[model].learning_rates is not None
+
+    def without_seeds(self) -> "ComparisonConfig":
+        """Returns the comparison without the fields that may grow after it was begun."""
+        scales = self.scales and {name: dataclasses.replace(entry, seeds=None) for name, entry in self.scales.items()}
+        return dataclasses.replace(self, seeds=None, scales=scales)
+
+
+@dataclass(frozen=True)
+class ComparisonFile:
+    """The file of a comparison or a screening, with the recipe that it names.
+
+    Attributes:
+        source: its path, for messages.
+        config: its content, without the sections `switches` and `training`.
+        recipe: the recipe that all models share, with those sections, and without `overrides`.
+        recipe_source: the origin of the recipe, for messages.
+        overrides: fields of the recipe that the command line changes.
+        command: the command that runs the comparison.
+    """
+
+    source: str
+    config: ComparisonConfig
+    recipe: dict[str, Any]
+    recipe_source: str
+    overrides: dict[str, Any]
+    command: str
+
+
+def read_file(
+    source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
+) -> ComparisonFile:
+    """Reads the file of a comparison or a screening, and the recipe of its models.
+
+    Args:
+        source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
+        overrides, trust_parts: of the recipe that all models share, as in `load_recipe`.
+
+    Raises:
+        ValueError: for an unknown field, name or value.
+    """
+    path = find("comparisons", str(source))
+    content = read_yaml(resolve_user_path(path))
+    misplaced = TrainingArguments.__dataclass_fields__.keys() - {*get_type_hints(ComparisonConfig), *_SET_BY_RUN}
+    if fields := [key for key in content if key in misplaced]:
+        raise ValueError(f"{path}: unknown field {fields[0]!r}; set it in the section 'training'")
+    config = ComparisonConfig.read({**content, "name": _name_in(content, path)}, str(path))
+    overrides = dict(overrides or {})
+    check_set_by_run("arguments: ", overrides)
+    recipe, recipe_source = config.recipe, f"{path}: recipe"
+    if not recipe:
+        raise ValueError(f"{path}: the field 'recipe' is missing")
+    if isinstance(recipe, str):
+        recipe_source = str(find("recipes", recipe))
+        recipe = read_yaml(resolve_user_path(recipe_source))
+    check_trusted(recipe, overrides, recipe_source, trust_parts)
+    check_kernels(content, str(path))
+    if config.tasks is not None:
+        _check_tasks(config.tasks, recipe, str(path))
+    records_stability = "record_stability" in Recipe.read_by(objective_in(recipe))
+    defaults = {"test_fraction": 0.02, "record_stability": records_stability}
+    recipe = with_sections({**defaults, **recipe}, config, recipe_source)
+    if isinstance(config.recipe, str) and (config.switches or config.training):
+        recipe_source = f"{path} with {recipe_source}"
+    shown = Path(source).name if Path(source).is_file() else str(source)
+    command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
+    config = dataclasses.replace(config, switches=None, training=None)
+    return ComparisonFile(str(path), config, recipe, recipe_source, overrides, command)
+
+
+def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
+    """Reads the `comparison.yaml` of a results folder without the defaults of a recipe, which older versions wrote."""
+    config = ComparisonConfig.read(content, source)
+    if isinstance(config.recipe, dict):
+        config = dataclasses.replace(config, recipe=without_defaults(config.recipe))
+    return config
+
+
+def with_sections(recipe: Mapping[str, Any], section: _Section, recipe_source: str) -> dict[str, Any]:
+    """Returns the content of a recipe with `switches` and `training` of a comparison, a scale or a model."""
+    sections = {
+        name: merged(read_section(recipe.get(name), f"{recipe_source}: {name}"), getattr(section, name) or {})
+        for name in SECTIONS
+    }
+    return {**recipe, **sections}
+
+
+def default_folder(name: str) -> Path:
+    """Returns the results folder of a comparison, unless another one is named."""
+    return Path(f"runs/compare-{name}")
+
+
+def read_default_folder(source: str) -> Path:
+    """Returns a comparison's default results folder, from the name in its file. Nothing else is read."""
+    path = find("comparisons", source)
+    return default_folder(_name_in(read_yaml(resolve_user_path(path)), path))
+
+
+def _name_in(content: Mapping[str, Any], path: Path) -> str:
+    """Returns the name of a comparison in one line, by default the stem of its file."""
+    name = content.get("name")
+    if not isinstance(name, bool):
+        name = " ".join(str(name or path.stem).split())
+    check_name(f"{path}: name", name)
+    return name
+
+
+def _check_tasks(tasks: list[str], recipe: Mapping[str, Any], source: str) -> None:
+    """Raises `ValueError` for a task that does not exist, or that the models cannot do."""
+    if objective_in(recipe).kind is not ModelKind.DECODER:
+        raise ValueError(
+            f"{source}: tasks={tasks!r}: lm_eval's tasks need decoders; take tasks out, or set objective: causal"
+        )
+    check_tasks(tasks)
