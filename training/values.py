@@ -1,8 +1,10 @@
 """Typed values: frozen dataclasses that check the types of their fields, and JSON read as such values."""
 
+import json
 import reprlib
 import sys
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from enum import EnumType
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -35,11 +37,16 @@ class Value:
 
 def _describe(kind: Any) -> str:
     """Says in words which values a type allows."""
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is Literal or isinstance(kind, EnumType):
+        return " or ".join(repr(str(value)) for value in get_args(kind) or kind)
     if isinstance(kind, UnionType):
         return " or ".join("null" if part is type(None) else _describe(part) for part in get_args(kind))
     return _KINDS.get(get_origin(kind) or kind, (dict, "fields and values"))[1]
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Returns a dataclass as the text of a JSON file. Raises `ValueError` for NaN and infinity."""
+    return json.dumps(asdict(value), indent=indent, allow_nan=False, default=np.ndarray.tolist) + "\n"
 
 
 def from_json(kind: Any, value: Any, place: str = "") -> Any:
@@ -52,6 +59,11 @@ def from_json(kind: Any, value: Any, place: str = "") -> Any:
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
         return None if value is None else from_json(parts[0], value, place)
+    if isinstance(kind, EnumType):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ValueError(f"{place[:-1]}={reprlib.repr(value)} must be {_describe(kind)}") from None
     found, allowed = _KINDS.get(origin, (dict, "fields and values"))
     is_number = origin in (int, float)
     if not isinstance(value, found) or (

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -25,6 +24,7 @@ from transformers.utils import logging
 from ..disk import make_folder
 from ..run.data import prepare_data
 from ..run.jobs import describe_failure
+from ..run.result import RunResult
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
 from ..run.unattended import RunFailed, RunSpec, run_in_subprocess
 from ..storage import is_address, origin
@@ -103,7 +103,7 @@ class LocalEngine:
         """Returns the number of runs that may be submitted now."""
         return self.jobs - running
 
-    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
+    def submit(self, spec: RunSpec) -> Future[RunResult]:
         """Makes a run in a new process, which a thread waits for."""
         with environment_of_one_run():  # which the processes of runs get from the server
             ensure_running()
@@ -124,7 +124,7 @@ class LocalEngine:
             if (process := self._processes.get(spec.name)) is not None:
                 process.terminate()
 
-    def _make_run(self, spec: RunSpec) -> dict[str, Any]:
+    def _make_run(self, spec: RunSpec) -> RunResult:
         folder = RunFolder(Path(spec.recipe.output_dir))
         if folder.is_held():
             raise FolderIsLocked(spec.name)
@@ -145,7 +145,7 @@ class LocalEngine:
             self._progress.pop(spec.name, None)
         if message is not None:
             raise message
-        return folder.metrics()
+        return folder.result()
 
 
 @contextmanager

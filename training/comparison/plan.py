@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..run.recipe import Recipe
+from ..run.result import RunResult
 from ..size import Size
 from ..text import align
 from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
@@ -215,8 +216,8 @@ class Tuning:
         return self.boundary is not None and self.rate is not None
 
 
-# The metrics of finished runs, by their names
-Results = Mapping[str, Mapping[str, Any]]
+# Finished runs, by their names
+Results = Mapping[str, RunResult]
 
 
 @dataclass(frozen=True)
@@ -276,7 +277,7 @@ def progress_of(scale: Scale, results: Results) -> ScaleProgress:
         ):
             break
         losses = {
-            model: {tuning.seed: _test_loss(results[tuning.reported.name]) for tuning in seen}
+            model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in seen}
             for model, seen in tunings.items()
         }
         at_boundary = [model for model in analysed if any(tuning.is_at_boundary for tuning in tunings[model])]
@@ -297,14 +298,10 @@ def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
         if ready := [run for run in runs if run.name not in results]:
             return Tuning(model, seed, losses, ready)
         for run in runs:
-            metrics = results[run.name]
-            # Where there is nothing to choose, there may be no validation split
-            losses[run.learning_rate] = math.inf if metrics["diverged"] else metrics.get("eval_loss", 0.0)
+            found = results[run.name].losses
+            has_loss = not found.diverged and found.validation.loss is not None
+            losses[run.learning_rate] = found.validation.loss if has_loss else math.inf
     return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
-
-
-def _test_loss(metrics: Mapping[str, Any]) -> float | None:
-    return None if metrics["diverged"] else metrics["test_loss"]
 
 
 def _count(scale: Scale, tuning: Tuning, results: Results) -> int:
@@ -343,7 +340,7 @@ class Comparison:
         all seeds, which an accident of the scale before could choose, their choices would not be independent.
 
         Args:
-            results: the metrics of finished runs, by scale.
+            results: the finished runs, by scale.
         """
         starts: dict[str, dict[int, float]] = {}
         found: dict[str, ScaleProgress] = {}

@@ -21,9 +21,10 @@ from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..run.unattended import RunSpec
 from ..storage import fetch, publish
 from ..text import bar_options
+from ..values import to_json
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
-from .outcome import Outcome, gather, gather_scales, read_outcome, to_json
+from .outcome import Outcome, gather, gather_scales
 from .plan import Comparison, Run, Scale, ScaleProgress, progress_of
 from .reading import load_outline
 from .report import write_report
@@ -78,16 +79,15 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
     return LocalEngine(**given)
 
 
-def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `run_comparison`
     does.
     """
-    results = run_comparison(comparison, folder, engine)
+    outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
-        outcome = read_outcome(results)
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
         publish(folder)
-    return results
+    return outcome
 
 
 def is_main_process() -> bool:
@@ -95,8 +95,8 @@ def is_main_process() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
-    """Makes all runs that are not finished, and returns the content of `results.json`, without a report.
+def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
+    """Makes all runs that are not finished, writes `results.json`, and returns its content, without a report.
 
     The scales are made one after another, the smallest first.
 
@@ -128,9 +128,9 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 score_runs(progress, store)
                 tasks, added = read_scores(progress, store.folder), _added_seeds(folder).get(name, [])
                 gathered[name] = gather(progress, store, tasks=tasks, added_seeds=added)
-            text = json.dumps(to_json(gather_scales(comparison, gathered)), allow_nan=False)
-            write_text(folder / RESULTS_FILE, text + "\n")
-    return json.loads(text)
+            outcome = gather_scales(comparison, gathered)
+            write_text(folder / RESULTS_FILE, to_json(outcome))
+    return outcome
 
 
 def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> ScaleProgress:
@@ -144,8 +144,8 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
         return specs, finished
 
     with tqdm(desc=scale.name, unit="step", **bar_options()) as bar:
-        for spec, metrics in make_runs(engine, ready, bar, scale.steps_per_run):
-            store.add(spec.name, metrics)
+        for spec, result in make_runs(engine, ready, bar, scale.steps_per_run):
+            store.add(spec.name, result)
             fetch(Path(spec.recipe.output_dir), has_large=False)
     return progress_of(scale, store)
 

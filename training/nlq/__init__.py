@@ -197,9 +197,9 @@ def train(
     begun = {} if source is None else {"model": source, "tokenizer": source}
     loaded = load_recipe(recipe, begun | read_overrides(context.args), trust_parts)
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-    metrics = train_with(engine, loaded, **resources, max_retries=max_retries)
+    result = train_with(engine, loaded, **resources, max_retries=max_retries)
     if loaded.arguments.process_index == 0:
-        _say(f"{loaded.output_dir}: {_describe(metrics)}")
+        _say(f"{loaded.output_dir}: {_describe_run(result)}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")
@@ -284,24 +284,28 @@ def _describe_plan(comparison, cpus_per_run: int | None, noise_floor: float | No
         _say(line, flush=True)
 
 
-def _describe(metrics: dict, kind: str = "held-out ") -> str:
-    if metrics.get("diverged_at") is not None:
-        return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
-    if metrics.get("eval_perplexity") is None and metrics.get("eval_pseudo_perplexity") is None:
+def _describe_run(result) -> str:
+    if result.losses.diverged_at is not None:
+        return f"diverged: the loss was infinite or not a number after step {result.losses.diverged_at}"
+    said, size = _describe_evaluation(result.losses.validation, "held-out "), result.size
+    is_part = size.trained < size.total and not said.startswith("diverged")
+    return said + f", {size.trained:,} of {size.total:,} parameters were trained" * is_part
+
+
+def _describe_evaluation(found, kind: str = "") -> str:
+    if found.perplexity is None and found.pseudo_perplexity is None:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
-    unit = "token" if metrics.get("eval_pseudo_perplexity") is None else "masked token"
+    unit = "token" if found.pseudo_perplexity is None else "masked token"
     said = {
-        "eval_perplexity": f"{kind}perplexity {{:.2f}}",
-        "eval_pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
-        "eval_loss": f"loss {{:.4f}} nats per {unit}",
-        "eval_bits_per_byte": "{:.3f} bits per byte",
-        "eval_chrf": "chrF {:.1f}",
-        "eval_token_accuracy": f"accuracy of {unit}s {{:.1%}}" if unit != "token" else "token accuracy {:.1%}",
+        "perplexity": f"{kind}perplexity {{:.2f}}",
+        "pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
+        "loss": f"loss {{:.4f}} nats per {unit}",
+        "bits_per_byte": "{:.3f} bits per byte",
+        "chrf": "chrF {:.1f}",
+        "token_accuracy": f"accuracy of {unit}s {{:.1%}}" if unit != "token" else "token accuracy {:.1%}",
     }
-    parts = [text.format(metrics[name]) for name, text in said.items() if metrics.get(name) is not None]
-    if metrics.get("trained_parameters", 0) < metrics.get("parameters", 0):
-        parts.append(f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained")
-    return ", ".join(parts)
+    values = {name: getattr(found, name) for name in said}
+    return ", ".join(text.format(values[name]) for name, text in said.items() if values[name] is not None)
 
 
 @_command("Use and measure", "run.generation")
@@ -356,10 +360,11 @@ def evaluate(
     of_text |= {"source_column": source_column, "target_column": target_column}
     if tasks is None:
         from modeling_nlq.training.run.evaluation import evaluate
+        from modeling_nlq.training.run.result import Evaluation
 
         _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
-        metrics = evaluate(model, **of_text, **common)
-        _say(f"{model}: {_describe(metrics, '')}")  # of text that may not be held out, if it is a file
+        found = Evaluation.from_metrics(evaluate(model, **of_text, **common), "eval")
+        _say(f"{model}: {_describe_evaluation(found)}")  # of text that may not be held out, if it is a file
         return
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align

@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tqdm.auto import tqdm
 
 from ..files import LOG
 from ..storage import origin
 from ..text import one_line
+from .result import RunResult
 from .run_folder import FolderIsLocked, RunProgress
 from .unattended import RunFailed, RunSpec
 
@@ -22,8 +23,8 @@ class Workers(Protocol):
     def room(self, running: int) -> int:
         """Returns how many more runs may be submitted while so many are running or queued."""
 
-    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
-        """Begins or queues a run. The future gives its metrics, or raises `FolderIsLocked` or the error of the run."""
+    def submit(self, spec: RunSpec) -> Future[RunResult]:
+        """Begins or queues a run. The future gives its result, or raises `FolderIsLocked` or the error of the run."""
 
     def progress(self) -> dict[str, RunProgress]:
         """Returns the progress of the runs at work, by name."""
@@ -37,8 +38,8 @@ class Workers(Protocol):
 
 def make_runs(
     workers: Workers, ready: Callable[[], tuple[list[RunSpec], int]], bar: tqdm, steps: int
-) -> Iterator[tuple[RunSpec, dict[str, Any]]]:
-    """Makes runs, as many at once as the workers have room for, and yields each with its metrics as it is finished.
+) -> Iterator[tuple[RunSpec, RunResult]]:
+    """Makes runs, as many at once as the workers have room for, and yields each with its result as it is finished.
 
     Args:
         ready: returns the runs that can begin, and the number of finished runs. It is called again whenever a run has
@@ -67,7 +68,7 @@ def make_runs(
             for future in ended:
                 spec = running.pop(future)
                 try:
-                    metrics = future.result()
+                    result = future.result()
                 except FolderIsLocked:  # another process makes it
                     names.discard(spec.name)
                     is_locked = True
@@ -76,7 +77,7 @@ def make_runs(
                     failures.append(f"run {spec.name} {workers.describe_error(error)}; see {log}")
                     bar.write(failures[-1], file=sys.stderr)
                 else:
-                    yield spec, metrics
+                    yield spec, result
             if is_locked:
                 time.sleep(1.0)
     finally:

@@ -23,13 +23,14 @@ from transformers import TrainerCallback
 import modeling_nlq
 
 from ..disk import delete, resolve_user_path
-from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER, read_json
+from ..files import CHECKPOINT, LOG, METRICS_FILE, PROGRESS, TOKENIZER
 from ..models import weights_fingerprint
 from ..storage import WorkingCopy, is_address
 from ..text import first_line, one_line
 from .data import prepare_data, save_blocks
 from .documents import load_documents
 from .recipe import Recipe
+from .result import RunResult
 from .run_folder import FolderIsLocked, RunProgress
 from .unattended import RunFailed, RunSpec, run_in_subprocess
 
@@ -217,8 +218,8 @@ def _wait_for_all() -> None:
         torch.distributed.barrier()
 
 
-def _make_run(job: dict[str, Any]) -> dict[str, Any]:
-    """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its metrics."""
+def _make_run(job: dict[str, Any]) -> RunResult:
+    """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its result."""
     spec, name = job["spec"], job["spec"].recipe.output_dir
     if job["version"] != modeling_nlq.__version__:
         raise RunFailed(f"failed: {socket.gethostname()} has another version of modeling-nlq than {job['version']}")
@@ -252,19 +253,19 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
         sender = _CheckpointSender(copy, name)
         recipe = spec.recipe.replace(training={"output_dir": str(scratch / name)})
         spec = replace(spec, recipe=recipe, data=str(data), model=str(model) if model.exists() else None)
-        metrics = run_in_subprocess(spec, report, [sender])
+        result = run_in_subprocess(spec, report, [sender])
         if is_first_here:
             sender.send()
             copy.push(f"{name}{LOG}")
             copy.push(f"{name}{PROGRESS}")  # which is deleted
         _wait_for_all()
-        return metrics
+        return result
     finally:
         if is_first_here:
             delete(scratch)
 
 
-def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
+def _train(job: dict[str, Any], resources: Resources) -> RunResult:
     """Makes a run by Ray Train, whose workers find each other as those of `torchrun` do."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from pyarrow.fs import FSSpecHandler, PyFileSystem
@@ -288,8 +289,9 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
                 failure_config=FailureConfig(max_failures=resources.max_retries),
             ),
         ).fit()
-        copy.pull(metrics := f"{job['spec'].recipe.output_dir}/{METRICS_FILE}")
-        return read_json(Path(scratch, metrics))
+        folder = job["spec"].recipe.output_dir
+        copy.pull(f"{folder}/{METRICS_FILE}")
+        return RunResult.load(Path(scratch, folder))
 
 
 # The driver
@@ -351,7 +353,7 @@ class RayWorkers:
         workers = self._resources.workers_per_run
         return self._resources.workers_that_fit() // workers + 1 - running if workers > 1 else 1
 
-    def submit(self, spec: RunSpec) -> Future[dict[str, Any]]:
+    def submit(self, spec: RunSpec) -> Future[RunResult]:
         """Queues a run."""
         workers = self._resources.workers_per_run
         recipe, threads = share_batch(spec.recipe, workers), self._resources.cpus_per_run // workers

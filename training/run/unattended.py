@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -25,6 +24,7 @@ from ..disk import delete, open_file, write_text
 from ..files import CHECKPOINT, LOG, PROGRESS
 from ..text import one_line
 from .recipe import Recipe
+from .result import RunResult
 from .run_folder import FolderIsLocked, RunFolder, RunProgress
 from .trainer import train_recipe
 
@@ -117,7 +117,7 @@ def run_in_subprocess(
     order: RunSpec,
     report: Callable[[RunProgress], None] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-) -> dict[str, Any]:
+) -> RunResult:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
 
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
@@ -127,7 +127,7 @@ def run_in_subprocess(
         callbacks: more callbacks for `Trainer`.
 
     Returns:
-        The metrics of the run, as `train_recipe` does.
+        The result of the run, as `train_recipe` does.
 
     Raises:
         FolderIsLocked: if another process makes this run.
@@ -143,7 +143,7 @@ def run_in_subprocess(
                 progress = stack.enter_context(ProgressWriter(beside(folder, PROGRESS), order.pace, report))
                 callbacks = [progress, *callbacks]
             try:
-                metrics = _train(order, callbacks)
+                result = _train(order, callbacks)
             except BaseException:
                 traceback.print_exc()  # into the log
                 sys.stderr.flush()
@@ -152,7 +152,7 @@ def run_in_subprocess(
                 for checkpoint in folder.glob(f"{CHECKPOINT}*"):
                     # A finished run needs none, and many runs would fill the disk. Another process may remove them too
                     delete(checkpoint)
-            return metrics
+            return result
     except FolderIsLocked:
         raise
     except Exception as error:
@@ -168,7 +168,7 @@ def _redirect_output(log: Path) -> None:
     sys.stdout = stream  # line by line, which a file is not by itself
 
 
-def _train(order: RunSpec, callbacks: Sequence[TrainerCallback]) -> dict[str, Any]:
+def _train(order: RunSpec, callbacks: Sequence[TrainerCallback]) -> RunResult:
     torch.set_num_threads(order.threads)
     order.recipe.load_parts()  # of this process
     recipe = order.recipe.replace(training={"disable_tqdm": True})

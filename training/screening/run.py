@@ -2,15 +2,13 @@
 baseline.
 """
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from ..comparison.outcome import Outcome
 from ..comparison.plan import Comparison
 from ..comparison.run import Engine, is_main_process, run_comparison
 from ..comparison.run import run_and_report as confirm_and_report
@@ -20,28 +18,29 @@ from ..files import COMPARISON_FILE, RESULTS_FILE
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..sharing.scrub import without_folders
 from ..storage import publish
-from ..values import from_json
+from ..values import to_json
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
-from .sections import ScreeningOutcome, write_report
+from .sections import Factor, ScreeningOutcome, write_report
 
 
-Run = Callable[[Comparison, Path], dict[str, Any]]
+Run = Callable[[Comparison, Path], Outcome]
 
 
-def run_and_report(screening: Screening, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+def run_and_report(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
     """Makes a screening: its runs, their confirmation with a report of its own, and the report of both."""
     results = run_screening(
         screening, folder, partial(run_comparison, engine=engine), partial(confirm_and_report, engine=engine)
     )
     if is_main_process():
-        write_report(from_json(ScreeningOutcome, results), folder)
+        write_report(results, folder)
         publish(folder)
     return results
 
 
-def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> dict[str, Any]:
-    """Makes the runs of the design, and those that confirm what survives, and returns the content of `results.json`.
+def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> ScreeningOutcome:
+    """Makes the runs of the design, and those that confirm what survives; writes `results.json`, and returns its
+    content.
 
     Args:
         folder: the results folder.
@@ -53,29 +52,31 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
         place.claim(screening.given)
     found = run(screening.runs, folder / SCREENING)
     # The test split is for the confirmation alone: what survives is chosen on the validation split
-    runs = {name: found["models"][name]["runs"] for name in screening.runs.largest.variants}
-    losses = {name: [None if run["diverged"] else run["validation_loss"] for run in own] for name, own in runs.items()}
+    losses = {
+        name: [None if run.diverged else run.validation_loss for run in found.largest.models[name].runs]
+        for name in screening.runs.largest.variants
+    }
     diverged = [name for name, own in losses.items() if None in own]
     effects = None if diverged else analyse_effects(screening.design, np.array(list(losses.values())))
     confirmation = None
     if effects is not None and effects.survivors:
         confirmation = confirm(screening.confirm(effects.survivors), folder / CONFIRMATION)
-    results = {
-        "name": screening.name,
-        "command": screening.command,
-        "comparison": without_folders(screening.given),
-        "factors": {
-            name: {"change": without_folders(change), "parameters": screening.added_parameters(name)}
+    results = ScreeningOutcome(
+        name=screening.name,
+        command=screening.command,
+        comparison=without_folders(screening.given),
+        factors={
+            name: Factor(without_folders(change), screening.added_parameters(name))
             for name, change in screening.factors.items()
         },
-        "design": {**asdict(screening.design), "rows": screening.design.rows.tolist()},
-        "rates": list(screening.rates),
-        "alpha": ALPHA,
-        "split": "validation",
-        "effects": effects and asdict(effects),
-        "diverged": diverged,
-        "runs": found,
-        "confirmation": confirmation,
-    }
-    write_text(folder / RESULTS_FILE, json.dumps(results, allow_nan=False) + "\n")
+        design=screening.design,
+        rates=list(screening.rates),
+        alpha=ALPHA,
+        split="validation",
+        effects=effects,
+        diverged=diverged,
+        runs=found,
+        confirmation=confirmation,
+    )
+    write_text(folder / RESULTS_FILE, to_json(results))
     return results
