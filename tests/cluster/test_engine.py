@@ -2,7 +2,6 @@
 run.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -18,9 +17,11 @@ from support.runs import logged_losses, without_times
 from modeling_nlq.training.api import compare, load_plan, train_with
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.result import RunResult
 from modeling_nlq.training.storage import WorkingCopy, fetch, open_folder
 from nlq import main
 
@@ -32,7 +33,7 @@ class TestSameNumbers:
         folder = tmp_path / "results"
         command = ["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]
         assert main(command) == 0
-        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         printed = capfd.readouterr()
         assert "3 nodes" in printed.err and printed.out.endswith(f"report: {folder / 'report.html'}\n")
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
@@ -52,7 +53,7 @@ class TestSameNumbers:
         address = "s3://bucket/study"
         options = ["--output_dir", address, "--engine", "ray", "--cpus-per-run", "1"]
         assert main(["compare", file, *options]) == 0
-        assert without_times(read_json(open_folder(address) / "results.json")) == without_times(expected)
+        assert without_times(read_outcome(open_folder(address) / "results.json")) == without_times(expected)
         files = WorkingCopy(address, tmp_path).files()
         assert {"report.html", "results.md", "figures/curves.png", "comparison.yaml"} <= set(files)
         assert [name for name in files if name.startswith(".data/") and name.endswith("/blocks.json")]
@@ -113,13 +114,13 @@ class TestWorkers:
         two = run_comparison(load_plan(file), folder, RayEngine(workers_per_run=2))
         killer.join()
         assert sum("Going on from" in log.read_text() for log in folder.glob("runs/*/*-0.log")) == 1
-        for name, model in two["models"].items():
-            for run, alone in zip(model["runs"], one["models"][name]["runs"], strict=True):
-                assert run["token_stream"] == alone["token_stream"]
-                assert run["test_loss"] == pytest.approx(alone["test_loss"], abs=1e-5)
-                losses, expected = (dict(item["history"]["train_loss"]) for item in (run, alone))
+        for name, model in two.largest.models.items():
+            for run, alone in zip(model.runs, one.largest.models[name].runs, strict=True):
+                assert run.result.data.token_stream == alone.result.data.token_stream
+                assert run.test_loss == pytest.approx(alone.test_loss, abs=1e-5)
+                losses, expected = (dict(item.history.train_loss) for item in (run, alone))
                 assert losses == pytest.approx(expected, abs=1e-5)
-                assert read_json(folder / run["folder"] / "metrics.json")["processes"] == 2
+                assert RunResult.load(folder / run.folder).machine.processes == 2
 
     def test_one_training_at_an_address(self, recipe_file, start_cluster, s3, tmp_path):
         start_cluster(1, 1)
@@ -133,9 +134,7 @@ class TestWorkers:
             "explore": True,
         }
         metrics = train_with("ray", load_recipe(recipe_file, overrides), workers=2)
-        assert (
-            metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]
-        )
+        assert metrics.machine.processes == 2 and metrics.data.token_stream == RunResult.load(alone).data.token_stream
         folder = fetch(open_folder(address))
         history = read_json(folder / "trainer_state.json")["log_history"]
         losses = [entry["loss"] for entry in history if "loss" in entry]

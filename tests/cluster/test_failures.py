@@ -2,7 +2,6 @@
 numbers.
 """
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from support.runs import without_times
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import describe_status
 from nlq import main
@@ -46,7 +46,7 @@ class TestLost:
         cluster.add_node(num_cpus=1)
         assert driver.wait(timeout=200) == 0, errors.read_text()
 
-        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         assert kept and kept.items() <= finished_runs(folder).items()
         # A process of the second may have lived on, and finished it
         for run, said in ((first, "Going on from"), (second, "Going on from|is finished")):
