@@ -6,20 +6,22 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from .disk import resolve_user_path, results_folder
-from .files import METRICS_FILE, PAGE_FILE, read_json
+from .disk import results_folder
+from .files import PAGE_FILE
 from .run.jobs import make_runs
 from .run.recipe import Recipe, check_recipe, load_recipe
+from .run.result import RunResult
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
 from .text import bar_options
-from .values import from_json
 
 
 if TYPE_CHECKING:
     from .comparison.comparison import Comparison
+    from .comparison.outcome import Outcome
     from .comparison.run import Engine
     from .screening.plan import Screening
+    from .screening.sections import ScreeningOutcome
     from .sharing.publishing import Publication
 
 
@@ -33,7 +35,7 @@ def train(
     max_retries: int | None = None,
     trust_parts: bool = False,
     **overrides: Any,
-) -> dict[str, Any]:
+) -> RunResult:
     """Trains a model from a recipe, evaluates it and saves it. A second call resumes an interrupted run.
 
     Args:
@@ -45,7 +47,7 @@ def train(
             and `switches`, a mapping of model switches.
 
     Returns:
-        The metrics that `metrics.json` in the run folder holds.
+        What `metrics.json` in the run folder holds.
 
     Raises:
         ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder
@@ -56,7 +58,7 @@ def train(
     return train_with(engine, load_recipe(recipe, overrides, trust_parts), max_retries=max_retries, **options)
 
 
-def train_with(engine: str, recipe: Recipe, **options: Any) -> dict[str, Any]:
+def train_with(engine: str, recipe: Recipe, **options: Any) -> RunResult:
     """Trains a recipe by an engine, as `train` does; an option that is `None` keeps its default."""
     given = {option: value for option, value in options.items() if value is not None}
     if engine not in ("local", "ray"):
@@ -66,14 +68,14 @@ def train_with(engine: str, recipe: Recipe, **options: Any) -> dict[str, Any]:
     if engine == "local" and recipe.arguments.process_index > 0:
         return train_recipe(recipe)
     folder = Path(recipe.output_dir)
-    metrics = train_on_ray(recipe, **given) if engine == "ray" else None
+    result = train_on_ray(recipe, **given) if engine == "ray" else None
     with RunFolder(folder).held():
-        metrics = metrics or train_recipe(recipe)
-        if recipe.explore and "eval_loss" in metrics and not (folder / PAGE_FILE).exists():
+        result = result or train_recipe(recipe)
+        if recipe.explore and result.losses.diverged_at is None and not (folder / PAGE_FILE).exists():
             from .explorer.run_pages import explore_runs  # without a page, training imports no explorer
 
             explore_runs(recipe, {folder.resolve().name: folder}, "validation", folder)
-    return metrics
+    return result
 
 
 def train_on_ray(
@@ -82,7 +84,7 @@ def train_on_ray(
     cpus_per_worker: int | None = None,
     gpus_per_worker: float = 0,
     max_retries: int = 3,
-) -> dict[str, Any]:
+) -> RunResult:
     """Trains a recipe on a cluster of Ray, at the same global batch size for any number of workers.
 
     A second call resumes the run. Its log, and `NAME.data` with tokenizer and tokenised data, are beside the run
@@ -95,9 +97,6 @@ def train_on_ray(
             number of threads in this process for a single worker without GPU.
         gpus_per_worker: 0, 1, or a fraction for a single worker.
         max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
-
-    Returns:
-        The content of `metrics.json` in the run folder.
 
     Raises:
         ImportError: if Ray is not installed.
@@ -121,8 +120,8 @@ def train_on_ray(
     ):
         data, _ = ray_jobs.share_data(recipe, beside)
         runs = {folder.name: recipe}
-        for _, metrics in make_runs(cluster, lambda: (runs, len(finished)), data, progress, steps):
-            finished.append(metrics)
+        for _, result in make_runs(cluster, lambda: (runs, len(finished)), data, progress, steps):
+            finished.append(result)
     return finished[0]
 
 
@@ -138,7 +137,7 @@ def compare(
     max_retries: int | None = None,
     trust_parts: bool = False,
     **overrides: Any,
-) -> dict[str, Any]:
+) -> "Outcome | ScreeningOutcome":
     """Trains the models of a comparison and reports which differ from the baseline. A second call resumes it.
 
     Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
@@ -154,7 +153,7 @@ def compare(
         overrides: fields of the recipe that all models share, as for `train`.
 
     Returns:
-        The content of `results.json` in the results folder (see `Outcome` and `ScreeningOutcome`).
+        What `results.json` in the results folder holds.
 
     Raises:
         ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot
@@ -186,7 +185,9 @@ def load_plan(
     return read_screening(file)
 
 
-def run_and_report(plan: "Comparison | Screening", folder: Path, engine: "Engine | None" = None) -> dict[str, Any]:
+def run_and_report(
+    plan: "Comparison | Screening", folder: Path, engine: "Engine | None" = None
+) -> "Outcome | ScreeningOutcome":
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `compare` does."""
     from .comparison import run as comparison
     from .screening import run as screening
@@ -204,14 +205,12 @@ def describe_estimate(
     return (comparison if plan.config.factors is None else screening).describe_estimate(plan, threads, noise_floor)
 
 
-def describe_results(results: dict[str, Any]) -> str:
-    """The outcome of a comparison or a screening for a terminal, from the content of `results.json`."""
+def describe_results(results: "Outcome | ScreeningOutcome") -> str:
+    """The outcome of a comparison or a screening for a terminal."""
     from .comparison import report
     from .screening import sections
 
-    if "design" in results:
-        return sections.describe(from_json(sections.ScreeningOutcome, results))
-    return report.describe(from_json(report.Outcome, results))
+    return (sections if isinstance(results, sections.ScreeningOutcome) else report).describe(results)
 
 
 def publish(
@@ -248,12 +247,8 @@ def publish(
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
     from .comparison.report import read_for_card
-    from .comparison.results import check_metrics
     from .sharing.publishing import CardOptions, publish_model
 
-    metrics = resolve_user_path(folder) / METRICS_FILE
-    if metrics.is_file():
-        check_metrics(metrics, read_json(metrics), required=("steps", "tokens_seen"))
     options = CardOptions(card, license)
     if comparison is not None:
         options.verdicts, options.report = read_for_card(Path(folder).resolve(), Path(comparison).resolve())

@@ -1,8 +1,10 @@
 """Frozen dataclasses that check the types of their fields, and JSON read as such dataclasses."""
 
+import json
 import reprlib
 import sys
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from enum import EnumType
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -34,13 +36,18 @@ class Value:
 
 def _describe(kind: Any) -> str:
     """Says in words which values a type allows."""
-    if get_origin(kind) is Literal:
-        return " or ".join(map(repr, get_args(kind)))
+    if get_origin(kind) is Literal or isinstance(kind, EnumType):
+        return " or ".join(repr(str(value)) for value in get_args(kind) or kind)
     if get_origin(kind) in (UnionType, Union):  # the latter with a `Literal`
         return " or ".join("null" if part is type(None) else _describe(part) for part in get_args(kind))
     if get_origin(kind) is list:
         return f"a list of which each entry is {_describe(get_args(kind)[0])}"
     return _KINDS.get(get_origin(kind) or kind, (dict, "fields and values"))[1]
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Returns a dataclass as the text of a JSON file. Raises `ValueError` for NaN and infinity."""
+    return json.dumps(asdict(value), indent=indent, allow_nan=False, default=np.ndarray.tolist) + "\n"
 
 
 def from_json(kind: Any, value: Any, path: str = "") -> Any:
@@ -52,6 +59,11 @@ def from_json(kind: Any, value: Any, path: str = "") -> Any:
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin is UnionType:
         return None if value is None else from_json(parts[0], value, path)
+    if isinstance(kind, EnumType):
+        try:
+            return kind(value)
+        except ValueError:
+            raise ValueError(f"{path[:-1]}={reprlib.repr(value)} must be {_describe(kind)}") from None
     json_type, allowed = _KINDS.get(origin, (dict, "fields and values"))
     is_allowed = isinstance(value, json_type)
     if is_allowed and origin in (int, float):

@@ -66,7 +66,7 @@ def logits(model):
 def test_what_is_trained_and_saved(tuned, llama):
     folder, metrics = tuned
     size = 2 * RANK * ((32 + 32) + (48 + 32))
-    assert metrics["trained_parameters"] == size
+    assert metrics.size.trained == size
     before, after = (load_file(path / "model.safetensors") for path in (llama, folder))
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert (
@@ -107,7 +107,7 @@ def test_interrupted_run_ends_alike(recipe, tuned, tmp_path):
     metrics = train(recipe, output_dir=tmp_path / "run")
     assert (
         logged_losses(tmp_path / "run") == logged_losses(tuned[0])
-        and metrics["token_stream"] == tuned[1]["token_stream"]
+        and metrics.data.token_stream == tuned[1].data.token_stream
     )
     weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "run", tuned[0]))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -128,7 +128,7 @@ def test_comparison(llama, recipe, tmp_path):
     size = measure(recipe.config, 32, prepare=partial(choose_trained, recipe))
     assert f"{size.total:,}" in (line := list(comparison.describe())[2]) and f"{size.trained:,}" in line
     results = run_comparison(comparison, tmp_path / "results")
-    assert results["same_tokens"] and results["models"]["lora"]["trained_parameters"] == size.trained
+    assert results.largest.same_tokens and results.largest.models["lora"].trained_parameters == size.trained
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The engine `ray` gives the numbers of the local engine: on several nodes, and with several workers a run."""
 
-import json
 import os
 import shutil
 import signal
@@ -16,9 +15,11 @@ from support.runs import logged_losses, without_times
 from modeling_nlq.training.api import compare, load_plan, train_with
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 
@@ -29,7 +30,7 @@ class TestSameNumbers:
         folder = tmp_path / "results"
         command = ["compare", file, "--output_dir", str(folder), "--engine", "ray", "--cpus-per-run", "1"]
         assert main(command) == 0
-        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         printed = capfd.readouterr()
         assert "3 nodes" in printed.err and printed.out.endswith(f"report: {folder / 'report.html'}\n")
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
@@ -88,13 +89,13 @@ class TestWorkers:
         two = run_comparison(load_plan(file), folder, RayEngine(workers_per_run=2))
         killer.join()
         assert sum("Going on from" in log.read_text() for log in folder.glob("runs/*/*-0.log")) == 1
-        for name, model in two["models"].items():
-            for run, alone in zip(model["runs"], one["models"][name]["runs"], strict=True):
-                assert run["token_stream"] == alone["token_stream"]
-                assert run["test_loss"] == pytest.approx(alone["test_loss"], abs=1e-5)
-                losses, expected = (dict(item["history"]["train_loss"]) for item in (run, alone))
+        for name, model in two.largest.models.items():
+            for run, alone in zip(model.runs, one.largest.models[name].runs, strict=True):
+                assert run.result.data.token_stream == alone.result.data.token_stream
+                assert run.test_loss == pytest.approx(alone.test_loss, abs=1e-5)
+                losses, expected = (dict(item.history.train_loss) for item in (run, alone))
                 assert losses == pytest.approx(expected, abs=1e-5)
-                assert read_json(folder / run["folder"] / "metrics.json")["processes"] == 2
+                assert RunResult.load(folder / run.folder).machine.processes == 2
 
     def test_one_training_by_two_workers(self, recipe_file, start_cluster, tmp_path):
         start_cluster(1, 1)
@@ -108,9 +109,7 @@ class TestWorkers:
             "explore": True,
         }
         metrics = train_with("ray", load_recipe(recipe_file, overrides), workers=2)
-        assert (
-            metrics["processes"] == 2 and metrics["token_stream"] == read_json(alone / "metrics.json")["token_stream"]
-        )
+        assert metrics.machine.processes == 2 and metrics.data.token_stream == RunResult.load(alone).data.token_stream
         history = read_json(folder / "trainer_state.json")["log_history"]
         losses = [entry["loss"] for entry in history if "loss" in entry]
         assert losses == pytest.approx(logged_losses(alone), abs=2e-4)

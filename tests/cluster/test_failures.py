@@ -1,6 +1,5 @@
 """Checks that lost nodes, processes, memory and drivers change no number: runs resume from their last checkpoints."""
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from support.runs import without_times
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import describe_status
 from nlq import main
@@ -44,7 +44,7 @@ class TestLost:
         cluster.add_node(num_cpus=1)
         assert driver.wait(timeout=600) == 0, errors.read_text()
 
-        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         assert kept and kept.items() <= finished_runs(folder).items()
         # A process of the second may have lived on, and finished it
         for run, said in ((first, "Going on from"), (second, "Going on from|is finished")):

@@ -1,4 +1,4 @@
-"""An engine that trains nothing: it writes the metrics of runs whose losses a function gives."""
+"""An engine that trains nothing: it writes the results of runs whose losses a function gives."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from support.inline_engine import finished_future
 
 from modeling_nlq.training.comparison.comparison import Run, Scale
 from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.result import Attention, Data, Evaluation, Losses, Machine, RunResult
 
 
 class Interrupted(Exception):
@@ -52,29 +53,18 @@ class PlantedEngine:
         self.made.append(f"{self.scale.name}: {run.name}")
         return finished_future(self._make(run, Path(recipe.output_dir)))
 
-    def _make(self, run: Run, folder: Path) -> dict:
+    def _make(self, run: Run, folder: Path) -> RunResult:
         loss, variant = self.loss(self.scale, run), self.scale.variants[run.model]
+        parts = None if loss is None else [loss + 0.01 * part for part in range(-2, 3)]
+        tokens = dict.fromkeys(("train_tokens", "validation_tokens", "test_tokens"), 1000)
+        result = RunResult(
+            losses=Losses(loss is None, None, loss, Evaluation(loss), Evaluation(loss, loss_parts=parts)),
+            data=Data(variant.steps, variant.tokens, f"seed {run.seed}", **tokens, fingerprint="planted"),
+            size=variant.size,
+            machine=Machine(1.0, float(variant.tokens), 2**20, device="cpu", versions={"nlq": "0"}),
+            attention=Attention("eager"),
+        )
         folder.mkdir(parents=True)
-        metrics = {
-            "diverged": loss is None,
-            "diverged_at": None,
-            "eval_loss": loss,
-            "test_loss": loss,
-            "train_loss": loss,
-            "test_loss_parts": None if loss is None else [loss + 0.01 * part for part in range(-2, 3)],
-            "steps": variant.steps,
-            "tokens_seen": variant.tokens,
-            "token_stream": f"seed {run.seed}",
-            "train_seconds": 1.0,
-            "tokens_per_second": float(variant.tokens),
-            "peak_memory": 2**20,
-            "attn_implementation": "eager",
-            "dataset_fingerprint": "planted",
-            "device": "cpu",
-            "versions": {"nlq": "0"},
-            "parameters": variant.size.total,
-            **{f"{split}_tokens": 1000 for split in ("train", "validation", "test")},
-        }
         (folder / "trainer_state.json").write_text(json.dumps({"log_history": []}))
-        (folder / "metrics.json").write_text(json.dumps(metrics))
-        return metrics
+        result.save(folder)
+        return result

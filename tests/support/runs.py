@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
+from modeling_nlq.training.comparison.outcome import Outcome
 from modeling_nlq.training.files import write_yaml
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.trainer import train_recipe
+from modeling_nlq.training.values import from_json, to_json
 
 
 HALF = {
@@ -42,14 +44,30 @@ def interrupt(recipe_file: Path, **overrides) -> None:
         train_recipe(load_recipe(recipe_file, overrides), callbacks=[PowerCut()])
 
 
-def without_times(results: dict) -> dict:
+def without_times(results: Outcome) -> Outcome:
     """Results as far as the clock and the memory have no part in them."""
-    results = json.loads(json.dumps(results))
-    for model in results["models"].values():
+    content = json.loads(to_json(results))
+    for model in (model for scale in content["scales"].values() for model in scale["models"].values()):
         for run in [*model["tried"], *model["runs"]]:
-            for name in ("train_seconds", "tokens_per_second", "peak_memory"):
-                run.pop(name)
-    return results
+            run["result"]["machine"] = {}
+            for evaluation in ("validation", "test"):
+                for name in ("runtime", "samples_per_second", "steps_per_second"):
+                    run["result"]["losses"][evaluation].pop(name)
+    return from_json(Outcome, content)
+
+
+def change_json(file: Path, **values) -> None:
+    """Changes fields of a JSON file, named with their groups, such as `data__steps`; `...` removes one."""
+    content = json.loads(file.read_text())
+    for name, value in values.items():
+        *groups, last = name.split("__")
+        found = content
+        for group in groups:
+            found = found[group]
+        found[last] = value
+        if value is ...:
+            del found[last]
+    file.write_text(json.dumps(content))
 
 
 def write_comparison(folder: Path, **fields) -> str:

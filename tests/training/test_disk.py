@@ -174,7 +174,9 @@ class TestRecord:
 
     def test_folders_that_were_made_before_there_were_records(self, tmp_path):
         for name in (RECIPE_FILE, METRICS_FILE, "tokenizer.json", "notes.txt"):
-            (tmp_path / name).write_text('{"tokens_seen": 1, "processes": 1}')
+            (tmp_path / name).write_text(
+                '{"tokens_seen": 1, "processes": 1, "steps": 1, "token_stream": "", "diverged": false}'
+            )
         (tmp_path / RECIPE_FILE).write_text("{model: m, switches: {}, training: {}}")
         place = RunFolder(tmp_path)
         with pytest.raises(ValueError, match="a run of another recipe"), place.held():

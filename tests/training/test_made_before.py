@@ -1,5 +1,6 @@
 """Reads, resumes, evaluates and publishes folders that version 0.2.0 wrote; the README beside them says how."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -21,18 +22,22 @@ from support.publishing_cases import CODE, RUN_FILES, TOKEN
 import modeling_nlq
 from modeling_nlq.training import evaluate, publish, train
 from modeling_nlq.training.api import describe_results, load_plan
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 
 DATA = TESTS / "data" / "made_before_run_results"
 # The metrics of a run name the folder in which it was made
 MADE_IN = "/tmp/example"
-# Keys of `metrics.json` and `results.json` that have another name now, by the name that they had
-RENAMED: dict[str, str] = {}
+# What a run in an older `results.json` does not say
+UNKNOWN = re.compile(
+    r".*/result/(size|attention/kernels|data/(trained_on|fingerprint|\w+_tokens)|losses/\w+/\w*perplexity).*"
+)
 # What the clock, the memory and the installed packages decide
-VARYING = re.compile(r".*(seconds|_runtime|_per_second|_time|^peak_memory|^kernels|^versions|^device)$")
+VARYING = re.compile(r".*(seconds|runtime|_per_second|_time|^peak_memory|^kernels|^versions|^device)$")
 
 
 def has_same_arithmetic() -> bool:
@@ -55,21 +60,18 @@ def values(content: Any, *path: str) -> Iterator[tuple[str, Any]]:
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
         is_default = path[-1:] == ("recipe",) and value == getattr(Recipe, key, ...)  # which is not written any more
         if not VARYING.fullmatch(str(key)) and not is_default:
-            yield from values(value, *path, RENAMED.get(key, str(key)))
+            yield from values(value, *path, str(key))
 
 
-def check_same(after: dict[str, Any], before: dict[str, Any]) -> None:
+def check_same(*results: Any) -> None:
     """Compares records to the bit, or approximately on a machine that rounds otherwise."""
-    after, before = dict(values(after)), dict(values(before))
+    records = (dataclasses.asdict(each) if dataclasses.is_dataclass(each) else each for each in results)
+    after, before = ({key: value for key, value in values(each) if not re.fullmatch(UNKNOWN, key)} for each in records)
     if not has_same_arithmetic():
         numbers = {key for key in after if isinstance(after[key], float) and isinstance(before.get(key), float)}
         close = {key for key in numbers if after[key] == pytest.approx(before[key], rel=5e-2, abs=5e-2)}
         after |= {key: before[key] for key in close}
     assert after == before
-
-
-def read(path: str) -> dict[str, Any]:
-    return json.loads(Path(path).read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +97,7 @@ def test_interrupted_comparison_resumes_to_the_same_results(name, capsys):
         return re.sub(r"\d+ s ago", "N s ago", capsys.readouterr().out)
 
     assert status() == (DATA / f"{name}.status.txt").read_text()
-    before = read(f"{name}.results.json")
+    before = read_outcome(Path(f"{name}.results.json"))
     after = run_comparison(load_plan(f"{name}.yaml"), Path(name), InlineEngine())
     capsys.readouterr()
     check_same(after, before)
@@ -107,15 +109,15 @@ def test_interrupted_run_resumes_to_the_same_weights():
     train("recipe.yaml", output_dir="interrupted")
     files = [safetensors.torch.load_file(f"{run}/model.safetensors") for run in ("interrupted", "finished")]
     check_same(*({name: weight.tolist() for name, weight in file.items()} for file in files))
-    check_same(read("interrupted/metrics.json"), read("finished/metrics.json"))
+    check_same(*(RunResult.load(Path(run)) for run in ("interrupted", "finished")))
 
 
 def test_finished_run_evaluates_to_the_recorded_loss():
-    metrics = read("finished/metrics.json")
+    metrics = RunResult.load(Path("finished"))
     after = evaluate("finished", "text.jsonl", validation_fraction=0.2)
     # By another backend than in training, which rounds otherwise
-    assert after["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-7)
-    assert after["eval_token_accuracy"] == metrics["eval_token_accuracy"]
+    assert after["eval_loss"] == pytest.approx(metrics.losses.validation.loss, rel=1e-7)
+    assert after["eval_token_accuracy"] == metrics.losses.validation.token_accuracy
 
 
 def test_finished_run_is_published(monkeypatch):
@@ -129,4 +131,4 @@ def test_finished_run_is_published(monkeypatch):
         files = server.files("anna/before")
     assert files.keys() == RUN_FILES - {"loss.png"}
     assert files["model.safetensors"] == Path("finished/model.safetensors").read_bytes()
-    assert json.loads(files["metrics.json"])["eval_loss"] == read("finished/metrics.json")["eval_loss"]
+    assert json.loads(files["metrics.json"])["eval_loss"] == RunResult.load(Path("finished")).losses.validation.loss

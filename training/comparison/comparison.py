@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..run.recipe import Recipe, emulated_bf16
+from ..run.result import RunResult
 from ..size import Size
 from ..text import align
 from .config import ComparisonConfig, ModelConfig
@@ -232,8 +233,8 @@ class Tuning:
         return self.boundary is not None and self.rate is not None
 
 
-# The metrics of finished runs, by their names
-Results = Mapping[str, Mapping[str, Any]]
+# Finished runs, by their names
+Results = Mapping[str, RunResult]
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def progress_of(scale: Scale, results: Results) -> ScaleProgress:
         ):
             break
         losses = {
-            model: {tuning.seed: _test_loss(results[tuning.reported.name]) for tuning in seen}
+            model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in seen}
             for model, seen in tunings.items()
         }
         at_boundary = [model for model in analysed if any(tuning.is_at_boundary for tuning in tunings[model])]
@@ -312,14 +313,10 @@ def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
         if ready := [run for run in runs if run.name not in results]:
             return Tuning(model, seed, losses, ready)
         for run in runs:
-            metrics = results[run.name]
-            # Without a choice, the validation split may be missing
-            losses[run.learning_rate] = math.inf if metrics["diverged"] else metrics.get("eval_loss", 0.0)
+            found = results[run.name].losses
+            has_loss = not found.diverged and found.validation.loss is not None
+            losses[run.learning_rate] = found.validation.loss if has_loss else math.inf
     return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
-
-
-def _test_loss(metrics: Mapping[str, Any]) -> float | None:
-    return None if metrics["diverged"] else metrics["test_loss"]
 
 
 def _count(scale: Scale, tuning: Tuning, results: Results) -> int:
@@ -362,7 +359,7 @@ class Comparison:
         all seeds, chosen by accident at the scale before, their choices would not be independent.
 
         Args:
-            results: the metrics of finished runs, by scale.
+            results: the finished runs, by scale.
         """
         starts: dict[str, dict[int, float]] = {}
         progress: dict[str, ScaleProgress] = {}

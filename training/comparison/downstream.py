@@ -30,7 +30,7 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
     if torch.cuda.is_available():  # each process that a launcher started has a device of its own
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     runs = [run for model in scale.variants for run in progress.reported(model)]
-    runs = [run for run in runs if not finished[run.name]["diverged"]]
+    runs = [run for run in runs if not finished[run.name].losses.diverged]
     for run in tqdm(runs, unit="run", desc=f"{scale.name}, tasks", **bar_options()):
         path = run_folder(finished.folder, run)
         with RunFolder(path, plan=None).held(patience=-1):

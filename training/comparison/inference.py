@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
 from scipy import optimize, stats
@@ -30,13 +31,32 @@ FIRST_INTERIM = 3
 
 Interval = tuple[float | None, float | None]
 
-TOO_FEW_SEEDS = "too few seeds: no verdict"
-WITHIN_NOISE = "within noise"
-EQUIVALENT = "equivalent"
-AT_BOUNDARY = "no verdict: its best rate is at the boundary"
-BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
 # Of the test text, each of some 20,000 tokens where the text has 200,000.
 _TEXT_PARTS = 10
+
+
+class Verdict(StrEnum):
+    """What a comparison says of a model, or why it says nothing."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    EQUIVALENT = "equivalent"  # only with interim analyses, see `analyse`
+    WITHIN_NOISE = "within noise"
+    TOO_FEW_SEEDS = "too few seeds: no verdict"
+    AT_BOUNDARY = "no verdict: its best rate is at the boundary"
+    BASELINE_AT_BOUNDARY = "no verdict: the baseline's best rate is at the boundary"
+    BASELINE_DIVERGED = "no verdict: the baseline diverged"
+    DIVERGED = "diverged"
+    SOME_DIVERGED = "diverged in some runs"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Verdict | None":
+        """Reads "diverged in K of N runs", which older files say."""
+        return cls.SOME_DIVERGED if str(value).startswith("diverged in ") else None
+
+
+# The verdicts of models about which more seeds may tell more
+_OPEN = (Verdict.WITHIN_NOISE, Verdict.TOO_FEW_SEEDS)
 
 
 @dataclass(frozen=True)
@@ -48,8 +68,6 @@ class Effect:
     of models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
 
     Attributes:
-        verdict: "better", "worse", "within noise", "equivalent" (only with interim analyses, see `analyse`),
-            "diverged", "diverged in K of N runs", or why there is no verdict: `TOO_FEW_SEEDS`, `AT_BOUNDARY`, ...
         pairs: seeds that both the model and the baseline finished.
         diverged: runs of the model that diverged.
         mean_loss: the mean loss in nats over the seeds that the model finished.
@@ -66,7 +84,7 @@ class Effect:
         perplexity_improvement_interval: percent, (low, high); exact, as the formula is monotone.
     """
 
-    verdict: str
+    verdict: Verdict
     pairs: int
     diverged: int
     mean_loss: float | None
@@ -104,7 +122,7 @@ class Analysis:
 
     def open_models(self) -> list[str]:
         """The models about which more seeds may tell more."""
-        return [name for name, effect in self.effects.items() if effect.verdict in (WITHIN_NOISE, TOO_FEW_SEEDS)]
+        return [name for name, effect in self.effects.items() if effect.verdict in _OPEN]
 
 
 @dataclass(frozen=True)
@@ -186,14 +204,12 @@ def analyse(
     """
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
     reference = models.pop(baseline)
-    effects = {}
-    for name, runs in models.items():
-        reason_untested = (
-            BASELINE_AT_BOUNDARY if baseline in at_boundary else AT_BOUNDARY if name in at_boundary else ""
-        )
-        effects[name] = _describe(runs, reference, reason_untested)
-
-    tested = {name: _test(effect, resolution) for name, effect in effects.items() if not effect.verdict}
+    untested = {
+        name: _reason_untested(runs, reference, name in at_boundary, baseline in at_boundary)
+        for name, runs in models.items()
+    }
+    effects = {name: _describe(untested[name], runs, reference) for name, runs in models.items()}
+    tested = {name: _test(effect, resolution) for name, effect in effects.items() if untested[name] is None}
     finished = [loss for loss in reference.values() if loss is not None]
     mean_loss, noise_floor = _mean(finished), _deviation(finished)
     shares = {name: 1.0 if most is None else alpha_spent(effect.pairs, most) for name, effect in tested.items()}
@@ -206,10 +222,10 @@ def analyse(
     for (name, effect), p in zip(tested.items(), corrected):
         paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
         effect = _judge(dataclasses.replace(effect, holm_p=p), paired_loss, tests, alpha, shares[name])
-        if most is not None and effect.verdict in (WITHIN_NOISE, TOO_FEW_SEEDS) and noise_floor and shares[name]:
+        if most is not None and effect.verdict in _OPEN and noise_floor and shares[name]:
             margin = critical_t(effect.pairs, tests, alpha * shares[name]) * effect.standard_error
             is_inside = abs(effect.mean_difference) + margin < noise_floor
-            effect = dataclasses.replace(effect, verdict=EQUIVALENT) if is_inside else effect
+            effect = dataclasses.replace(effect, verdict=Verdict.EQUIVALENT) if is_inside else effect
         effects[name] = effect
     return Analysis(
         baseline=baseline,
@@ -408,25 +424,30 @@ def _mean_squares(losses: np.ndarray) -> _MeanSquares:
     return _MeanSquares(count * between_seeds, seeds * between_parts, float(rest), (seeds, count))
 
 
-def _describe(runs: dict[int, float | None], reference: dict[int, float | None], reason_untested: str) -> Effect:
-    """Describes a model without a test; the verdict says why there is none, or is empty."""
+def _reason_untested(
+    runs: dict[int, float | None], reference: dict[int, float | None], is_at_boundary: bool, is_baseline_there: bool
+) -> Verdict | None:
+    """Returns why a model has no test; `None` if it has one."""
+    diverged = sum(loss is None for loss in runs.values())
+    if diverged:
+        return Verdict.DIVERGED if diverged == len(runs) else Verdict.SOME_DIVERGED
+    if any(seed in reference and reference[seed] is None for seed in runs):
+        return Verdict.BASELINE_DIVERGED
+    if is_at_boundary or is_baseline_there:
+        return Verdict.BASELINE_AT_BOUNDARY if is_baseline_there else Verdict.AT_BOUNDARY
+    return Verdict.TOO_FEW_SEEDS if len(_pairs(runs, reference)) < 2 else None
+
+
+def _describe(verdict: Verdict | None, runs: dict[int, float | None], reference: dict[int, float | None]) -> Effect:
+    """Describes a model without a test, whose verdict is `None` if a test follows."""
     finished = [loss for loss in runs.values() if loss is not None]
-    diverged = len(runs) - len(finished)
     pairs = _pairs(runs, reference)
     differences = np.array([runs[seed] - reference[seed] for seed in pairs])
-    if diverged and not finished:
-        verdict = "diverged"
-    elif diverged:
-        verdict = f"diverged in {diverged} of {len(runs)} runs"
-    elif any(seed in reference and reference[seed] is None for seed in runs):
-        verdict = "no verdict: the baseline diverged"
-    else:
-        verdict = reason_untested or (TOO_FEW_SEEDS if len(pairs) < 2 else "")
     mean_difference = _mean(differences)
     return Effect(
         verdict=verdict,
         pairs=len(pairs),
-        diverged=diverged,
+        diverged=len(runs) - len(finished),
         mean_loss=_mean(finished),
         mean_difference=mean_difference,
         difference_deviation=_deviation(differences),
@@ -449,13 +470,13 @@ def _test(effect: Effect, resolution: float) -> Effect:
 def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: float) -> Effect:
     """Adds verdict and intervals to a corrected test; this analysis spends `share` of `alpha`."""
     if not share:
-        return dataclasses.replace(effect, verdict=TOO_FEW_SEEDS)
+        return dataclasses.replace(effect, verdict=Verdict.TOO_FEW_SEEDS)
     if effect.holm_p < alpha:
-        verdict = "better" if effect.mean_difference < 0 else "worse"
+        verdict = Verdict.BETTER if effect.mean_difference < 0 else Verdict.WORSE
     elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
-        verdict = TOO_FEW_SEEDS
+        verdict = Verdict.TOO_FEW_SEEDS
     else:
-        verdict = WITHIN_NOISE
+        verdict = Verdict.WITHIN_NOISE
     margin = critical_t(effect.pairs, 1, alpha * share) * effect.standard_error
     return _with_intervals(dataclasses.replace(effect, verdict=verdict), margin, paired_loss)
 

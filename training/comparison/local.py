@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
 
 import torch
 from filelock import FileLock
@@ -26,6 +25,7 @@ from ..disk import make_folder
 from ..run.data import prepare_data
 from ..run.jobs import describe_failure
 from ..run.recipe import Recipe
+from ..run.result import RunResult
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
 from ..run.unattended import RunFailed, run_in_subprocess
 from ..text import check_number
@@ -101,7 +101,7 @@ class LocalEngine:
         """Returns the number of runs that may be submitted now."""
         return self.jobs - running
 
-    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[dict[str, Any]]:
+    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
         """Makes a run in a new process, which a thread waits for."""
         with environment_of_one_run():  # which the processes of runs get from the server
             ensure_running()
@@ -122,7 +122,7 @@ class LocalEngine:
             if (process := self._processes.get(name)) is not None:
                 process.terminate()
 
-    def _make_run(self, name: str, recipe: Recipe, data: Path) -> dict[str, Any]:
+    def _make_run(self, name: str, recipe: Recipe, data: Path) -> RunResult:
         folder = RunFolder(Path(recipe.output_dir))
         if folder.is_held():
             raise FolderIsLocked(name)
@@ -144,7 +144,7 @@ class LocalEngine:
             self._progress.pop(name, None)
         if message is not None:
             raise message
-        return folder.metrics()
+        return folder.result()
 
 
 @contextmanager

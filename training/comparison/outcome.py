@@ -1,15 +1,14 @@
-"""The outcome of a comparison: what its runs measured, and their analysis. `results.json` is written and read here
-alone.
-"""
+"""The outcome of a comparison: what its runs measured, and their analysis."""
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import RESULTS_FILE, STATE_FILE, read_json
+from ..files import STATE_FILE, read_json
 from ..run.objectives import Objective, objective_in
+from ..run.result import RunResult
 from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
 from ..values import from_json
@@ -19,6 +18,8 @@ from .inference import Analysis, Interim, analyse, analyse_early, noise_from_tex
 from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
 
+
+VERSION = 1
 
 Curve = list[tuple[int, float | None]]
 
@@ -43,41 +44,38 @@ class History:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One finished run.
-
-    Attributes:
-        folder: in that of its scale.
-        diverged_at: the step at which it was stopped; `None` if it was not.
-        test_loss, test_loss_parts: on the test split, as a whole and in parts, whose mean it is; `None` if it
-            diverged.
-        validation_loss, train_loss: in nats per token, as all losses.
-        bits_per_byte, token_accuracy: on the test split.
-        tokens_seen, token_stream: the number of tokens, and a hash of them in their order.
-        train_seconds, tokens_per_second: of training steps.
-        peak_memory: in bytes.
-        chrf: of text generated for pairs of the validation split, from 0 to 100.
-    """
+    """One finished run; its folder is in that of its scale."""
 
     folder: str
     seed: int
     learning_rate: float
-    diverged: bool
-    diverged_at: int | None
-    test_loss: float | None
-    validation_loss: float | None
-    train_loss: float | None
-    bits_per_byte: float | None
-    token_accuracy: float | None
-    test_loss_parts: list[float] | None
-    steps: int
-    tokens_seen: int
-    token_stream: str
-    train_seconds: float | None
-    tokens_per_second: float | None
-    peak_memory: int | None
-    attn_implementation: str
+    result: RunResult
     history: History
-    chrf: float | None = None
+
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a record, which in files without a version has no group `result`."""
+        return {"result": content, **content}
+
+    @property
+    def test_loss(self) -> float | None:
+        """The loss on the test split, in nats per token; `None` if the run diverged."""
+        return self.result.test_loss
+
+    @property
+    def test_loss_parts(self) -> list[float] | None:
+        """The loss on each of several parts of the test split, whose mean it is."""
+        return self.result.losses.test.loss_parts
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The loss on the validation split, in nats per token."""
+        return self.result.losses.validation.loss
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run diverged, or its test loss is not finite, which leaves nothing to compare."""
+        return self.test_loss is None
 
 
 @dataclass(frozen=True)
@@ -214,7 +212,9 @@ class ScaleOutcome:
     @property
     def counts_text(self) -> bool:
         """Whether all intervals count the choice of the test text."""
-        return all(run.test_loss_parts is not None for model in self.models.values() for run in model.finished)
+        return all(
+            run.result.losses.test.loss_parts is not None for model in self.models.values() for run in model.finished
+        )
 
     @property
     def objective(self) -> type[Objective]:
@@ -239,7 +239,7 @@ class ScaleOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a comparison.
+    """The results of a comparison, which `results.json` holds.
 
     Attributes:
         comparison: the fields of the file.
@@ -253,10 +253,11 @@ class Outcome:
     comparison: dict[str, Any]
     scales: dict[str, ScaleOutcome]
     trend: Trend | None = None
+    version: int = VERSION
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """The fields, of which a file leaves out `scales` if there is only one."""
+        """Returns the fields of a record, which without a version has the content of a single scale."""
         return {"scales": {SINGLE: content}, **content}
 
     @property
@@ -265,14 +266,9 @@ class Outcome:
         return list(self.scales.values())[-1]
 
 
-def to_json(outcome: Outcome) -> dict[str, Any]:
-    """The content of `results.json`. Where there is only one scale, it is that of the scale."""
-    return asdict(outcome if outcome.trend else outcome.largest)
-
-
-def read_outcome(content: dict[str, Any], source: str | Path = RESULTS_FILE) -> Outcome:
-    """Reads the content of `results.json`; raises `ValueError` for a field that is missing or of another type."""
-    return from_json(Outcome, content, f"{source}: ")
+def read_outcome(file: Path) -> Outcome:
+    """Reads `results.json`; raises `ValueError` for a field that is missing or of another type."""
+    return from_json(Outcome, read_json(file), f"{file}: ")
 
 
 def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOutcome:
@@ -297,16 +293,16 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
             learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
             search=variant.rates.search,
             boundaries={tuning.seed: tuning.boundary for tuning in tunings if tuning.is_at_boundary},
-            kernels=sorted({finished[run.name].get("kernels", "not recorded") for run in (*tried, *reported)}),
+            kernels=sorted({finished[run.name].attention.kernels or "not recorded" for run in (*tried, *reported)}),
             tried=[_read_run(finished, run) for run in tried],
             runs=[_read_run(finished, run) for run in reported],
         )
     # A run that was stopped early saw only the first tokens
-    whole = [run for model in models.values() for run in [*model.tried, *model.runs] if run.diverged_at is None]
+    whole = [run for run in runs if finished[run.name].losses.diverged_at is None]
     streams: dict[int, set[str]] = {}
     for run in whole:
-        streams.setdefault(run.seed, set()).add(run.token_stream)
-    same_tokens = len({finished[run.name]["dataset_fingerprint"] for run in runs}) == 1
+        streams.setdefault(run.seed, set()).add(finished[run.name].data.token_stream)
+    same_tokens = len({finished[run.name].data.fingerprint for run in runs}) == 1
     same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
     sample = finished[runs[0].name]
     analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
@@ -315,9 +311,13 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         baseline=scale.baseline,
         seeds=scale.seeds,
         command=scale.command,
-        tokens_per_run=max((run.tokens_seen for run in whole), default=scale.tokens_per_run),
-        **{name: sample[name] for name in ("dataset_fingerprint", "device", "versions")},
-        **{f"{split}_tokens": sample[f"{split}_tokens"] for split in ("train", "validation", "test")},
+        tokens_per_run=max((finished[run.name].data.tokens_seen for run in whole), default=scale.tokens_per_run),
+        dataset_fingerprint=sample.data.fingerprint,
+        train_tokens=sample.data.train_tokens,
+        validation_tokens=sample.data.validation_tokens,
+        test_tokens=sample.data.test_tokens,
+        device=sample.machine.device,
+        versions=sample.machine.versions,
         comparison=without_folders(scale.config.to_dict()),
         token_streams={seed: sorted(found)[0] for seed, found in sorted(streams.items())},
         same_tokens=same_tokens if streams else None,
@@ -368,29 +368,18 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
 
 
 def _read_run(finished: RunStore, run: Run) -> RunOutcome:
-    metrics = finished[run.name]
+    result = finished[run.name]
     log = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
     curves = {
         name: [(entry["step"], entry[key]) for entry in log if key in entry]
         for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
     }
     stability = read_stability(log)
-    same = ("diverged_at", "train_loss", "steps", "tokens_seen", "token_stream", "train_seconds")
-    # Its rate is chosen by the validation loss alone, but a test loss that is no number leaves nothing to compare
-    diverged = metrics["diverged"] or metrics["test_loss"] is None
     return RunOutcome(
         folder=f"runs/{run.name}",
         seed=run.seed,
         learning_rate=run.learning_rate,
-        diverged=diverged,
-        # The loss of a model that diverged is not reported
-        test_loss=None if diverged else metrics["test_loss"],
-        test_loss_parts=None if diverged else metrics.get("test_loss_parts"),
-        validation_loss=metrics.get("eval_loss"),
-        bits_per_byte=metrics.get("test_bits_per_byte"),
-        token_accuracy=metrics.get("test_token_accuracy"),
-        chrf=metrics.get("eval_chrf"),
-        **{name: metrics[name] for name in (*same, "tokens_per_second", "peak_memory", "attn_implementation")},
+        result=replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on))),
         history=History(
             **{name: _without_nan(curve) for name, curve in curves.items()},
             loss_spikes=loss_spikes(curves["train_loss"]),

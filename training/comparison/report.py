@@ -13,12 +13,13 @@ from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
-from .inference import EQUIVALENT, FIRST_INTERIM, WITHIN_NOISE, alpha_of_last, power_warning
+from .inference import FIRST_INTERIM, Verdict, alpha_of_last, power_warning
 from .outcome import ModelOutcome, Outcome, ScaleOutcome, read_outcome
 from .render import Section, bullets, markdown_table, to_markdown, to_page, warning
 from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,
+    describe_verdict,
     given_fields,
     improvement_rows,
     provenance,
@@ -29,6 +30,7 @@ from .tables import (
     task_rows,
     trend_tables,
 )
+from .trend import TrendVerdict
 
 
 _TERMINAL_WIDTH = 120
@@ -177,12 +179,11 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
     if (report := contents.get("comparison/results.md")) is not None:
         contents["comparison/results.md"] = without_folders(report.decode()).encode()
-    results = read_json(folder / RESULTS_FILE)
-    if "design" in results:
+    if "design" in read_json(folder / RESULTS_FILE):
         raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
-    outcome = read_outcome(results, folder / RESULTS_FILE)
+    outcome = read_outcome(folder / RESULTS_FILE)
     if folder in run.parents:
-        text = verdicts(outcome, run.parent.name, run.name, run.parents[2].name if "scales" in results else None)
+        text = verdicts(outcome, run.parent.name, run.name, run.parents[2].name if outcome.trend else None)
     else:
         text = verdicts(outcome)
     text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
@@ -261,7 +262,7 @@ def outcome_sentences(outcome: Outcome) -> list[str]:
 
 def trend_sentence(outcome: Outcome) -> str:
     """The verdicts of the trend in one line."""
-    verdicts: dict[str, list[str]] = {verdict: [] for verdict in ("grows", "shrinks", "cannot tell")}
+    verdicts: dict[TrendVerdict, list[str]] = {verdict: [] for verdict in TrendVerdict}
     for name, trend in outcome.trend.models.items():
         verdicts[trend.verdict].append(name)
     found = [f"{verdict} ({in_line(names)})" for verdict, names in verdicts.items() if names]
@@ -305,9 +306,10 @@ def in_line(names: Iterable[str]) -> str:
 
 def outcome_sentence(found: ScaleOutcome) -> str:
     """All verdicts in one line, the clear ones first."""
-    models: dict[str, list[str]] = {"better": [], "worse": [], EQUIVALENT: [], WITHIN_NOISE: []}
+    clear = (Verdict.BETTER, Verdict.WORSE, Verdict.EQUIVALENT, Verdict.WITHIN_NOISE)
+    models: dict[str, list[str]] = {str(verdict): [] for verdict in clear}
     for name, effect in found.statistics.effects.items():
-        models.setdefault(effect.verdict, []).append(name)
+        models.setdefault(describe_verdict(effect, len(found.models[name].runs)), []).append(name)
     verdicts = [
         f"{verdict.replace(':', ',').capitalize()}: {in_line(names)}." for verdict, names in models.items() if names
     ]

@@ -19,11 +19,12 @@ from ..run.jobs import Workers, make_runs
 from ..run.recipe import Recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..text import bar_options
+from ..values import to_json
 from .comparison import Comparison, Run, Scale, ScaleProgress, progress_of
 from .config import SINGLE, ComparisonConfig, read_made_from
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
-from .outcome import Outcome, gather, gather_scales, read_outcome, to_json
+from .outcome import Outcome, gather, gather_scales
 from .report import write_report
 from .results import RunStore, run_folder, scale_folder
 
@@ -72,15 +73,14 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
     return LocalEngine(**options)
 
 
-def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
     """Makes all runs that are not finished, writes the report, and returns the results; raises as `run_comparison`
     does.
     """
-    results = run_comparison(comparison, folder, engine)
+    outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
-        outcome = read_outcome(results)
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
-    return results
+    return outcome
 
 
 def is_main_process() -> bool:
@@ -88,8 +88,8 @@ def is_main_process() -> bool:
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
-def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
-    """Makes all runs that are not finished, and returns the content of `results.json`, without a report.
+def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
+    """Makes all runs that are not finished, writes `results.json`, and returns its content, without a report.
 
     The scales are made one after another, the smallest first.
 
@@ -121,9 +121,9 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 score_runs(progress, store)
                 tasks, added = read_scores(progress, store.folder), _added_seeds(folder).get(name, [])
                 gathered[name] = gather(progress, store, tasks=tasks, added_seeds=added)
-            text = json.dumps(to_json(gather_scales(comparison, gathered)), allow_nan=False)
-            write_text(folder / RESULTS_FILE, text + "\n")
-    return json.loads(text)
+            outcome = gather_scales(comparison, gathered)
+            write_text(folder / RESULTS_FILE, to_json(outcome))
+    return outcome
 
 
 def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> ScaleProgress:
@@ -136,8 +136,8 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
         return {run.name: scale.recipe_of(run, run_folder(store.folder, run)) for run in progress.ready}, finished
 
     with tqdm(desc=scale.name, unit="step", **bar_options()) as bar:
-        for name, metrics in make_runs(engine, ready, data, bar, scale.steps_per_run):
-            store.add(name, metrics)
+        for name, result in make_runs(engine, ready, data, bar, scale.steps_per_run):
+            store.add(name, result)
             for checkpoint in Path(store.folder, "runs", name).glob(f"{CHECKPOINT}*"):
                 delete(checkpoint)  # many runs would fill the disk
     return progress_of(scale, store)

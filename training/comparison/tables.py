@@ -8,7 +8,7 @@ import yaml
 
 from ..run.tasks import is_guessable
 from .figures import QUANTITIES, over_layers
-from .inference import Analysis, Effect, Interval, holm
+from .inference import Analysis, Effect, Interval, Verdict, holm
 from .outcome import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
 from .trend import ModelTrend, Trend
 
@@ -27,18 +27,20 @@ BONFERRONI = "Bonferroni p"
 
 def summary_rows(found: ScaleOutcome) -> Rows:
     """A row for each model at one scale."""
-    has_text = any(run.chrf is not None for model in found.models.values() for run in model.finished)
+    finished = {name: model.finished for name, model in found.models.items()}
+    scores = {name: [run.result.losses.validation.chrf for run in runs] for name, runs in finished.items()}
+    scores = {name: [score for score in own if score is not None] for name, own in scores.items()}
     has_frozen = any(model.trained_parameters < model.parameters for model in found.models.values())
     rows = []
     for name, model in found.models.items():
-        cells, finished = _verdict_cells(found.statistics, name), model.finished
-        scores = [run.chrf for run in finished if run.chrf is not None]
+        own = finished[name]
+        cells, machines = _verdict_cells(found.statistics, name, len(model.runs)), [run.result.machine for run in own]
         row = {
             "model": name,
             "verdict": cells.pop("verdict"),
-            "test loss (nats)": _mean_and_deviation([run.test_loss for run in finished]),
+            "test loss (nats)": _mean_and_deviation([run.test_loss for run in own]),
             **cells,
-            **({"chrF (validation)": _mean_and_deviation(scores, ".1f")} if has_text else {}),
+            **({"chrF (validation)": _mean_and_deviation(scores[name], ".1f")} if any(scores.values()) else {}),
             **({"seeds": str(len(model.runs))} if found.interim else {}),
             "learning rate": _chosen_rate(model),
             "parameters": f"{model.parameters:,}",
@@ -46,10 +48,10 @@ def summary_rows(found: ScaleOutcome) -> Rows:
             "non-embedding": f"{model.non_embedding_parameters:,}",
             "MLP width": number(model.intermediate_size, ","),
             "FLOPs per token": f"{model.flops_per_token:,}",
-            "tokens/s": _median((run.tokens_per_second for run in finished), ",.0f"),
-            "peak memory (MiB)": _memory(run.peak_memory for run in finished),
-            "training time (s)": _median((run.train_seconds for run in finished), ",.1f"),
-            "diverged": f"{len(model.runs) - len(finished)} of {len(model.runs)}",
+            "tokens/s": _median((machine.tokens_per_second for machine in machines), ",.0f"),
+            "peak memory (MiB)": _memory(machine.peak_memory for machine in machines),
+            "training time (s)": _median((machine.seconds for machine in machines), ",.1f"),
+            "diverged": f"{len(model.runs) - len(own)} of {len(model.runs)}",
         }
         rows.append(row)
     names = {
@@ -60,11 +62,18 @@ def summary_rows(found: ScaleOutcome) -> Rows:
     return [{names.get(title, title): cell for title, cell in row.items()} for row in rows]
 
 
-def _verdict_cells(analysis: Analysis, model: str) -> dict[str, str]:
+def describe_verdict(effect: Effect, runs: int) -> str:
+    """Returns a verdict in words. The model has so many runs."""
+    if effect.verdict is Verdict.SOME_DIVERGED:
+        return f"diverged in {effect.diverged} of {runs} runs"
+    return str(effect.verdict)
+
+
+def _verdict_cells(analysis: Analysis, model: str, runs: int) -> dict[str, str]:
     """What the test says of a model; the baseline has none."""
     effect = analysis.effects.get(model)
     return {
-        "verdict": effect.verdict if effect else "baseline",
+        "verdict": describe_verdict(effect, runs) if effect else "baseline",
         "loss improvement (%)": _improvement(effect, "loss_improvement"),
         "perplexity improvement (%)": _improvement(effect, "perplexity_improvement"),
         "Holm p": p_value(effect and effect.holm_p),
@@ -94,7 +103,7 @@ def task_rows(found: ScaleOutcome) -> Rows:
     for task, metrics in found.tasks.items():
         for metric, entry in metrics.items():
             for name, scores in entry.scores.items():
-                cells = _verdict_cells(entry.statistics, name)
+                cells = _verdict_cells(entry.statistics, name, len(scores))
                 row = {
                     "task": task,
                     "metric": f"{metric} ({'higher' if entry.higher_is_better else 'lower'} is better)",
@@ -134,12 +143,12 @@ def run_rows(found: ScaleOutcome) -> Rows:
                 "learning rate": f"{run.learning_rate:g}",
                 "seed": str(run.seed),
                 "outcome": _ending(run),
-                f"train {found.loss_name}": number(run.train_loss, ".4f"),
+                f"train {found.loss_name}": number(run.result.losses.train, ".4f"),
                 f"validation {found.loss_name}": number(run.validation_loss, ".4f"),
                 f"test {found.loss_name}": number(run.test_loss, ".4f"),
-                "tokens/s": number(run.tokens_per_second, ",.0f"),
-                "seconds": number(run.train_seconds, ",.1f"),
-                "peak memory (MiB)": _memory([run.peak_memory]),
+                "tokens/s": number(run.result.machine.tokens_per_second, ",.0f"),
+                "seconds": number(run.result.machine.seconds, ",.1f"),
+                "peak memory (MiB)": _memory([run.result.machine.peak_memory]),
                 "loss spikes": str(len(run.history.loss_spikes)),
             }
             rows.append(row)
@@ -279,7 +288,8 @@ def _improvement(effect: Effect | None, name: str) -> str:
 def _ending(run: RunOutcome) -> str:
     if not run.diverged:
         return "finished"
-    return "diverged" if run.diverged_at is None else f"diverged at step {run.diverged_at:,}"
+    step = run.result.losses.diverged_at
+    return "diverged" if step is None else f"diverged at step {step:,}"
 
 
 def _chosen_rate(model: ModelOutcome) -> str:

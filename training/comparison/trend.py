@@ -11,6 +11,7 @@ compute, and to first order the compute multiplier. So `noise.welch_sum` gives a
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 
@@ -61,6 +62,14 @@ class Step:
     note: str = ""
 
 
+class TrendVerdict(StrEnum):
+    """How the improvement of a model changes with compute."""
+
+    GROWS = "grows"
+    SHRINKS = "shrinks"
+    CANNOT_TELL = "cannot tell"
+
+
 @dataclass(frozen=True)
 class ModelTrend:
     """How the improvement of a model changes with compute.
@@ -69,7 +78,6 @@ class ModelTrend:
     "shrinks" if it falls further behind. `meaning` tells these apart.
 
     Attributes:
-        verdict: "grows", "shrinks" or "cannot tell".
         meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
         steps: the model at each scale, in order of compute.
         slope: the slope of the least-squares line through the improvements, in percent of the loss per decade of
@@ -79,7 +87,7 @@ class ModelTrend:
         holm_p: `p` corrected for the number of models tested.
     """
 
-    verdict: str
+    verdict: TrendVerdict
     meaning: str
     steps: dict[str, Step]
     slope: float | None = None
@@ -167,7 +175,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             if note or len(found[model]) < 2:
                 notes.append(f"{note or 'a single seed'} at {scale.name}")
         if notes:
-            models[model] = ModelTrend("cannot tell", f"no test: {'; '.join(notes)}", steps)
+            models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(notes)}", steps)
         else:
             percents = [100 * (found[baseline] - found[model]) / found[baseline].mean() for found in losses]
             models[model] = _test(steps, decades, percents, 1 - alpha)
@@ -215,7 +223,7 @@ def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray
     weights = centred / (centred @ centred)
     slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
     return ModelTrend(
-        verdict="",
+        verdict=TrendVerdict.CANNOT_TELL,
         meaning="",
         steps=steps,
         slope=slope.value,
@@ -226,13 +234,13 @@ def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray
 
 def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
     top = list(trend.steps.values())[-1].improvement
-    verdict = "cannot tell"
+    verdict = TrendVerdict.CANNOT_TELL
     if trend.holm_p < alpha:
-        verdict = "grows" if trend.slope > 0 else "shrinks"
+        verdict = TrendVerdict.GROWS if trend.slope > 0 else TrendVerdict.SHRINKS
     meaning = {
-        "grows": "pulls ahead of the baseline" if top > 0 else "catches up with the baseline",
-        "shrinks": "loses some of its lead over the baseline" if top > 0 else "falls behind the baseline",
-        "cannot tell": "the noise hides whether the distance from the baseline changes",
+        TrendVerdict.GROWS: "pulls ahead of the baseline" if top > 0 else "catches up with the baseline",
+        TrendVerdict.SHRINKS: "loses some of its lead over the baseline" if top > 0 else "falls behind the baseline",
+        TrendVerdict.CANNOT_TELL: "the noise hides whether the distance from the baseline changes",
     }
     return replace(trend, verdict=verdict, meaning=meaning[verdict])
 

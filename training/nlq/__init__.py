@@ -189,9 +189,9 @@ def train(
         overrides = {"model": source, "tokenizer": source, **overrides}
     loaded = load_recipe(recipe, overrides, trust_parts)
     resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-    metrics = train_with(engine, loaded, **resources, max_retries=max_retries)
+    result = train_with(engine, loaded, **resources, max_retries=max_retries)
     if loaded.arguments.process_index == 0:
-        _say(f"{loaded.output_dir}: {_describe(metrics)}")
+        _say(f"{loaded.output_dir}: {_describe_run(result)}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")
@@ -251,24 +251,29 @@ def compare(
         _say(f"\n{describe_results(results)}\n\nreport: {folder}/report.html")
 
 
-def _describe(metrics: dict, kind: str = "held-out ") -> str:
-    if metrics.get("diverged_at") is not None:
-        return f"diverged: the loss was infinite or not a number after step {metrics['diverged_at']}"
-    is_masked = metrics.get("eval_pseudo_perplexity") is not None
-    if not is_masked and metrics.get("eval_perplexity") is None:
+def _describe_run(result) -> str:
+    if result.losses.diverged_at is not None:
+        return f"diverged: the loss was infinite or not a number after step {result.losses.diverged_at}"
+    text, size = _describe_evaluation(result.losses.validation, "held-out "), result.size
+    if size.trained < size.total and not text.startswith("diverged"):
+        text += f", {size.trained:,} of {size.total:,} parameters were trained"
+    return text
+
+
+def _describe_evaluation(evaluation, kind: str = "") -> str:
+    is_masked = evaluation.pseudo_perplexity is not None
+    if evaluation.perplexity is None and not is_masked:
         return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
     texts = {
-        "eval_perplexity": f"{kind}perplexity {{:.2f}}",
-        "eval_pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
-        "eval_loss": "loss {:.4f} nats per masked token" if is_masked else "loss {:.4f} nats per token",
-        "eval_bits_per_byte": "{:.3f} bits per byte",
-        "eval_chrf": "chrF {:.1f}",
-        "eval_token_accuracy": "accuracy of masked tokens {:.1%}" if is_masked else "token accuracy {:.1%}",
+        "perplexity": f"{kind}perplexity {{:.2f}}",
+        "pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
+        "loss": "loss {:.4f} nats per masked token" if is_masked else "loss {:.4f} nats per token",
+        "bits_per_byte": "{:.3f} bits per byte",
+        "chrf": "chrF {:.1f}",
+        "token_accuracy": "accuracy of masked tokens {:.1%}" if is_masked else "token accuracy {:.1%}",
     }
-    parts = [text.format(metrics[name]) for name, text in texts.items() if metrics.get(name) is not None]
-    if metrics.get("trained_parameters", 0) < metrics.get("parameters", 0):
-        parts.append(f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained")
-    return ", ".join(parts)
+    values = {name: getattr(evaluation, name) for name in texts}
+    return ", ".join(text.format(values[name]) for name, text in texts.items() if values[name] is not None)
 
 
 @_command("Use and measure", "run.generation")
@@ -313,6 +318,7 @@ def evaluate(
 ) -> None:
     """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks."""
     from modeling_nlq.training.run.evaluation import evaluate
+    from modeling_nlq.training.run.result import Evaluation
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align, unescape
 
@@ -331,7 +337,8 @@ def evaluate(
     if tasks is None:
         _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
         metrics = evaluate(model, **text_options, batch_size=batch_size, trust_remote_code=trust_remote_code)
-        _say(f"{model}: {_describe(metrics, kind='')}")  # the model may have been trained on a file
+        evaluation = Evaluation.from_metrics(metrics, "eval")
+        _say(f"{model}: {_describe_evaluation(evaluation)}")  # the model may have been trained on a file
         return
     _refuse("{} is for text, and cannot be given with --tasks", **text_options)
     options = {"num_fewshot": num_fewshot, "limit": limit, "trust_remote_code": trust_remote_code}

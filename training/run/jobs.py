@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tqdm.auto import tqdm
 
 from ..files import LOG
 from ..text import one_line
 from .recipe import Recipe
+from .result import RunResult
 from .run_folder import FolderIsLocked, RunProgress
 from .unattended import RunFailed, beside
 
@@ -22,9 +23,9 @@ class Workers(Protocol):
     def room(self, running: int) -> int:
         """Returns how many more runs may be submitted while so many are running or queued."""
 
-    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[dict[str, Any]]:
+    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
         """Begins or queues a run, which reads tokenizer and blocks from the folder `data`. The future returns its
-        metrics, or raises `FolderIsLocked` or the error of the run.
+        result, or raises `FolderIsLocked` or the error of the run.
         """
 
     def progress(self) -> dict[str, RunProgress]:
@@ -39,8 +40,8 @@ class Workers(Protocol):
 
 def make_runs(
     workers: Workers, ready: Callable[[], tuple[dict[str, Recipe], int]], data: Path, bar: tqdm, steps: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Makes runs, as many at once as the workers have room for, and yields the name and the metrics of each finished
+) -> Iterator[tuple[str, RunResult]]:
+    """Makes runs, as many at once as the workers have room for, and yields the name and the result of each finished
     run.
 
     Args:
@@ -55,7 +56,7 @@ def make_runs(
     """
     recipes: dict[str, Recipe] = {}
     waiting: list[str] = []
-    running: dict[Future[dict[str, Any]], str] = {}
+    running: dict[Future[RunResult], str] = {}
     failures: list[str] = []
     try:
         while True:
@@ -74,7 +75,7 @@ def make_runs(
             for future in ended:
                 name = running.pop(future)
                 try:
-                    metrics = future.result()
+                    result = future.result()
                 except FolderIsLocked:  # another process makes it
                     del recipes[name]
                     is_locked = True
@@ -83,7 +84,7 @@ def make_runs(
                     failures.append(f"run {name} {workers.describe_error(error)}; see {log}")
                     bar.write(failures[-1], file=sys.stderr)
                 else:
-                    yield name, metrics
+                    yield name, result
             if is_locked:
                 time.sleep(1.0)
     finally:

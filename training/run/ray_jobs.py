@@ -25,7 +25,8 @@ from ..values import from_json
 from .data import prepare_data, save_blocks
 from .documents import load_documents
 from .recipe import Recipe
-from .run_folder import RunFolder, RunProgress
+from .result import RunResult
+from .run_folder import RunProgress
 from .unattended import RunFailed, beside, run_in_subprocess
 
 
@@ -175,8 +176,8 @@ def share_batch(recipe: Recipe, workers: int) -> Recipe:
 # On a node
 
 
-def _make_run(job: dict[str, Any]) -> dict[str, Any]:
-    """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its metrics."""
+def _make_run(job: dict[str, Any]) -> RunResult:
+    """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its result."""
     host = socket.gethostname()
     if job["version"] != modeling_nlq.__version__:
         raise RunFailed(f"failed: {host} has another version of modeling-nlq than {job['version']}")
@@ -189,7 +190,7 @@ def _make_run(job: dict[str, Any]) -> dict[str, Any]:
     return run_in_subprocess(job["recipe"], job["data"], job["threads"], pace=_PACE, patience=_PATIENCE)
 
 
-def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
+def _train(job: dict[str, Any], resources: Resources) -> RunResult:
     """Makes a run by Ray Train, which sets the environment variables of `torchrun` in each worker."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -209,7 +210,7 @@ def _train(job: dict[str, Any], resources: Resources) -> dict[str, Any]:
             failure_config=FailureConfig(max_failures=resources.max_retries),
         ),
     ).fit()
-    return RunFolder(Path(job["recipe"].output_dir)).metrics()
+    return RunResult.load(Path(job["recipe"].output_dir))
 
 
 # The driver
@@ -262,7 +263,7 @@ class RayWorkers:
         workers = self.resources.workers_per_run
         return self.resources.workers_that_fit() // workers + 1 - running if workers > 1 else 1
 
-    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[dict[str, Any]]:
+    def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
         """Queues a run."""
         workers = self.resources.workers_per_run
         self._folders[name] = Path(recipe.output_dir).absolute()

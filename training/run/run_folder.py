@@ -41,12 +41,12 @@ from ..files import (
     code_files,
     differences,
     is_nonempty,
-    read_json,
     read_yaml,
     write_yaml,
     yaml_text,
 )
 from .recipe import Recipe, without_defaults
+from .result import RunResult
 
 
 # Seconds to wait for other processes that share a comparison, and claim its folder at the same moment
@@ -208,9 +208,9 @@ class RunFolder:
         """Tells whether the run is finished: its metrics are written last."""
         return (self.path / METRICS_FILE).is_file()
 
-    def metrics(self) -> dict[str, Any]:
-        """The metrics of a finished run."""
-        return read_json(self.path / METRICS_FILE)
+    def result(self) -> RunResult:
+        """Returns the result of a finished run."""
+        return RunResult.load(self.path)
 
     def checkpoints(self) -> list[Path]:
         """The checkpoints of a run, newest first, whether they are complete or not."""
@@ -230,7 +230,7 @@ class RunFolder:
         made_by = processes
         checkpoints = self.checkpoints()
         if self.is_finished():
-            made_by = self.metrics()["processes"]
+            made_by = self.result().machine.processes
         elif checkpoints:  # which tell the global batch size
             made_by = processes = None
         elif not any(self.path.glob("*.safetensors")):

@@ -8,6 +8,7 @@ from ..files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE
 from ..models import read_record
 from ..values import from_json
 from .recipe import Recipe
+from .result import RunResult
 
 
 # The fields of a recipe that say which documents were trained on, and how held-out ones are evaluated
@@ -35,14 +36,15 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
     folder = Path(model)
     if (folder / STATE_FILE).is_file() and not (folder / RECIPE_FILE).is_file():
         model = str(folder.resolve().parent)  # of a checkpoint
-    metrics = read_record(model, METRICS_FILE) or {}
+    metrics = RunResult.fields_in(read_record(model, METRICS_FILE) or {})
     given = read_record(model, RECIPE_FILE)
-    if "trained_on" in metrics:
-        records = metrics["trained_on"]
+    data = from_json(dict[str, Any], metrics.get("data", {}), f"{model}: data.")  # of any file with this name
+    if "trained_on" in data:
+        records = data["trained_on"]
     elif given is None:
         records = (read_record(model, CONVERSION_FILE) or {}).get("trained_on", [])
     else:
-        records = [_record(given, metrics.get("dataset_fingerprint"))]
+        records = [_record(given, data.get("fingerprint"))]
     for record in from_json(list[dict[str, Any]], records, f"{model}: trained_on."):
         for name, kind in _TYPES.items():
             if name in record:

@@ -33,7 +33,7 @@ from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..disk import atomic_dir, write_text
-from ..files import CARD_FILE, CONVERSION_FILE, METRICS_FILE, PLOT_FILE, STATE_FILE
+from ..files import CARD_FILE, CONVERSION_FILE, PLOT_FILE, STATE_FILE
 from ..models import initialize_by_name, source_named
 from ..sharing.card import base_model_of, render
 from ..sharing.scrub import without_folders
@@ -47,6 +47,7 @@ from .objectives import objective_of
 from .parametrization import completep_factors, scale_initial_values
 from .recipe import Recipe, check_recipe, conflicts_of_lengths, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
+from .result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from .run_folder import RunFolder
 from .stability import StabilityCallback
 from .trained_on import record_run
@@ -62,7 +63,7 @@ def train_recipe(
     recipe: Recipe,
     tokenizer_folder: Path | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-) -> dict[str, Any]:
+) -> RunResult:
     """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
 
     A run whose loss becomes infinite or not a number stops there and saves no weights.
@@ -70,9 +71,6 @@ def train_recipe(
     Args:
         tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
         callbacks: more callbacks for `Trainer`.
-
-    Returns:
-        The content of `metrics.json`.
 
     Raises:
         ValueError: as `train` does.
@@ -86,7 +84,7 @@ def train_recipe(
         place.claim_run(recipe, arguments.world_size, is_main_process)
     if place.is_finished():
         logger.warning(f"{folder} is finished: nothing to do")
-        return place.metrics()
+        return place.result()
     if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
         logger.warning(warning)
     # Makes the model without weights, so that an impossible backend is an error before data are prepared
@@ -102,10 +100,10 @@ def train_recipe(
     if is_main_process:
         print(_announcement(run), flush=True)
     _train(run)
-    metrics = _collect(run)
+    result = _collect(run)
     if run.trainer.is_world_process_zero():
-        _write_results(run, metrics)
-    return metrics
+        _write_results(run, result)
+    return result
 
 
 # Build
@@ -270,53 +268,46 @@ def _train(run: _Run) -> None:
 # Collect
 
 
-def _collect(run: _Run) -> dict[str, Any]:
-    """Evaluates and saves the model, and returns the metrics of the run: what it measured, the machine and the
-    versions.
-    """
-    recipe, trainer, record, arguments, blocks = (
-        run.recipe,
-        run.trainer,
-        run.record,
-        run.trainer.args,
-        run.blocks,
-    )
+def _collect(run: _Run) -> RunResult:
+    """Evaluates and saves the model, and returns the result of the run."""
+    recipe, trainer, record, arguments = run.recipe, run.trainer, run.record, run.trainer.args
     evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
     config = trainer.model.config  # with a LoRA, of the merged model
     losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
-    scores = {name: value for name, value in evaluated.items() if name.startswith(("eval_", "test_"))}
-    return {
-        # JSON has no NaN
-        **{name: value if math.isfinite(value) else None for name, value in scores.items()},
-        "test_loss_parts": evaluated.get("loss_parts"),
-        "diverged": record.diverged_at is not None or has_diverged(evaluated["eval_loss"], vocabulary_of(config)),
-        "diverged_at": record.diverged_at,
-        "train_loss": losses[-1] if losses else None,
-        "steps": trainer.state.global_step,
-        "tokens_seen": record.tokens_seen,
-        "token_stream": record.token_stream,
-        "train_seconds": record.seconds,
-        "tokens_per_second": record.tokens_seen / record.seconds if record.seconds else None,
-        "peak_memory": peak_memory(arguments.device),
-        **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
-        "dataset_fingerprint": run.fingerprint,
-        "trained_on": record_run(run.recipe, run.fingerprint),
-        "is_fine_tuned": recipe.has_weights,
-        "base_model": base_model_of(run.recipe.model) if recipe.has_weights else None,
-        "parameters": run.size.total,
-        "non_embedding_parameters": run.size.non_embedding,
-        "trained_parameters": run.size.trained,
-        "flops_per_token": run.size.flops_per_token,
-        "attn_implementation": config._attn_implementation,
-        "kernels": _kernels(trainer.model),
-        "processes": arguments.world_size,
-        "device": torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type,
-        "versions": {
-            "python": platform.python_version(),
-            "nlq": modeling_nlq.__version__,
-            **{name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers")},
-        },
-    }
+    is_on_gpu = arguments.device.type == "cuda"
+    return RunResult(
+        losses=Losses(
+            diverged=record.diverged_at is not None or has_diverged(evaluated["eval_loss"], vocabulary_of(config)),
+            diverged_at=record.diverged_at,
+            train=losses[-1] if losses else None,
+            validation=Evaluation.from_metrics(evaluated, "eval"),
+            test=Evaluation.from_metrics(evaluated, "test", loss_parts=evaluated.get("loss_parts")),
+        ),
+        data=Data(
+            steps=trainer.state.global_step,
+            tokens_seen=record.tokens_seen,
+            token_stream=record.token_stream,
+            **{f"{split}_tokens": part.tokens for split, part in run.blocks.items()},
+            fingerprint=run.fingerprint,
+            trained_on=record_run(run.recipe, run.fingerprint),
+            is_fine_tuned=recipe.has_weights,
+            base_model=base_model_of(run.recipe.model) if recipe.has_weights else None,
+        ),
+        size=run.size,
+        machine=Machine(
+            seconds=record.seconds,
+            tokens_per_second=record.tokens_seen / record.seconds if record.seconds else None,
+            peak_memory=peak_memory(arguments.device),
+            processes=arguments.world_size,
+            device=torch.cuda.get_device_name() if is_on_gpu else arguments.device.type,
+            versions={
+                "python": platform.python_version(),
+                "nlq": modeling_nlq.__version__,
+                **{name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers")},
+            },
+        ),
+        attention=Attention(config._attn_implementation, _kernels(trainer.model)),
+    )
 
 
 def _evaluate_and_save(run: _Run) -> dict[str, Any]:
@@ -348,25 +339,25 @@ def _kernels(model: PreTrainedModel) -> str:
     return "; ".join((f"code of the package {modeling_nlq.__version__}", *names))
 
 
-def _write_results(run: _Run, metrics: dict[str, Any]) -> None:
-    """Writes plot, card, state and metrics. The metrics are last: a run that has them is finished."""
+def _write_results(run: _Run, result: RunResult) -> None:
+    """Writes plot, card, state and result. The result is last: a run that has it is finished."""
     folder, state = Path(run.trainer.args.output_dir), run.trainer.state
     conversion = run.recipe.conversion if run.recipe.trainable == "new" else None
     title = without_folders(run.recipe.model)
     plot_losses(state.log_history, folder / PLOT_FILE, title, objective_of(run.recipe).loss_unit)
     if conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
-    if "eval_loss" in metrics:
+    if result.losses.diverged_at is None:
         # With a LoRA, the saved model is smaller than the one that was trained
         size = run.size if run.recipe.lora is None else size_of(run.trainer.model)
         config = run.trainer.model.config
-        card = render(folder.resolve().name, config, size, run.recipe.to_dict(), metrics, conversion, has_plot=True)
+        card = render(folder.resolve().name, config, size, run.recipe.to_dict(), result, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
     # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
     with atomic_dir(folder) as unfinished:
         state.save_to_json(str(unfinished / STATE_FILE))
-    write_text(folder / METRICS_FILE, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
+    result.save(folder)
 
 
 def plot_losses(log_history: list[dict[str, float]], path: Path, title: str, unit: str) -> None:

@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -24,6 +23,7 @@ from ..disk import delete, open_file, write_text
 from ..files import LOG, PROGRESS
 from ..text import one_line
 from .recipe import Recipe
+from .result import RunResult
 from .run_folder import FolderIsLocked, RunFolder, RunProgress
 from .trainer import train_recipe
 
@@ -95,7 +95,7 @@ def run_in_subprocess(
     report: Callable[[RunProgress], None] | None = None,
     pace: float = 1.0,
     patience: float = 0.0,
-) -> dict[str, Any]:
+) -> RunResult:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
 
     Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
@@ -109,7 +109,7 @@ def run_in_subprocess(
         patience: seconds to wait for another process that makes this run.
 
     Returns:
-        The metrics of the run, as `train_recipe` does.
+        The result of the run, as `train_recipe` does.
 
     Raises:
         FolderIsLocked: if another process makes this run.

@@ -1,15 +1,13 @@
 """Makes the runs of a screening, and confirms the changes that survive against the baseline."""
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..comparison.comparison import Comparison
+from ..comparison.outcome import Outcome
 from ..comparison.run import Engine, is_main_process, run_comparison
 from ..comparison.run import run_and_report as confirm_and_report
 from ..comparison.status import CONFIRMATION, SCREENING
@@ -17,27 +15,27 @@ from ..disk import write_text
 from ..files import COMPARISON_FILE, RESULTS_FILE
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..sharing.scrub import without_folders
-from ..values import from_json
+from ..values import to_json
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
-from .sections import ScreeningOutcome, write_report
+from .sections import Factor, ScreeningOutcome, write_report
 
 
-Run = Callable[[Comparison, Path], dict[str, Any]]
+Run = Callable[[Comparison, Path], Outcome]
 
 
-def run_and_report(screening: Screening, folder: Path, engine: Engine | None = None) -> dict[str, Any]:
+def run_and_report(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
     """Makes a screening: its runs, their confirmation with a report of its own, and the report of both."""
     results = run_screening(
         screening, folder, partial(run_comparison, engine=engine), partial(confirm_and_report, engine=engine)
     )
     if is_main_process():
-        write_report(from_json(ScreeningOutcome, results), folder)
+        write_report(results, folder)
     return results
 
 
-def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> dict[str, Any]:
-    """Makes the runs of the design and of the confirmation, and returns the content of `results.json`.
+def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> ScreeningOutcome:
+    """Makes the runs of the design and of the confirmation, writes `results.json`, and returns its content.
 
     Args:
         folder: the results folder.
@@ -50,7 +48,7 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
     made = run(screening.runs, folder / SCREENING)
     # The test split is for the confirmation alone: what survives is chosen on the validation split
     losses = {
-        name: [None if run["diverged"] else run["validation_loss"] for run in made["models"][name]["runs"]]
+        name: [None if run.diverged else run.validation_loss for run in made.largest.models[name].runs]
         for name in screening.runs.largest.variants
     }
     diverged = [name for name, own in losses.items() if None in own]
@@ -58,22 +56,22 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
     confirmation = None
     if effects is not None and effects.survivors:
         confirmation = confirm(screening.confirm(effects.survivors), folder / CONFIRMATION)
-    results = {
-        "name": screening.name,
-        "command": screening.command,
-        "comparison": without_folders(screening.config.to_dict()),
-        "factors": {
-            name: {"change": without_folders(factor.to_dict()), "parameters": screening.added_parameters(name)}
+    results = ScreeningOutcome(
+        name=screening.name,
+        command=screening.command,
+        comparison=without_folders(screening.config.to_dict()),
+        factors={
+            name: Factor(without_folders(factor.to_dict()), screening.added_parameters(name))
             for name, factor in screening.factors.items()
         },
-        "design": {**asdict(screening.design), "rows": screening.design.rows.tolist()},
-        "rates": list(screening.rates),
-        "alpha": ALPHA,
-        "split": "validation",
-        "effects": effects and asdict(effects),
-        "diverged": diverged,
-        "runs": made,
-        "confirmation": confirmation,
-    }
-    write_text(folder / RESULTS_FILE, json.dumps(results, allow_nan=False) + "\n")
+        design=screening.design,
+        rates=list(screening.rates),
+        alpha=ALPHA,
+        split="validation",
+        effects=effects,
+        diverged=diverged,
+        runs=made,
+        confirmation=confirmation,
+    )
+    write_text(folder / RESULTS_FILE, to_json(results))
     return results

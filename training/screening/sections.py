@@ -10,7 +10,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
-from ..comparison.outcome import Outcome
+from ..comparison.outcome import VERSION, Outcome
 from ..comparison.render import Section, bullets, markdown_table, to_markdown, to_page, warning
 from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
 from ..comparison.tables import Rows, number, p_value, with_interval
@@ -56,6 +56,7 @@ class ScreeningOutcome:
     runs: Outcome
     confirmation: Outcome | None = None
     split: str = "test"  # of results that do not say
+    version: int = VERSION
 
 
 _NO_VERDICT = (

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
 
 from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format
+from ..run.result import RunResult
 from ..size import Size, context_of, parts_in, positions_of
 from ..text import code, plain, printable
 from .scrub import without_folders
@@ -19,7 +20,7 @@ from .scrub import without_folders
 
 TEMPLATE = Path(__file__).parents[2] / "model_card.md"
 
-_SPLITS = {"eval": "validation", "test": "test"}
+_SPLITS = ("validation", "test")
 _METRICS = {
     "loss": "loss (nats per token)",
     "perplexity": "perplexity",
@@ -56,7 +57,7 @@ def render(
     config: PreTrainedConfig,
     size: Size,
     given: dict[str, Any] | None = None,
-    metrics: dict[str, Any] | None = None,
+    result: RunResult | None = None,
     conversion: dict[str, Any] | None = None,
     comparison: str | None = None,
     license: str | None = None,
@@ -71,7 +72,7 @@ def render(
         config: configuration of the model.
         size: size of the model.
         given: the fields that the user set in the recipe.
-        metrics: content of `metrics.json`, if the model was trained.
+        result: result of the run, if the model was trained.
         conversion: content of `conversion.json`, if the model was converted.
         comparison: verdicts of a comparison, as `Markdown`.
         license: license of the weights; by default Apache-2.0 for weights trained from scratch, otherwise none.
@@ -79,18 +80,19 @@ def render(
         has_tokenizer: whether a tokenizer is beside the card.
         is_adapter: whether an adapter is published instead of the model.
     """
-    given, metrics, conversion = (without_folders(record or {}) for record in (given, metrics, conversion))
+    given, conversion = (without_folders(record or {}) for record in (given, conversion))
     auto_class = _auto_class(config)
     is_nlq = config.model_type in ("nlq", "nlq_seq2seq")
     name = location.split("/")[-1]
     dataset = given.get("dataset", "python-stdlib")
     is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
-    base_model = metrics.get("base_model") or conversion.get("base_model")
+    trained_base = without_folders(result.data.base_model) if result else None
+    base_model = trained_base or conversion.get("base_model")
     measured = {
-        (prefix, metric): metrics[f"{prefix}_{metric}"]
-        for prefix in _SPLITS
+        (split, metric): value
+        for split in (_SPLITS if result else ())
         for metric in _METRICS
-        if metrics.get(f"{prefix}_{metric}") is not None
+        if (value := getattr(getattr(result.losses, split), metric)) is not None
     }
     texts = _METRICS | (_MASKED_METRICS if auto_class == "AutoModelForMaskedLM" else {})
     pipeline = _PIPELINES[auto_class]
@@ -100,15 +102,15 @@ def render(
             task_name=pipeline.replace("-", " ").title(),
             dataset_type=dataset,
             dataset_name=dataset,
-            dataset_split=_SPLITS[prefix],
+            dataset_split=split,
             metric_type=metric,
             metric_value=value,
         )
-        for (prefix, metric), value in measured.items()
+        for (split, metric), value in measured.items()
     ]
     data = ModelCardData(
         model_name=name if results else None,
-        license=license or ("apache-2.0" if metrics and not metrics.get("is_fine_tuned") else None),
+        license=license or ("apache-2.0" if result and not result.data.is_fine_tuned else None),
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=pipeline,
         tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
@@ -127,7 +129,7 @@ def render(
         is_nlq=is_nlq,
         is_derived=any(map(is_derived, (getattr(config, "auto_map", None) or {}).values())),
         is_adapter=is_adapter,
-        base=converted_base(given, metrics),
+        base=converted_base(given, trained_base),
         commands=code("\n".join(_conversion_commands(conversion)) + "\n", "sh") if is_adapter else None,
         model_type=config.model_type,
         auto_class=auto_class,
@@ -138,7 +140,7 @@ def render(
         switches=_switches(config) if is_nlq else {},
         parts=parts_in(config),
         size=size,
-        trained_parameters=metrics.get("trained_parameters", size.total),
+        trained_parameters=result.size.trained if result else size.total,
         has_lora=given.get("lora") is not None,
         context=positions_of(config) or context_of(config),
         has_tokenizer=has_tokenizer,
@@ -146,9 +148,9 @@ def render(
         origin=_origin(conversion) if conversion else None,
         base_model=base_model,
         dataset=dataset,
-        metrics=metrics,
-        recipe=code(yaml.safe_dump(given, sort_keys=False), "yaml") if given and metrics else None,
-        results={f"{_SPLITS[prefix]} {texts[metric]}": f"{value:.4f}" for (prefix, metric), value in measured.items()},
+        result=result,
+        recipe=code(yaml.safe_dump(given, sort_keys=False), "yaml") if given and result else None,
+        results={f"{split} {texts[metric]}": f"{value:.4f}" for (split, metric), value in measured.items()},
         has_plot=has_plot,
         comparison=comparison and plain(comparison),
     )
@@ -165,15 +167,15 @@ def base_model_of(model: str | Path) -> str | None:
     return base_model if isinstance(base_model, str) else None
 
 
-def converted_base(given: dict[str, Any], metrics: dict[str, Any]) -> str | None:
+def converted_base(given: dict[str, Any], base_model: str | None) -> str | None:
     """Returns the Hub name of the model that a run started from, or `None` if it was a folder.
 
     Args:
         given: the fields that the user set in the recipe.
-        metrics: content of `metrics.json`.
+        base_model: that of the run's result.
     """
     # For a folder, `base_model` is the model in its card, and so differs from `model`
-    return metrics.get("base_model") if metrics.get("base_model") == given.get("model") else None
+    return base_model if base_model == given.get("model") else None
 
 
 def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:

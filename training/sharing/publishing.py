@@ -51,6 +51,7 @@ from ..files import (
     read_json,
     read_yaml,
 )
+from ..run.result import RunResult
 from ..size import check_parameters, size_of
 from ..text import Markdown, one_line
 from .adapter import whole_modules, write_adapter
@@ -233,6 +234,7 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
         adapter_folder: where to write an adapter, which is then published instead of the model.
     """
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
+    result = RunResult.load(folder) if METRICS_FILE in records else None
     given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
     settings, auto_map = _read_config(folder)
     model, weights = _check_weights(folder, settings, auto_map)
@@ -242,7 +244,8 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
         paths = [*weights, *code, *files_in(folder, (*SETTINGS, *TOKENIZER, *RECORDS))]
         contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in paths}
     else:
-        contents = {path.name: path for path in _adapter(folder, adapter_folder, model, given, records)}
+        adapter = _adapter(folder, adapter_folder, model, given, result, records.get(CONVERSION_FILE))
+        contents = {path.name: path for path in adapter}
         contents |= {path.relative_to(folder).as_posix(): path for path in files_in(folder, (*TOKENIZER, *RECORDS))}
     for name in {*SETTINGS, "special_tokens_map.json", "tokenizer_config.json"} & contents.keys():
         fields = {key: value for key, value in read_json(folder / name).items() if key not in _PATH_FIELDS}
@@ -260,7 +263,7 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
             model.config,
             size_of(model),
             given=given,
-            metrics=records.get(METRICS_FILE),
+            result=result,
             conversion=records.get(CONVERSION_FILE),
             comparison=options.verdicts,
             license=options.license,
@@ -304,16 +307,17 @@ def _adapter(
     target: Path,
     model: PreTrainedModel,
     given: dict[str, Any] | None,
-    records: dict[str, dict[str, Any]],
+    result: RunResult | None,
+    conversion: dict[str, Any] | None,
 ) -> list[Path]:
     """Writes the adapter of a run into the folder `target`, and returns its files."""
-    if (given or {}).get("trainable") != "new" or not records.keys() >= {METRICS_FILE, CONVERSION_FILE}:
+    if (given or {}).get("trainable") != "new" or result is None or conversion is None:
         raise ValueError(
             f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none (a LoRA "
             "lies in the run's folder `adapter`, for `hf upload`)"
         )
-    modules = whole_modules(model, records[CONVERSION_FILE]["added"])
-    return write_adapter(folder, target, modules, converted_base(given, records[METRICS_FILE]))
+    modules = whole_modules(model, conversion["added"])
+    return write_adapter(folder, target, modules, converted_base(given, result.data.base_model))
 
 
 def _check_weights(

@@ -6,7 +6,7 @@ from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison import downstream
-from modeling_nlq.training.comparison.inference import analyse
+from modeling_nlq.training.comparison.inference import Verdict, analyse
 from modeling_nlq.training.comparison.outcome import TaskOutcome
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 
@@ -24,14 +24,14 @@ def test_a_ladder_has_the_numbers_of_lm_eval(make_file, small_index, tmp_path, m
     folder = tmp_path / "ladder"
     results = run_and_report(load_plan(file), folder)
     for name in scales:
-        found = results["scales"][name]
-        run = folder / "scales" / name / found["models"]["twin"]["runs"][0]["folder"]
+        found = results.scales[name]
+        run = folder / "scales" / name / found.models["twin"].runs[0].folder
         theirs = lm_eval_results(monkeypatch, run, task, tmp_path / f"{name}.json", "--batch_size", "16")
-        assert found["tasks"].keys() == theirs.keys() == {"my_task"}
-        assert found["tasks"]["my_task"].keys() == {"acc", "brier_score"}
-        for metric, judged in found["tasks"]["my_task"].items():
-            score = judged["scores"]["twin"]["0"]
-            assert judged["items"] == 20 and score == pytest.approx(theirs["my_task"][f"{metric},none"], abs=1e-5)
+        assert found.tasks.keys() == theirs.keys() == {"my_task"}
+        assert found.tasks["my_task"].keys() == {"acc", "brier_score"}
+        for metric, judged in found.tasks["my_task"].items():
+            score = judged.scores["twin"][0]
+            assert judged.items == 20 and score == pytest.approx(theirs["my_task"][f"{metric},none"], abs=1e-5)
             assert f"{score:.4f}" in (folder / "results.md").read_text()
 
 
@@ -58,23 +58,20 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     monkeypatch.setattr(downstream, "evaluate_tasks", planted)
     file = make_file(tasks=[write_task(tmp_path)], seeds=seeds)
     results = run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(lambda comparison, run: 3.0))
-    metrics = results["tasks"]["my_task"]
+    metrics = results.largest.tasks["my_task"]
     with monkeypatch.context() as patch:  # each run is evaluated once
         patch.setattr(downstream, "evaluate_tasks", None)
         assert run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(None)) == results
-    assert {name: found["statistics"]["effects"]["twin"]["verdict"] for name, found in metrics.items()} == {
+    assert {name: found.statistics.effects["twin"].verdict for name, found in metrics.items()} == {
         "acc": "better",
         "bits,strict-match": "better",
         "f1": "better",
     }
-    assert all(found["statistics"]["effects"]["twin"]["loss_improvement"] > 0 for found in metrics.values())
+    assert all(found.statistics.effects["twin"].loss_improvement > 0 for found in metrics.values())
     errors = {
-        name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"]["scores"].items()
+        name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"].scores.items()
     }
-    assert (
-        metrics["acc"]["statistics"]["effects"]["twin"]["p"]
-        == analyse(errors, "base", resolution=1e-3).effects["twin"].p
-    )
+    assert metrics["acc"].statistics.effects["twin"].p == analyse(errors, "base", resolution=1e-3).effects["twin"].p
 
     # One item more in each of two seeds, as counted: no sign that there is no noise
     one_more = TaskOutcome(40, None, True, {"base": {0: 0.225, 1: 0.275}, "twin": {0: 0.25, 1: 0.3}})
@@ -87,9 +84,9 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
         return None if (run.model, run.seed) == ("twin", 2) else 3.0
 
     results = run_comparison(load_plan(file), tmp_path / "diverged", PlantedEngine(diverging))
-    found = results["tasks"]["my_task"]["acc"]
-    assert found["scores"]["twin"]["2"] is None
-    assert found["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 4 runs"
+    found = results.largest.tasks["my_task"]["acc"]
+    assert found.scores["twin"][2] is None
+    assert found.statistics.effects["twin"].verdict is Verdict.SOME_DIVERGED
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The figures of a ladder, from published results."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ from support.paths import REPOSITORY
 
 from modeling_nlq.training.comparison.figures import draw_bowls, draw_improvements, draw_losses
 from modeling_nlq.training.comparison.outcome import Outcome, read_outcome
+from modeling_nlq.training.run.result import Evaluation
 
 
 RESULTS = REPOSITORY / "docs" / "results" / "ladder" / "activations" / "results.json"
@@ -16,21 +16,24 @@ RESULTS = REPOSITORY / "docs" / "results" / "ladder" / "activations" / "results.
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    return read_outcome(json.loads(RESULTS.read_text()))
+    return read_outcome(RESULTS)
 
 
 def with_runs(outcome: Outcome, model: str, change) -> Outcome:
-    """A ladder in which the reported runs of a model, each with its index, are changed."""
+    """A ladder in which the losses of the reported runs of a model, each with its index, are changed."""
     scales = {}
     for name, found in outcome.scales.items():
         own = found.models[model]
-        runs = [dataclasses.replace(run, **change(index)) for index, run in enumerate(own.runs)]
+        runs = []
+        for index, run in enumerate(own.runs):
+            losses = dataclasses.replace(run.result.losses, **change(index))
+            runs.append(dataclasses.replace(run, result=dataclasses.replace(run.result, losses=losses)))
         scales[name] = dataclasses.replace(found, models={**found.models, model: dataclasses.replace(own, runs=runs)})
     return dataclasses.replace(outcome, scales=scales)
 
 
 def test_losses_of_every_seed(outcome):
-    changed = with_runs(outcome, "tanh", lambda index: {"diverged": True, "test_loss": None} if index == 1 else {})
+    changed = with_runs(outcome, "tanh", lambda index: {"diverged": True} if index == 1 else {})
     figure = draw_losses(changed)
     points = [line for line in figure.axes[0].lines if line.get_linestyle() == "None"]
     runs = sum(len(found.seeds) for found in outcome.scales.values())
@@ -55,7 +58,9 @@ def test_bowls_show_means_every_reported_run_and_rates_without_a_mean(outcome):
     means = [np.mean(losses) for losses in found.models[outcome.baseline].losses_by_rate().values()]
     assert axes.get_title() == name and axes.lines[1].get_ydata() == pytest.approx(means)
     changed = with_runs(
-        outcome, "relu", lambda index: {"validation_loss": (1.5, 9.0)[index]} if index < 2 else {"diverged": True}
+        outcome,
+        "relu",
+        lambda index: {"validation": Evaluation((1.5, 9.0)[index])} if index < 2 else {"diverged": True},
     )
     for axes in draw_bowls(changed).axes[: len(outcome.scales)]:
         low, high = axes.get_ylim()

@@ -117,9 +117,7 @@ class TestProperties:
             diverged = sum(loss is None or not math.isfinite(loss) for loss in runs_of_model)
             some = 0 < diverged < len(runs_of_model)
             assert effect["diverged"] == diverged
-            assert effect["verdict"] in (
-                [f"diverged in {diverged} of {len(runs_of_model)} runs"] if some else VERDICTS
-            )
+            assert effect["verdict"] in (["diverged in some runs"] if some else VERDICTS)
             assert (effect["p"] is None) == (effect["pairs"] < 2 or "diverged" in effect["verdict"])
 
 
@@ -134,8 +132,8 @@ class TestVerdict:
             (runs(3.40, 3.42), "better"),  # the same difference twice, but for rounding
             (runs(3.40, 3.50), "too few seeds: no verdict"),
             (runs(3.40), "too few seeds: no verdict"),
-            (runs(3.40, 3.41, None, 3.43, 3.42), "diverged in 1 of 5 runs"),
-            (runs(3.40, math.nan, None), "diverged in 2 of 3 runs"),
+            (runs(3.40, 3.41, None, 3.43, 3.42), "diverged in some runs"),
+            (runs(3.40, math.nan, None), "diverged in some runs"),
             (runs(None, math.inf), "diverged"),
         ],
         ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
@@ -153,7 +151,7 @@ class TestVerdict:
         assert verdicts == {
             "a": "no verdict: the baseline diverged",
             "gone": "diverged",
-            "lame": "diverged in 1 of 2 runs",
+            "lame": "diverged in some runs",
             "b": "better",
         }
         analysis = analyse({"base": runs(None, None), "model": runs(3.4, 3.4)}, "base")
@@ -206,7 +204,7 @@ class TestVerdict:
             "no verdict: its best rate is at the boundary",
             "no verdict: the baseline's best rate is at the boundary",
         )
-        diverged = ["diverged", "diverged in 1 of 2 runs"]
+        diverged = ["diverged", "diverged in some runs"]
         assert [effect.verdict for effect in effects.values()] == ["better", edge, edge, *diverged]
         assert (
             effects["a"].holm_p == effects["a"].p and effects["b"].p is effects["b"].loss_improvement_interval is None

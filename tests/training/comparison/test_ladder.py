@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from support.planted import Interrupted, PlantedEngine
@@ -132,7 +133,7 @@ class TestPlan:
         file = ladder_file(scales=scales, seeds=[0, 1, 2])
         run_comparison(load_plan(file), tmp_path, PlantedEngine(lambda comparison, run: 3.0 + run.learning_rate / 1e2))
         again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
-        assert again["scales"]["2e3"]["models"]["twin"]["search"]["start"] == 1e-3
+        assert again.scales["2e3"].models["twin"].search["start"] == 1e-3
         assert main(["compare", "any", "--status", "--output_dir", str(tmp_path)]) == 0
         assert "0 waiting" in capsys.readouterr().out.splitlines()[-1]
 
@@ -143,21 +144,20 @@ class TestRuns:
         file = ladder_file(seeds=[0, 1, 2])
         engine = PlantedEngine(planted(1.3))
         results = run_and_report(load_plan(file), tmp_path / "ladder", engine)
-        trend = results["trend"]["models"]["twin"]
-        assert list(results["scales"]) == list(trend["steps"]) == list(SCALES)
-        for step in trend["steps"].values():
-            assert step["multiplier"] == pytest.approx(1.3, rel=0.05) and step["multiplier_interval"][0] > 1
+        trend = results.trend.models["twin"]
+        assert list(results.scales) == list(trend.steps) == list(SCALES)
+        for step in trend.steps.values():
+            assert step.multiplier == pytest.approx(1.3, rel=0.05) and step.multiplier_interval[0] > 1
         # The best rate is 0.01 at `small`, and a third of a step away from the grid elsewhere: the search needs few
         # rates
         best = {
-            name: {run["learning_rate"] for run in found["models"]["base"]["runs"]}
-            for name, found in results["scales"].items()
+            name: {run.learning_rate for run in found.models["base"].runs} for name, found in results.scales.items()
         }
         assert best == {"small": {1e-2}, "middle": {5e-3}, "large": {2.5e-3}, "largest": {2.5e-3}}
-        tried = {name: found["models"]["base"]["learning_rates"] for name, found in results["scales"].items()}
+        tried = {name: found.models["base"].learning_rates for name, found in results.scales.items()}
         assert tried["middle"] == [2.5e-3, 5e-3, 1e-2, 2e-2] and tried["largest"] == [1.25e-3, 2.5e-3, 5e-3]
         page, table = ((tmp_path / "ladder" / name).read_text() for name in ("report.html", "results.md"))
-        for text in (*SCALES, *(f"{step['multiplier']:.2f} [" for step in trend["steps"].values())):
+        for text in (*SCALES, *(f"{step.multiplier:.2f} [" for step in trend.steps.values())):
             assert text in page and text in table
         assert not re.search(r"(src|href)=.(?!data:)", page)
         figures = {path.name for path in (tmp_path / "ladder/figures").iterdir()}
@@ -177,10 +177,8 @@ class TestRuns:
                 assert main(["compare", "any", "--status", "--output_dir", str(tmp_path / "parts")]) == 0
             made += engine.made
         assert sorted(made) == sorted(whole.made)
-        assert {**results, "command": expected["command"]} == {
-            **expected,
-            "scales": {name: {**found, "command": results["command"]} for name, found in expected["scales"].items()},
-        }
+        scales = {name: replace(found, command=results.command) for name, found in expected.scales.items()}
+        assert results == replace(expected, command=results.command, scales=scales)
 
     def test_each_seed_begins_at_its_own_rate(self, ladder_file, tmp_path):
         """So that the choices of seeds are independent: seed 1 has its best rate at four times that of the others."""
@@ -191,11 +189,11 @@ class TestRuns:
             lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / (9e-3 if run.seed == 1 else 1e-3 / 3)))
         )
         results = run_comparison(load_plan(file), tmp_path, engine)
-        for name, found in results["scales"].items():
-            for model in found["models"].values():
+        for name, found in results.scales.items():
+            for model in found.models.values():
                 tried = {seed: [] for seed in seeds[name]}
-                for run in [*model["tried"], *model["runs"]]:
-                    tried[run["seed"]].append(run["learning_rate"])
+                for run in [*model.tried, *model.runs]:
+                    tried[run.seed].append(run.learning_rate)
                 low, high = [0.000111111, 0.000333333, 0.001], [0.003, 0.009, 0.027]
                 # 3 is new at `large`: it begins where the file says
                 expected = {0: low, 1: high, 2: low, 3: [*low, 0.003]}
@@ -207,7 +205,7 @@ class TestRuns:
                     seed: expected[seed] for seed in tried
                 }
         again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
-        assert again["scales"]["large"]["models"] == results["scales"]["large"]["models"]
+        assert again.scales["large"].models == results.scales["large"].models
 
     @pytest.mark.slow
     def test_added_seeds(self, ladder_file, tmp_path, capsys):
@@ -221,20 +219,20 @@ class TestRuns:
             run_comparison(load_plan(ladder_file(scales=scales, seeds=[0, 1])), tmp_path, engine)
         engine.most_runs = None
         results = run_comparison(load_plan(ladder_file(scales=middle, seeds=[0, 1])), tmp_path, engine)
-        assert [found["seeds"] for found in results["scales"].values()] == [[0, 1], [0, 1, 2]]
-        assert [found["added_seeds"] for found in results["scales"].values()] == [[], []]
+        assert [found.seeds for found in results.scales.values()] == [[0, 1], [0, 1, 2]]
+        assert [found.added_seeds for found in results.scales.values()] == [[], []]
         for seeds in ([0, 1, 2], [0, 1, 2, 3]):
             results = run_and_report(load_plan(ladder_file(scales=scales, seeds=seeds)), tmp_path, engine)
         assert len(engine.made) == len(set(engine.made))
-        assert [found["seeds"] for found in results["scales"].values()] == [[0, 1, 2, 3]] * 2
-        assert [found["added_seeds"] for found in results["scales"].values()] == [[2, 3], [3]]
+        assert [found.seeds for found in results.scales.values()] == [[0, 1, 2, 3]] * 2
+        assert [found.added_seeds for found in results.scales.values()] == [[2, 3], [3]]
         for said in (
             "Scale small: These seeds were added after a finished report: 2, 3",
             "Scale middle: These seeds were added",
         ):
             assert said in (tmp_path / "report.html").read_text()
         again = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(None))
-        assert again["scales"]["small"]["added_seeds"] == [2, 3]
+        assert again.scales["small"].added_seeds == [2, 3]
         fewer = {**scales, "small": {**scales["small"], "seeds": [0, 1, 3]}}
         assert main(["compare", ladder_file(scales=fewer, seeds=[0, 1, 2, 3]), "--output_dir", str(tmp_path)]) == 1
         assert "scales.small.seeds: None there, [0, 1, 3] now" in capsys.readouterr().err

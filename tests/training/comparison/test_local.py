@@ -21,9 +21,11 @@ from support.runs import without_times
 from modeling_nlq.configuration import find
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.local import LocalEngine
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import check_same_models, make_engine, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
 from modeling_nlq.training.run.run_folder import RunFolder
+from modeling_nlq.training.values import to_json
 from nlq import main
 
 
@@ -90,20 +92,20 @@ class TestCommand:
         assert main(["compare", file, "--output_dir", str(folder)]) == 0
         assert files_of(folder) == before
         out = capsys.readouterr().out
-        for name, effect in results["statistics"]["effects"].items():
-            assert re.search(rf"^{re.escape(name)} .*{effect['verdict']}$", out, flags=re.MULTILINE)
+        for name, effect in results.largest.statistics.effects.items():
+            assert re.search(rf"^{re.escape(name)} .*{effect.verdict}$", out, flags=re.MULTILINE)
         assert out.endswith(f"report: {folder / 'report.html'}\n")
         page, table = (folder / "report.html").read_text(), (folder / "results.md").read_text()
         figures = {path.name for path in (folder / "figures").iterdir()}
         assert figures == {"curves.png", "parameters.png", "stability.png"}
-        for model in results["models"].values():
-            for run in [*model["tried"], *model["runs"]]:
-                if run["test_loss"] is not None:
-                    assert f"{run['test_loss']:.4f}" in page and f"{run['test_loss']:.4f}" in table
-        assert str(Path(file).parent) not in page + table + json.dumps(results)
+        for model in results.largest.models.values():
+            for run in [*model.tried, *model.runs]:
+                if run.test_loss is not None:
+                    assert f"{run.test_loss:.4f}" in page and f"{run.test_loss:.4f}" in table
+        assert str(Path(file).parent) not in page + table + to_json(results)
 
         # The best of the models that finished all runs beside the baseline
-        losses = {name: [run["test_loss"] for run in model["runs"]] for name, model in results["models"].items()}
+        losses = {name: [run.test_loss for run in model.runs] for name, model in results.largest.models.items()}
         best = min((name for name, found in losses.items() if None not in found), key=lambda name: sum(losses[name]))
         assert not (folder / "explore.html").exists() and "explore.html" not in page
         assert main(["compare", file, "--output_dir", str(folder), "--explore", "true"]) == 0
@@ -202,7 +204,7 @@ class TestInterruption:
         command = [*launch, "compare", file, "--output_dir", str(folder)]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
-        assert without_times(json.loads((folder / "results.json").read_text())) == without_times(expected)
+        assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
 
     @pytest.mark.slow
@@ -230,7 +232,7 @@ class TestFolder:
         shutil.copytree(finished[0], folder)
         fingerprint, models = folder / "dataset_fingerprint.txt", folder / "models.json"
         text = fingerprint.read_text()
-        assert text.strip() == finished[1]["dataset_fingerprint"]
+        assert text.strip() == finished[1].largest.dataset_fingerprint
         before = files_of(folder)
         for file, content, message in (
             (

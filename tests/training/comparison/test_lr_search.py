@@ -1,7 +1,6 @@
 """Learning rates that find their own best: the search on planted bowls, and who chooses with whom."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -11,6 +10,7 @@ from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.config import ConfirmConfig
+from modeling_nlq.training.comparison.inference import Verdict
 from modeling_nlq.training.comparison.lr_search import Rates
 from modeling_nlq.training.comparison.run import run_comparison
 
@@ -85,15 +85,15 @@ class TestChoice:
         file = make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1])
         engine = PlantedEngine(lambda comparison, run: bowl(1e-2 * 4**run.seed)(run.learning_rate))
         results = run_comparison(load_plan(file), tmp_path / "results", engine)
-        for model in results["models"].values():
-            assert {run["seed"]: run["learning_rate"] for run in model["runs"]} == {0: 1e-2, 1: 4e-2}
-            assert {(run["seed"], run["learning_rate"]) for run in model["tried"]} == {
+        for model in results.largest.models.values():
+            assert {run.seed: run.learning_rate for run in model.runs} == {0: 1e-2, 1: 4e-2}
+            assert {(run.seed, run.learning_rate) for run in model.tried} == {
                 *((0, rate) for rate in (5e-3, 2e-2)),
                 *((1, rate) for rate in (5e-3, 1e-2, 2e-2, 8e-2)),
             }
-            assert model["boundaries"] == {}
+            assert model.boundaries == {}
         assert len(engine.made) == len(set(engine.made)) == 2 * (3 + 5)
-        assert results["statistics"]["effects"]["twin"]["p"] is not None
+        assert results.largest.statistics.effects["twin"].p is not None
 
     def test_no_verdict_on_a_best_rate_at_the_boundary(self, make_file, tmp_path):
         """Of a search and of a list; a single rate is no choice."""
@@ -101,22 +101,16 @@ class TestChoice:
         def results(name, rates):
             comparison = load_plan(make_file(learning_rates=rates, seeds=[0, 1, 2]))
             engine = PlantedEngine(lambda comparison, run: bowl(1.0)(run.learning_rate) - 0.5 * (run.model == "twin"))
-            return run_comparison(comparison, tmp_path / name, engine)
+            return run_comparison(comparison, tmp_path / name, engine).largest
 
         found = results("search", {"start": 1e-3, "factor": 2, "limit": 4})
-        assert (
-            found["statistics"]["effects"]["twin"]["verdict"]
-            == "no verdict: the baseline's best rate is at the boundary"
-        )
-        assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
+        assert found.statistics.effects["twin"].verdict == "no verdict: the baseline's best rate is at the boundary"
+        assert found.models["twin"].boundaries == dict.fromkeys(range(3), "largest")
         found = results("list", [1e-3, 2e-3])
-        assert (
-            found["statistics"]["effects"]["twin"]["verdict"]
-            == "no verdict: the baseline's best rate is at the boundary"
-        )
-        assert found["models"]["twin"]["boundaries"] == dict.fromkeys("012", "largest")
+        assert found.statistics.effects["twin"].verdict == "no verdict: the baseline's best rate is at the boundary"
+        assert found.models["twin"].boundaries == dict.fromkeys(range(3), "largest")
         found = results("single", 1e-3)
-        assert found["statistics"]["effects"]["twin"]["verdict"] == "better"
+        assert found.statistics.effects["twin"].verdict == "better"
 
     def test_a_seed_that_diverges_at_every_rate_counts_as_diverged(self, make_file, tmp_path):
         def loss(comparison, run):
@@ -124,7 +118,7 @@ class TestChoice:
 
         file = make_file(learning_rates=[5e-3, 1e-2, 2e-2], seeds=[0, 1, 2])
         results = run_comparison(load_plan(file), tmp_path / "results", PlantedEngine(loss))
-        twin = results["models"]["twin"]
-        assert results["statistics"]["effects"]["twin"]["verdict"] == "diverged in 1 of 3 runs"
-        assert [run["learning_rate"] for run in twin["runs"]] == [1e-2, 5e-3, 1e-2]
-        assert json.dumps(twin["boundaries"]) == "{}"
+        twin = results.largest.models["twin"]
+        assert results.largest.statistics.effects["twin"].verdict is Verdict.SOME_DIVERGED
+        assert [run.learning_rate for run in twin.runs] == [1e-2, 5e-3, 1e-2]
+        assert twin.boundaries == {}

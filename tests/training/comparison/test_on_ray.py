@@ -14,12 +14,14 @@ from support.runs import logged_losses, without_times
 from modeling_nlq.training import compare, train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.disk import files_below
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run import checkpoints, trainer, unattended
 from modeling_nlq.training.run.ray_jobs import share_batch, share_data
 from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.result import RunResult
 
 
 RUN = "runs/twin/rate-0.01-seed-2"
@@ -60,7 +62,7 @@ class TestComparison:
         assert {f"{RUN}/metrics.json", f"{RUN}/model.safetensors", f"{RUN}.log", "results.json"} <= set(files)
         assert not [name for name in files if re.search(r"checkpoint-|progress|unfinished", name)]
         assert any(re.fullmatch(r"\.data/\w+/blocks.json", name) for name in files)
-        assert read_json(folder / "results.json")["models"]["twin"]["runs"][2]["test_loss"] is not None
+        assert read_outcome(folder / "results.json").largest.models["twin"].runs[2].test_loss is not None
 
     def test_runs_that_fail(self, cluster, make_file, tmp_path, monkeypatch):
         """They are not retried, and all others are finished."""
@@ -192,7 +194,7 @@ class TestSharedData:
         }
         with pytest.raises(ChildProcessError, match="no disk"):
             train(pairs_recipe, **options)
-        assert train(pairs_recipe, **options, max_source_length=9)["eval_chrf"] >= 0 and lengths == [24, 9]
+        assert train(pairs_recipe, **options, max_source_length=9).losses.validation.chrf >= 0 and lengths == [24, 9]
 
 
 class TestTraining:
@@ -201,11 +203,12 @@ class TestTraining:
         lose_node(monkeypatch, times=2)
         folder = tmp_path / "run"
         metrics = train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1)
-        assert metrics["token_stream"] == run[1]["token_stream"] and metrics["eval_loss"] == run[1]["eval_loss"]
+        assert metrics.data.token_stream == run[1].data.token_stream
+        assert metrics.losses.validation.loss == run[1].losses.validation.loss
         assert logged_losses(folder) == logged_losses(run[0])
         names = {path.name for path in run[0].iterdir() if path.name not in ("runs", ".lock")}
         assert {path.name for path in folder.iterdir()} >= names
-        assert json.loads((folder / "metrics.json").read_text()) == metrics
+        assert RunResult.load(folder) == metrics
         assert train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1) == metrics
 
     def test_node_that_is_lost_too_often(self, cluster, recipe_file, tmp_path, monkeypatch):

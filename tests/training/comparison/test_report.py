@@ -17,16 +17,17 @@ from scipy import stats
 from support.golden import check_golden
 from support.markdown import html_in
 from support.planted import PlantedEngine
+from support.runs import change_json
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.outcome import (
     History,
     Outcome,
+    RunOutcome,
     ScaleOutcome,
     judge,
     read_outcome,
-    to_json,
     trend_of,
 )
 from modeling_nlq.training.comparison.report import (
@@ -41,7 +42,7 @@ from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.text import printable
-from modeling_nlq.training.values import from_json
+from modeling_nlq.training.values import from_json, to_json
 from nlq import main
 
 
@@ -102,7 +103,14 @@ def folder(report) -> Path:
 
 @pytest.fixture(scope="module")
 def outcome(folder) -> Outcome:
-    return read_outcome(json.loads((folder / "results.json").read_text()))
+    return read_outcome(folder / "results.json")
+
+
+def with_evaluation(run: RunOutcome, split: str, **fields) -> RunOutcome:
+    """A run whose evaluation on a split has other fields."""
+    losses = run.result.losses
+    losses = dataclasses.replace(losses, **{split: dataclasses.replace(getattr(losses, split), **fields)})
+    return dataclasses.replace(run, result=dataclasses.replace(run.result, losses=losses))
 
 
 def with_curves(outcome: Outcome) -> Outcome:
@@ -195,7 +203,7 @@ def test_golden(report, name, fields):
     boundary.
     """
     folder = report(**fields)
-    outcome = read_outcome(json.loads((folder / "results.json").read_text()))
+    outcome = read_outcome(folder / "results.json")
     terminal = f"{describe(outcome)}\n\n{verdicts(outcome, 'edge', 'rate-9-seed-9')}"
     check_golden({GOLDEN / f"{name}.md": (folder / "results.md").read_text(), GOLDEN / f"{name}.txt": terminal})
     for text in (
@@ -209,16 +217,18 @@ def test_golden(report, name, fields):
     )
 
 
-def test_results_are_read_as_they_were_written(outcome):
-    assert read_outcome(json.loads(json.dumps(to_json(outcome)))) == outcome
+def test_results_are_read_as_they_were_written(outcome, tmp_path):
+    (file := tmp_path / "results.json").write_text(to_json(outcome))
+    assert read_outcome(file) == outcome
     assert from_json(tuple[float, float], [1.0, 2.0]) == (1.0, 2.0) and from_json(np.ndarray, [1.0, 2.0]).tolist() == [
         1.0,
         2.0,
     ]
-    content = to_json(outcome)
-    del content["models"]["base"]["runs"][0]["seed"]
-    with pytest.raises(ValueError, match=r"^results\.json: .*models\.base\.runs\.0\.seed is missing$"):
-        read_outcome(content)
+    content = json.loads(to_json(outcome))
+    del content["scales"][""]["models"]["base"]["runs"][0]["seed"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"results\.json: .*models\.base\.runs\.0\.seed is missing$"):
+        read_outcome(file)
 
 
 def test_a_test_loss_that_is_no_number(make_file, tmp_path):
@@ -227,8 +237,7 @@ def test_a_test_loss_that_is_no_number(make_file, tmp_path):
         make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1, 2]), {"explore": False}
     )
     run_and_report(plan, tmp_path, PlantedEngine(planted))
-    metrics = next(tmp_path.glob("runs/good/*-seed-1/metrics.json"))
-    metrics.write_text(json.dumps({**json.loads(metrics.read_text()), "test_loss": None}))
+    change_json(next(tmp_path.glob("runs/good/*-seed-1/metrics.json")), losses__test__loss=None)
     run_and_report(plan, tmp_path, PlantedEngine(planted))
     assert "good diverged in 1 of 3 runs" in (tmp_path / "results.md").read_text()
 
@@ -315,24 +324,26 @@ def run_folder_with(make_file, folder: Path, **fields) -> Path:
     )
     run_comparison(plan, folder, PlantedEngine(planted))
     metrics = next(folder.glob("runs/good/*-seed-1/metrics.json"))
-    content = {**json.loads(metrics.read_text()), **fields}.items()
-    metrics.write_text(json.dumps({name: value for name, value in content if value is not ...}))
+    change_json(metrics, **fields)
     return metrics
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("versions", "2.13", "versions='2.13' must be fields and values"),
-        ("versions", {"torch": 2.13}, "versions.torch=2.13 must be text"),
-        ("test_loss", math.inf, "test_loss=inf must be a finite number"),
-        ("test_loss", ..., "test_loss is missing"),
-        ("eval_loss", None, "eval_loss=None must be a finite number"),
-        ("test_loss_parts", [1.0, math.nan], "test_loss_parts.1=nan must be a finite number"),
-        ("steps", [12], "steps=[12] must be a whole number"),
-        ("diverged", "no", "diverged='no' must be true or false"),
-        ("device", ["\x1b[2J"], r"device=['\x1b[2J'] must be text"),
-        ("peak_memory", 10**400, "peak_memory=100000000000000000...0000000000000000000 must be a whole number"),
+        ("machine__versions", "2.13", "machine.versions='2.13' must be fields and values"),
+        ("machine__versions", {"torch": 2.13}, "machine.versions.torch=2.13 must be text"),
+        ("losses__test__loss", math.inf, "losses.test.loss=inf must be a finite number"),
+        ("losses__diverged", ..., "losses.diverged is missing"),
+        ("losses__test__loss_parts", [1.0, math.nan], "losses.test.loss_parts.1=nan must be a finite number"),
+        ("data__steps", [12], "data.steps=[12] must be a whole number"),
+        ("losses__diverged", "no", "losses.diverged='no' must be true or false"),
+        ("machine__device", ["\x1b[2J"], r"machine.device=['\x1b[2J'] must be text"),
+        (
+            "machine__peak_memory",
+            10**400,
+            "machine.peak_memory=100000000000000000...0000000000000000000 must be a whole number",
+        ),
     ],
 )
 def test_metrics_of_another_type(make_file, tmp_path, capsys, field, value, message):
@@ -400,7 +411,7 @@ def test_warnings(outcome, tmp_path):
 
 def test_chrf_of_pairs_has_a_column(outcome):
     good = outcome.largest.models["good"]
-    runs = [dataclasses.replace(run, chrf=10.0 + index) for index, run in enumerate(good.runs)]
+    runs = [with_evaluation(run, "validation", chrf=10.0 + index) for index, run in enumerate(good.runs)]
     found = changed(outcome.largest, "good", runs=runs)
     shown = {row["model"]: row["chrF (validation)"] for row in summary_rows(found)}
     assert shown["good"] == "12.0 ± 1.6" and "chrF (validation)" not in summary_rows(outcome.largest)[0]
@@ -452,7 +463,7 @@ def test_intervals_count_the_text(outcome, stop):
     judged = []
     for parts in (None, [-0.4, -0.2, 0.0, 0.2, 0.4]):
         runs = [
-            dataclasses.replace(run, test_loss_parts=parts and [run.test_loss + part for part in parts])
+            with_evaluation(run, "test", loss_parts=parts and [run.test_loss + part for part in parts])
             for run in good.runs
         ]
         kind = changed(found, "good", runs=runs)
@@ -471,7 +482,7 @@ def test_intervals_count_the_text(outcome, stop):
 
 def test_one_seed_one_rate(report):
     folder = report(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0])
-    outcome = read_outcome(json.loads((folder / "results.json").read_text()))
+    outcome = read_outcome(folder / "results.json")
     assert "no verdict is possible" in describe(outcome) and "Noise floor: unknown" in describe(outcome)
     assert "## Learning rates" not in (folder / "results.md").read_text()
     assert selection_sentences(outcome.largest) == [] and len(warning_sentences(outcome)) == 1
@@ -498,13 +509,13 @@ def rounded(value: object) -> object:
     ids=lambda path: path.parent.name,
 )
 def test_published_results_are_what_their_runs_say(file, tmp_path):
-    outcome = read_outcome(json.loads(file.read_text()))
+    outcome = read_outcome(file)
     for found in outcome.scales.values():
         statistics, interim, share = judge(found.models, found.baseline, found.seeds, found.comparison.get("stop"))
         assert rounded(statistics) == rounded(found.statistics)
         assert (interim, share) == (found.interim, pytest.approx(found.noise_from_text))
         runs = [run for model in found.models.values() for run in [*model.tried, *model.runs]]
-        assert found.tokens_per_run == max(run.tokens_seen for run in runs)
+        assert found.tokens_per_run == max(run.result.data.tokens_seen for run in runs)
     if outcome.trend:
         assert rounded(trend_of(outcome.scales)) == rounded(outcome.trend)
     write_report(outcome, tmp_path)
@@ -532,7 +543,7 @@ def test_intervals_on_the_page_of_results():
     tables = "\n".join(file.read_text() for file in sorted(RESULTS.rglob("results.md")))
     known = {tuple(map(float, found)) for found in _INTERVAL.findall(tables)}
     for folder, scale, better, worse in _CONTRASTS:
-        found = read_outcome(json.loads((RESULTS / folder / "results.json").read_text())).scales[scale]
+        found = read_outcome(RESULTS / folder / "results.json").scales[scale]
         seeds = [
             seed
             for seed in found.losses[found.baseline]

@@ -1,11 +1,11 @@
 """The results of a comparison: they show a planted difference, and equal a computation that starts at the runs."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from support.runs import change_json
 from transformers import AutoModelForCausalLM
 
 from modeling_nlq.training.api import load_plan
@@ -16,63 +16,59 @@ from modeling_nlq.training.run.data import prepare_data
 
 class TestFindsWhatIsThere:
     def test_planted_difference(self, finished):
-        effect = finished[1]["statistics"]["effects"]["planted"]
-        assert effect["verdict"] == "worse" and effect["holm_p"] < 0.05 and effect["loss_improvement"] < 0
+        effect = finished[1].largest.statistics.effects["planted"]
+        assert effect.verdict == "worse" and effect.holm_p < 0.05 and effect.loss_improvement < 0
 
     def test_two_copies_of_one_model_are_within_noise(self, finished):
-        models = finished[1]["models"]
-        assert finished[1]["statistics"]["effects"]["twin"]["verdict"] == "within noise"
-        assert [run["test_loss"] for run in models["twin"]["runs"]] == [
-            run["test_loss"] for run in models["base"]["runs"]
-        ]
+        models = finished[1].largest.models
+        assert finished[1].largest.statistics.effects["twin"].verdict == "within noise"
+        assert [run.test_loss for run in models["twin"].runs] == [run.test_loss for run in models["base"].runs]
 
     def test_diverged_model_is_recorded_and_the_rest_completes(self, finished):
         results = finished[1]
-        absurd = results["models"]["absurd"]
-        assert results["statistics"]["effects"]["absurd"]["verdict"] == "diverged"
-        assert absurd["boundaries"] == {} and all(run["diverged"] for run in [*absurd["tried"], *absurd["runs"]])
-        far, without_number = absurd["runs"][0], absurd["tried"][0]  # the smallest rate is reported
+        absurd = results.largest.models["absurd"]
+        assert results.largest.statistics.effects["absurd"].verdict == "diverged"
+        assert absurd.boundaries == {} and all(run.diverged for run in [*absurd.tried, *absurd.runs])
+        far, without_number = absurd.runs[0], absurd.tried[0]  # the smallest rate is reported
         assert (
-            far["diverged_at"] is None
-            and far["steps"] == 8
-            and without_number["diverged_at"] == without_number["steps"] == 2
+            far.result.losses.diverged_at is None
+            and far.result.data.steps == 8
+            and without_number.result.losses.diverged_at == without_number.result.data.steps == 2
         )
-        assert without_number["history"]["stability"]["0"]["entropy"][1] == [2, None]
-        assert all(len(model["runs"]) == 3 for model in results["models"].values())
+        assert without_number.history.stability["0"]["entropy"][1] == (2, None)
+        assert all(len(model.runs) == 3 for model in results.largest.models.values())
 
     def test_one_diverged_rate_is_not_chosen(self, finished):
-        model = finished[1]["models"]["one rate absurd"]
-        assert {run["learning_rate"] for run in model["runs"]} == {1e-2} and set(model["boundaries"].values()) == {
-            "smallest"
-        }
-        assert [run["diverged"] for run in model["tried"]] == [True, True, True]
+        model = finished[1].largest.models["one rate absurd"]
+        assert {run.learning_rate for run in model.runs} == {1e-2} and set(model.boundaries.values()) == {"smallest"}
+        assert [run.diverged for run in model.tried] == [True, True, True]
 
 
 class TestRuns:
     def test_reported_loss_is_that_of_the_test_split(self, finished):
         folder, results, file = finished
         comparison = load_plan(file)
-        run = results["models"]["base"]["runs"][1]
-        recipe = comparison.largest.recipe_of(Run("base", run["learning_rate"], run["seed"]), folder / run["folder"])
+        run = results.largest.models["base"].runs[1]
+        recipe = comparison.largest.recipe_of(Run("base", run.learning_rate, run.seed), folder / run.folder)
         _, blocks, _ = prepare_data(recipe, folder / "tokenizer")
         texts = {split: set(map(bytes, part.dataset["input_ids"][:])) for split, part in blocks.items()}
         assert set(texts) == {"train", "validation", "test"} and not texts["test"] & (
             texts["train"] | texts["validation"]
         )
-        model = AutoModelForCausalLM.from_pretrained(folder / run["folder"]).double().eval()
+        model = AutoModelForCausalLM.from_pretrained(folder / run.folder).double().eval()
         rows = torch.from_numpy(blocks["test"].dataset["input_ids"][:].astype(np.int64))
         with torch.no_grad():
             log_probabilities = model(rows).logits[:, :-1].log_softmax(dim=-1)
         expected = -log_probabilities.gather(-1, rows[:, 1:, None]).mean().item()
-        assert run["test_loss"] == pytest.approx(expected, rel=1e-5) and run["test_loss"] != run["validation_loss"]
+        assert run.test_loss == pytest.approx(expected, rel=1e-5) and run.test_loss != run.validation_loss
 
     def test_other_tokens_would_be_noticed(self, finished, tmp_path):
         folder, _, file = finished
         copy = tmp_path / "results"
         shutil.copytree(folder, copy)
         metrics_file = next((copy / "runs" / "twin").glob("rate-*-seed-2/metrics.json"))
-        metrics_file.write_text(json.dumps({**json.loads(metrics_file.read_text()), "token_stream": "0" * 64}))
-        assert not run_comparison(load_plan(file), copy)["same_tokens"]
+        change_json(metrics_file, data__token_stream="0" * 64)
+        assert not run_comparison(load_plan(file), copy).largest.same_tokens
 
     def test_tokens_are_those_that_the_runs_saw(self, finished, tmp_path):
         """The plan counts every batch as full; a run that was stopped saw fewer than the comparison's."""
@@ -81,14 +77,11 @@ class TestRuns:
         shutil.copytree(folder, copy)
         files = sorted(copy.glob("runs/*/*/metrics.json"))
 
-        def change(file, **values):
-            file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
-
         for index, metrics_file in enumerate(files):
-            change(metrics_file, tokens_seen=5000 + index)
-        change(files[-1], diverged=True, diverged_at=3)  # of a model that has one rate
-        assert run_comparison(comparison, copy)["tokens_per_run"] == 5000 + len(files) - 2
+            change_json(metrics_file, data__tokens_seen=5000 + index)
+        change_json(files[-1], losses__diverged=True, losses__diverged_at=3)  # of a model that has one rate
+        assert run_comparison(comparison, copy).largest.tokens_per_run == 5000 + len(files) - 2
         for metrics_file in files:
-            change(metrics_file, diverged=True, diverged_at=3)
-        assert run_comparison(comparison, copy)["tokens_per_run"] == comparison.largest.tokens_per_run
-        assert comparison.largest.tokens_per_run == results["tokens_per_run"] == 8 * 8 * 64
+            change_json(metrics_file, losses__diverged=True, losses__diverged_at=3)
+        assert run_comparison(comparison, copy).largest.tokens_per_run == comparison.largest.tokens_per_run
+        assert comparison.largest.tokens_per_run == results.largest.tokens_per_run == 8 * 8 * 64

@@ -17,6 +17,7 @@ from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
 from modeling_nlq.training.comparison.results import RunStore
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.run.result import Data, Evaluation, Losses, RunResult
 
 
 def losses_of(differences, baseline=None):
@@ -93,9 +94,10 @@ def run_all(comparison, loss_of):
         for run in ready:
             loss = loss_of(run.model, run.seed)
             made.append(run)
-            finished[run.name] = {"diverged": loss is None, "test_loss": loss}
+            losses = Losses(loss is None, None, loss, Evaluation(loss), Evaluation(loss))
+            finished[run.name] = RunResult(losses, Data(1, 1, ""))
     losses = {
-        model: {run.seed: finished[run.name]["test_loss"] for run in progress.reported(model)}
+        model: {run.seed: finished[run.name].test_loss for run in progress.reported(model)}
         for model in comparison.variants
     }
     return losses, made
@@ -146,12 +148,12 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     models, seeds = dict.fromkeys(("base", "twin", "planted")), [0, 1, 2, 3, 4]
     plan, engine = load_plan(make_file(models=models, seeds=seeds, stop="early")), PlantedEngine(loss)
     whole = run_comparison(plan, tmp_path / "whole", engine)
-    assert {name: len(model["runs"]) for name, model in whole["models"].items()} == {
+    assert {name: len(model.runs) for name, model in whole.largest.models.items()} == {
         "base": 5,
         "twin": 5,
         "planted": 3,
     }
-    assert whole["statistics"]["effects"]["planted"]["verdict"] == "worse"
+    assert whole.largest.statistics.effects["planted"].verdict == "worse"
     parts = PlantedEngine(loss)
     for most in (4, 10, 12):
         parts.most_runs = most

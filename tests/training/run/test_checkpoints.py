@@ -16,6 +16,7 @@ from modeling_nlq.training import train
 from modeling_nlq.training.disk import make_empty_folder
 from modeling_nlq.training.run import checkpoints
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
+from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 
@@ -59,7 +60,7 @@ class TestCheckpoints:
 
         assert main(arguments) == 0
         assert logged_losses(folder) == logged_losses(run[0])
-        assert json.loads((folder / "metrics.json").read_text())["token_stream"] == run[1]["token_stream"]
+        assert RunResult.load(folder).data.token_stream == run[1].data.token_stream
         assert (folder / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
 
     @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
@@ -70,9 +71,11 @@ class TestCheckpoints:
         overrides |= {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 2}
         overrides |= {"switches": {"residual_dropout": 0.1}}
         whole = train(recipe_file, output_dir=tmp_path / "whole", **overrides)
-        assert streaming or whole["tokens_seen"] > 2 * whole["train_tokens"], "one epoch: nothing is tested"
+        assert streaming or whole.data.tokens_seen > 2 * whole.data.train_tokens, "one epoch: nothing is tested"
         interrupt(recipe_file, output_dir=tmp_path / "cut", **overrides)
-        assert train(recipe_file, output_dir=tmp_path / "cut", **overrides)["token_stream"] == whole["token_stream"]
+        assert (
+            train(recipe_file, output_dir=tmp_path / "cut", **overrides).data.token_stream == whole.data.token_stream
+        )
         weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
         assert weights[0] == weights[1]
 
@@ -86,7 +89,9 @@ class TestCheckpoints:
             logging.disable_propagation()
         # Tied weights are not missing
         assert "Going on from" in caplog.text and "missing keys" not in caplog.text
-        assert metrics["steps"] == 8 and metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"])
+        assert metrics.data.steps == 8 and metrics.losses.validation.loss == pytest.approx(
+            run[1].losses.validation.loss
+        )
         for name in ("model.safetensors", "trainer_state.json"):
             assert (folder / name).read_bytes() == (run[0] / name).read_bytes()
 
@@ -182,7 +187,7 @@ class TestBestModel:
         assert list(tmp_path.iterdir()) == [folder]  # also TensorBoard's files
         kept, wanted = (load_file(path / "model.safetensors") for path in (folder, finished / best))
         assert all((kept[name] == wanted[name]).all() for name in wanted)
-        assert metrics["eval_loss"] == json.loads((finished / "metrics.json").read_text())["eval_loss"]
+        assert metrics.losses.validation.loss == RunResult.load(finished).losses.validation.loss
 
     def test_best_checkpoint_that_is_missing(self, best_run, recipe_file, tmp_path):
         finished, overrides, best = best_run
@@ -223,7 +228,7 @@ class TestConditions:
         folder = shutil.copytree(interrupted, tmp_path / "run")
         shares = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
         metrics = train(recipe_file, output_dir=folder, **shares)
-        assert metrics["token_stream"] == run[1]["token_stream"]
+        assert metrics.data.token_stream == run[1].data.token_stream
         assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
         # The run is finished: both commands do nothing, and another global batch size is another recipe
         assert train(recipe_file, output_dir=folder, **shares) == metrics

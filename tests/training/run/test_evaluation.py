@@ -61,7 +61,7 @@ def test_evaluate_repeats_the_runs_own_result(run, corpus, tmp_path, monkeypatch
 def test_all_tokens_of_a_file_count_in_blocks_of_the_run(count, packing, run, tmp_path):
     texts, block_size = [f"x = {index}" for index in range(count)], 24
     folder = shutil.copytree(run[0], tmp_path / "run")
-    trained_on = [{**record, "block_size": block_size, "packing": packing} for record in run[1]["trained_on"]]
+    trained_on = [{**record, "block_size": block_size, "packing": packing} for record in run[1].data.trained_on]
     (folder / "metrics.json").write_text(json.dumps({**run[1], "trained_on": trained_on}))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     stream = [token for text in texts for token in (*tokenizer(text)["input_ids"], tokenizer.eos_token_id)]

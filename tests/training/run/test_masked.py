@@ -1,6 +1,5 @@
 """Masked language modelling: which tokens are masked, and runs, evaluations and comparisons of encoders."""
 
-import json
 import re
 
 import numpy as np
@@ -21,6 +20,7 @@ from transformers import (
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
 from modeling_nlq.training import convert, evaluate, explore, train
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.run.blocks import BlockCollator
 from modeling_nlq.training.run.data import train_byte_pair_encoding
 from modeling_nlq.training.run.mlm import EVALUATION, Masking
@@ -152,7 +152,7 @@ class TestRun:
     def test_goes_on_to_the_same_bits(self, encoder_run, recipe_file, tmp_path):
         interrupt(recipe_file, output_dir=tmp_path / "cut", **MASKED)
         metrics = train(recipe_file, output_dir=tmp_path / "cut", **MASKED)
-        assert metrics["token_stream"] == encoder_run[1]["token_stream"]
+        assert metrics.data.token_stream == encoder_run[1].data.token_stream
         weights = [(folder / "model.safetensors").read_bytes() for folder in (encoder_run[0], tmp_path / "cut")]
         assert weights[0] == weights[1]
 
@@ -161,10 +161,10 @@ class TestRun:
         again = evaluate(folder, corpus, validation_fraction=0.1)
         few = {"validation_fraction": 0.1, "max_validation_documents": 9, "block_size": 24}
         short = [evaluate(folder, corpus, **few, batch_size=size) for size in (1, 7)]
-        assert short[0]["eval_loss"] == pytest.approx(short[1]["eval_loss"], rel=1e-6)
-        assert again["eval_loss"] == metrics["eval_loss"]
-        assert "eval_perplexity" not in metrics and "eval_bits_per_byte" not in metrics
-        assert again["eval_pseudo_perplexity"] == pytest.approx(np.exp(metrics["eval_loss"]))
+        assert short[0].losses.validation.loss == pytest.approx(short[1].losses.validation.loss, rel=1e-6)
+        assert again["eval_loss"] == metrics.losses.validation.loss
+        assert metrics.losses.validation.perplexity is metrics.losses.validation.bits_per_byte is None
+        assert again["eval_pseudo_perplexity"] == pytest.approx(np.exp(metrics.losses.validation.loss))
         card = (folder / "README.md").read_text()
         assert (
             "pipeline_tag: fill-mask" in card
@@ -232,8 +232,8 @@ def test_comparison_of_encoders(recipe_file, tmp_path, capsys):
     fields = {"recipe": str(recipe_file), "models": models, "training": training, "switches": ENCODER}
     options = ["--output_dir", str(tmp_path / "results"), "--objective", "masked"]
     assert main(["compare", write_comparison(tmp_path, **fields), *options]) == 0
-    results = json.loads((tmp_path / "results" / "results.json").read_text())
-    assert results["same_tokens"], "the same masks, too"
+    results = read_outcome(tmp_path / "results" / "results.json")
+    assert results.largest.same_tokens, "the same masks, too"
     report = (tmp_path / "results" / "results.md").read_text()
     assert "test loss of masked tokens (nats)" in report and "validation loss of masked tokens" in report
     assert "pseudo-perplexity improvement (%)" in report and not re.search(

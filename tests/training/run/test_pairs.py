@@ -36,14 +36,18 @@ def pair_run(pairs_recipe, tmp_path_factory):
 
 def test_run(pair_run, capsys):
     folder, metrics = pair_run
-    assert metrics["steps"] == 40 and 0 < metrics["eval_chrf"] < 100 and metrics["eval_bits_per_byte"] > 0
+    assert (
+        metrics.data.steps == 40
+        and 0 < metrics.losses.validation.chrf < 100
+        and metrics.losses.validation.bits_per_byte > 0
+    )
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.decoder.cross_attention == {"attention_activation": "sigmoid"}
     assert model.config.decoder_start_token_id == tokenizer.bos_token_id == tokenizer.eos_token_id
-    again = evaluate(folder, metrics["trained_on"][0]["dataset"], validation_fraction=0.2)
+    again = evaluate(folder, metrics.data.trained_on[0]["dataset"], validation_fraction=0.2)
     assert (
-        again["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
-        and again["eval_chrf"] == metrics["eval_chrf"]
+        again["eval_loss"] == pytest.approx(metrics.losses.validation.loss, rel=1e-6)
+        and again["eval_chrf"] == metrics.losses.validation.chrf
     )
     text = generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4)
     assert (
@@ -98,23 +102,27 @@ def test_resumed_to_the_bit(pair_run, pairs_recipe, tmp_path):
     folder, metrics = pair_run
     interrupt(pairs_recipe, output_dir=tmp_path / "run")
     resumed = train(pairs_recipe, output_dir=tmp_path / "run")
-    for name in ("eval_loss", "eval_chrf", "train_loss", "token_stream", "tokens_seen"):
-        assert resumed[name] == metrics[name], name
+    for name in ("loss", "chrf"):
+        assert getattr(resumed.losses.validation, name) == getattr(metrics.losses.validation, name), name
+    assert resumed.losses.train == metrics.losses.train
+    assert resumed.data == metrics.data
     assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 def test_batches_do_not_change_the_loss(pair_run):
     folder, metrics = pair_run
-    options = {"dataset": metrics["trained_on"][0]["dataset"], "validation_fraction": 0.2}
-    assert evaluate(folder, **options, batch_size=3)["eval_loss"] == pytest.approx(metrics["eval_loss"], rel=1e-5)
+    options = {"dataset": metrics.data.trained_on[0]["dataset"], "validation_fraction": 0.2}
+    assert evaluate(folder, **options, batch_size=3)["eval_loss"] == pytest.approx(
+        metrics.losses.validation.loss, rel=1e-5
+    )
 
 
 def test_evaluation_of_another_file(pair_run, tmp_path):
     folder, metrics = pair_run
-    rows = [json.loads(line) for line in Path(metrics["trained_on"][0]["dataset"]).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(metrics.data.trained_on[0]["dataset"]).read_text().splitlines()]
     (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"a": row["given"], "b": row["wanted"]}) for row in rows))
     found = evaluate(folder, tmp_path / "own.jsonl", source_column="a", target_column="b")
-    assert found["eval_loss"] == evaluate(folder, metrics["trained_on"][0]["dataset"])["eval_loss"]
+    assert found["eval_loss"] == evaluate(folder, metrics.data.trained_on[0]["dataset"])["eval_loss"]
     for field, value in (("packing", "documents"), ("block_size", 24), ("text_column", "given")):
         with pytest.raises(ValueError, match=f"{field}={value!r} does not go with a model of objective='seq2seq'"):
             evaluate(folder, tmp_path / "own.jsonl", **{field: value})
@@ -159,7 +167,7 @@ def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):
         "of 80 pairs are longer than max_source_length=24 or max_target_length=16 tokens, and are cut" in caplog.text
     )
     assert caplog.text.count("chrF of generated text needs sacrebleu: pip install modeling-nlq[seq2seq]") == 1
-    assert "eval_chrf" not in metrics and metrics["eval_loss"] > 0
+    assert metrics.losses.validation.chrf is None and metrics.losses.validation.loss > 0
 
 
 def test_initial_values():
@@ -254,6 +262,6 @@ def test_plan_of_a_comparison(make_comparison, capsys, tmp_path):
 
 @pytest.mark.slow
 def test_control_without_the_source_is_worse(make_comparison, tmp_path):
-    results = run_comparison(load_plan(make_comparison()), tmp_path / "results", InlineEngine())["models"]
-    losses = {name: [run["test_loss"] for run in model["runs"]] for name, model in results.items()}
+    results = run_comparison(load_plan(make_comparison()), tmp_path / "results", InlineEngine()).largest.models
+    losses = {name: [run.test_loss for run in model.runs] for name, model in results.items()}
     assert max(losses["sees"]) < min(losses["blind"])

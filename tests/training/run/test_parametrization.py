@@ -170,7 +170,9 @@ class TestRecipe:
         history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
         assert max(entry["learning_rate"] for entry in history if "learning_rate" in entry) <= rate
         interrupt(recipe_file, output_dir=resumed, **options)
-        assert train(recipe_file, output_dir=resumed, **options)["eval_loss"] == metrics["eval_loss"]
+        assert (
+            train(recipe_file, output_dir=resumed, **options).losses.validation.loss == metrics.losses.validation.loss
+        )
 
     @pytest.mark.parametrize(
         "fields, message",

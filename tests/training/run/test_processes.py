@@ -3,7 +3,6 @@ processes.
 """
 
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from modeling_nlq.configuration import find
 from modeling_nlq.training import train
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
+from modeling_nlq.training.run.result import RunResult
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
@@ -75,11 +75,13 @@ def cut(finished: Path, folder: Path, step: int = 4) -> None:
 
 
 def check_same_run(folder: Path, run: tuple[Path, dict], processes: int) -> None:
-    metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics["processes"] == processes and metrics["steps"] == 8
-    assert metrics["tokens_seen"] == run[1]["tokens_seen"] and metrics["token_stream"] == run[1]["token_stream"]
+    metrics = RunResult.load(folder)
+    assert metrics.machine.processes == processes and metrics.data.steps == 8
+    assert (
+        metrics.data.tokens_seen == run[1].data.tokens_seen and metrics.data.token_stream == run[1].data.token_stream
+    )
     assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
-    assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], abs=2e-4)
+    assert metrics.losses.validation.loss == pytest.approx(run[1].losses.validation.loss, abs=2e-4)
     weights, expected = (load_file(path / "model.safetensors") for path in (folder, run[0]))
     for name, weight in expected.items():
         assert weights[name] == pytest.approx(weight, abs=2e-3), name
@@ -176,8 +178,8 @@ def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_f
     start = load_file(upcycled / "model.safetensors")
     for folder, processes in ((tmp_path / "two", 2), (tmp_path / "cut", 1)):
         check_same_run(folder, one, processes)
-        metrics, weights = json.loads((folder / "metrics.json").read_text()), load_file(folder / "model.safetensors")
-        assert metrics["trained_parameters"] == one[1]["trained_parameters"] < metrics["parameters"]
+        metrics, weights = RunResult.load(folder), load_file(folder / "model.safetensors")
+        assert metrics.size.trained == one[1].size.trained < metrics.size.total
         assert {name for name in start if (weights[name] != start[name]).any()} == set(new)
 
 

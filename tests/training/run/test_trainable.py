@@ -103,7 +103,7 @@ def test_nothing_else_is_trained(tuned, upcycled):
     assert gradients.found == gradients.optimized == new
     kept = torch.load(folder / "checkpoint-8" / "optimizer.pt")["state"]
     assert sorted(state["exp_avg"].numel() for state in kept.values()) == sorted(before[name].numel() for name in new)
-    assert metrics["trained_parameters"] == sum(before[name].numel() for name in new) < metrics["parameters"]
+    assert metrics.size.trained == sum(before[name].numel() for name in new) < metrics.size.total
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     first, last = (entry["eval_loss"] for entry in history if "eval_loss" in entry)
     assert last < first
@@ -115,11 +115,11 @@ def test_record(tuned, upcycled, recipe_file, capsys):
     assert json.loads((folder / "conversion.json").read_text()) == json.loads(
         (upcycled / "conversion.json").read_text()
     )
-    share = f"{metrics['trained_parameters']:,} of {metrics['parameters']:,} parameters were trained"
+    share = f"{metrics.size.trained:,} of {metrics.size.total:,} parameters were trained"
     assert main(["train", str(folder.with_name("tune.yaml")), "--output_dir", str(folder)]) == 0  # it is finished
     assert share in capsys.readouterr().out
     card = ModelCard.load(folder / "README.md").text
-    assert f"{metrics['trained_parameters']:,} of them were trained" in card and "trainable: new" in card
+    assert f"{metrics.size.trained:,} of them were trained" in card and "trainable: new" in card
     assert "Before training, its outputs on random tokens were" in card
 
 
@@ -130,7 +130,7 @@ def test_interrupted_run_ends_alike(changes, tune, tuned, tmp_path):
         changes |= {"save_steps": 4}
     interrupt(tune, output_dir=folder, **changes)
     metrics = train(tune, output_dir=folder, **changes)
-    assert logged_losses(folder) == logged_losses(tuned[0]) and metrics["token_stream"] == tuned[1]["token_stream"]
+    assert logged_losses(folder) == logged_losses(tuned[0]) and metrics.data.token_stream == tuned[1].data.token_stream
     weights, expected = (load_file(path / "model.safetensors") for path in (folder, tuned[0]))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 

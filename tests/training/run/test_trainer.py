@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 
 from modeling_nlq.training import files, train
 from modeling_nlq.training.run.record import has_diverged
+from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 
@@ -45,12 +46,14 @@ class TestRun:
             assert (folder / name).is_file(), name
         assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert list(folder.glob("runs/*/events.out.tfevents.*"))
-        stored = json.loads((folder / "metrics.json").read_text())
+        stored = RunResult.load(folder)
         assert stored == metrics
-        assert stored["steps"] == 8 and stored["tokens_seen"] == 8 * 8 * 64 and stored["versions"]["torch"]
-        assert re.fullmatch(r"code of the package [\d.]+; attention by \w+; loss by (cpp|pytorch)", stored["kernels"])
-        assert f"({stored['kernels']})" in (folder / "README.md").read_text()
-        assert stored["eval_perplexity"] == pytest.approx(math.exp(stored["eval_loss"]))
+        assert stored.data.steps == 8 and stored.data.tokens_seen == 8 * 8 * 64 and stored.machine.versions["torch"]
+        assert re.fullmatch(
+            r"code of the package [\d.]+; attention by \w+; loss by (cpp|pytorch)", stored.attention.kernels
+        )
+        assert f"({stored.attention.kernels})" in (folder / "README.md").read_text()
+        assert stored.losses.validation.perplexity == pytest.approx(math.exp(stored.losses.validation.loss))
 
     def test_token_stream_is_the_hash_of_the_batches(self, run, recipe_file, monkeypatch):
         batches = []
@@ -68,15 +71,15 @@ class TestRun:
         stream = ""
         for row in torch.cat(batches).numpy().astype("int32"):
             stream = hashlib.sha256(stream.encode() + row.tobytes()).hexdigest()
-        assert len(batches) == 16 and metrics["token_stream"] == stream == run[1]["token_stream"]
-        assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens_seen"] / metrics["train_seconds"])
-        assert metrics["peak_memory"] > 2**20
+        assert len(batches) == 16 and metrics.data.token_stream == stream == run[1].data.token_stream
+        assert metrics.machine.tokens_per_second == pytest.approx(metrics.data.tokens_seen / metrics.machine.seconds)
+        assert metrics.machine.peak_memory > 2**20
 
     def test_card(self, run):
         card = ModelCard.load(run[0] / "README.md")
         assert card.data.library_name == "transformers" and "nlq" in card.data.tags
         results = {result.metric_type: result.metric_value for result in card.data.eval_results}
-        assert results["loss"] == pytest.approx(run[1]["eval_loss"])
+        assert results["loss"] == pytest.approx(run[1].losses.validation.loss)
         assert "`query_projection` | `nonlinear`" in card.text and "{{" not in card.text
         assert str(run[0].parent) not in card.content
 
@@ -115,9 +118,9 @@ class TestRun:
         assert "diverged: the loss was infinite or not a number after step 2" in capsys.readouterr().out
         metrics = json.loads((folder / "metrics.json").read_text(), parse_constant=pytest.fail)
         assert (
-            metrics["diverged"]
-            and metrics["diverged_at"] == metrics["steps"] == 2
-            and math.isfinite(metrics["train_loss"])
+            metrics.losses.diverged
+            and metrics.losses.diverged_at == metrics.data.steps == 2
+            and math.isfinite(metrics.losses.train)
         )
         assert not (folder / "model.safetensors").exists()
 
@@ -133,7 +136,7 @@ class TestRun:
     def test_streaming(self, recipe_file, tmp_path):
         stream = {"streaming": True, "max_validation_documents": 3, "max_steps": 2, "save_strategy": "no"}
         metrics = train(recipe_file, output_dir=tmp_path / "run", **stream)
-        assert metrics["steps"] == 2 and math.isfinite(metrics["eval_loss"])
+        assert metrics.data.steps == 2 and math.isfinite(metrics.losses.validation.loss)
 
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
         """Its weights and its tokenizer."""
@@ -148,15 +151,15 @@ class TestRun:
             "0",
         ]
         assert main(["train", str(recipe_file), *options, "--save_strategy", "no"]) == 0
-        metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-        assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-5)
+        metrics = RunResult.load(tmp_path / "run")
+        assert metrics.losses.validation.loss == pytest.approx(run[1].losses.validation.loss, rel=1e-5)
 
     def test_trains_with_the_models_own_backend(self, run, recipe_file, tmp_path):
         """Counting the parameters once left every model with the slow reference backend."""
-        assert run[1]["attn_implementation"] == "sdpa"
+        assert run[1].attention.attn_implementation == "sdpa"
         switches = {"attention_activation": "relu"}
         metrics = train(recipe_file, output_dir=tmp_path / "relu", max_steps=1, save_strategy="no", switches=switches)
-        assert metrics["attn_implementation"] == "nlq"
+        assert metrics.attention.attn_implementation == "nlq"
 
 
 @pytest.mark.slow
@@ -183,13 +186,13 @@ def test_tokens_seen_are_those_of_the_batches(corpus, recipe_file, tmp_path, mon
     overrides = {"output_dir": tmp_path / "run", "dataset": dataset, "max_steps": -1, "num_train_epochs": 2, **batches}
     metrics = train(recipe_file, **overrides)
     assert len(set(shapes)) == 2, "no batch was smaller: nothing is tested"
-    assert metrics["tokens_seen"] == sum(rows * length for rows, length in shapes)
-    assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens_seen"] / metrics["train_seconds"])
-    assert f"{metrics['tokens_seen']:,} tokens" in (tmp_path / "run" / "README.md").read_text()
+    assert metrics.data.tokens_seen == sum(rows * length for rows, length in shapes)
+    assert metrics.machine.tokens_per_second == pytest.approx(metrics.data.tokens_seen / metrics.machine.seconds)
+    assert f"{metrics.data.tokens_seen:,} tokens" in (tmp_path / "run" / "README.md").read_text()
 
     (tmp_path / "run" / "metrics.json").unlink()
-    shutil.rmtree(tmp_path / "run" / f"checkpoint-{metrics['steps']}")
-    assert train(recipe_file, **overrides)["tokens_seen"] == metrics["tokens_seen"]
+    shutil.rmtree(tmp_path / "run" / f"checkpoint-{metrics.data.steps}")
+    assert train(recipe_file, **overrides).data.tokens_seen == metrics.data.tokens_seen
 
 
 @pytest.mark.slow
@@ -203,7 +206,7 @@ def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path, monkey
         metrics = train(recipe_file, output_dir=folder, label_smoothing_factor=float(factor), save_strategy="no")
         histories.append(logged_losses(folder))
         if factor == "1e-9":
-            assert metrics["eval_loss"] == pytest.approx(run[1]["eval_loss"], rel=1e-4)
-        assert metrics["eval_perplexity"] == pytest.approx(math.e ** metrics["eval_loss"])
+            assert metrics.losses.validation.loss == pytest.approx(run[1].losses.validation.loss, rel=1e-4)
+        assert metrics.losses.validation.perplexity == pytest.approx(math.e**metrics.losses.validation.loss)
     assert histories[0] == pytest.approx(logged_losses(run[0]), rel=1e-4)
     assert histories[1][-1] != pytest.approx(histories[0][-1], rel=1e-4)

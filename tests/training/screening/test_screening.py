@@ -27,7 +27,7 @@ from modeling_nlq.training.screening.design import RATE, make_design
 from modeling_nlq.training.screening.effects import analyse_effects
 from modeling_nlq.training.screening.run import run_and_report, run_screening
 from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
-from modeling_nlq.training.values import from_json
+from modeling_nlq.training.values import from_json, to_json
 from nlq import main
 
 
@@ -176,14 +176,14 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     engine.most_runs = None
     results = run_and_report(load_plan(file, {"explore": False}), folder, engine)
     assert len(engine.made) == len(set(engine.made))
-    made, outcome = len(engine.made), from_json(ScreeningOutcome, results)
+    made, outcome = len(engine.made), results
     assert (
         outcome.effects.survivors == ["gate"]
         and outcome.confirmation.largest.statistics.effects["best"].verdict == "better"
     )
     best = load_plan(folder / CONFIRMATION / "comparison.yaml", {}).largest.variants["best"]
     assert best.recipe.switches["attention_gate"] == "headwise"
-    assert json.loads((folder / "results.json").read_text()) == results
+    assert (folder / "results.json").read_text() == to_json(results)
     golden = Path(__file__).with_name("golden")
     check_golden(
         {golden / "report.md": (folder / "results.md").read_text(), golden / "terminal.txt": describe(outcome)}
@@ -191,7 +191,8 @@ def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
     assert {path.name for path in (folder / "figures").iterdir()} == {"effects.png"}
     assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
     assert "23 of 23 runs finished" in capsys.readouterr().out
-    assert run_and_report(load_plan(file, {"explore": False}), folder, engine) == results and len(engine.made) == made
+    again = run_and_report(load_plan(file, {"explore": False}), folder, engine)
+    assert to_json(again) == to_json(results) and len(engine.made) == made
     with pytest.raises(ValueError, match="holds another comparison"):
         run_and_report(load_plan(make_screening(seeds=[0, 1, 2])), folder, engine)
 
@@ -201,7 +202,7 @@ def test_nothing_survives_or_a_run_diverges(make_screening, tmp_path):
 
     def outcome(folder, effect_of):
         run = partial(run_comparison, engine=planted(effect_of))
-        return from_json(ScreeningOutcome, run_screening(screening, tmp_path / folder, run, None))
+        return run_screening(screening, tmp_path / folder, run, None)
 
     nothing = outcome("nothing", lambda *_: 4.0)
     assert nothing.confirmation is None and "there was nothing to confirm" in describe(nothing)

@@ -24,7 +24,6 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQForMaskedLM, NLQForSequenceClassification, NLQForTokenClassification, NLQModel
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.run import run_comparison
 
@@ -107,7 +106,7 @@ def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
     engine = InlineEngine()
     engine.draws_losses = True
     results = run_comparison(load_plan(path, {"dataset": corpus}), folder, engine)
-    write_report(read_outcome(results), folder)
+    write_report(results, folder)
     return folder, results
 
 

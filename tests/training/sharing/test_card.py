@@ -1,6 +1,7 @@
 """The card of a published model."""
 
 import ast
+import dataclasses
 import json
 import re
 import shutil
@@ -14,10 +15,13 @@ from support.markdown import html_in
 from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 
 from modeling_nlq import NLQForCausalLM
+from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.models import load_config
+from modeling_nlq.training.run.result import Attention, Data, Evaluation, Losses, RunResult
 from modeling_nlq.training.sharing.card import render
 from modeling_nlq.training.sharing.scrub import without_folders
 from modeling_nlq.training.size import measure
+from modeling_nlq.training.values import to_json
 
 
 # Each block of Python of a card, as it stands, in a namespace of its own
@@ -49,16 +53,10 @@ def test_parts_are_named_with_their_source():
 @pytest.mark.parametrize("name", ["<img src=x>", "a` <b> `c", "a\n```\n\n<b> ````", "` ![x](http://a.b/c) `"])
 def test_names_are_no_html(name):
     config = load_config("tiny-linear")
-    results = {
-        "tokens_seen": 1,
-        "steps": 1,
-        "eval_loss": 1.0,
-        "base_model": name,
-        "dataset_fingerprint": name,
-        "kernels": name,
-    }
+    losses, data = Losses(False, validation=Evaluation(1.0)), Data(1, 1, "", base_model=name, fingerprint=name)
+    result = RunResult(losses, data, attention=Attention(kernels=name))
     given = {"dataset": name, "tokenizer": name, "model": name}
-    card = render(name, config, measure(config), given=given, metrics=results, comparison=f"| {name} |")
+    card = render(name, config, measure(config), given=given, result=result, comparison=f"| {name} |")
     assert html_in(card.text) == [] and "<img" not in markdown_it.MarkdownIt("commonmark", {"html": False}).render(
         card.text
     )
@@ -71,7 +69,7 @@ def test_names_are_no_html(name):
         "lost": [name],
         "difference": None,
     }
-    card = render("a/b", config, measure(config), given, results, conversion, is_adapter=True)
+    card = render("a/b", config, measure(config), given, result, conversion, is_adapter=True)
     code = re.search(r"```python\n(.*?)\n```", card.text, flags=re.DOTALL)[1]
     assert html_in(card.text) == [] and repr(name) in ast.unparse(ast.parse(code))
     assert html_in("a <img src=x>") == ["<img src=x>"]
@@ -81,8 +79,9 @@ def test_names_are_no_html(name):
     "dataset", ["allenai/c4", "wikitext", "python-stdlib", "corpora/mine.parquet", "~/mine.jsonl"]
 )
 def test_datasets_are_those_of_the_hub(dataset):
-    config, metrics = load_config("tiny-linear"), {"tokens_seen": 1, "steps": 1, "eval_loss": 1.0}
-    card = render("model", config, measure(config), given={"dataset": dataset}, metrics=metrics)
+    config = load_config("tiny-linear")
+    result = RunResult(Losses(False, validation=Evaluation(1.0)), Data(1, 1, ""))
+    card = render("model", config, measure(config), given={"dataset": dataset}, result=result)
     assert card.data.datasets == ([dataset] if dataset in ("allenai/c4", "wikitext") else None)
     shown = Path(dataset).name if dataset[0] in "/~" else dataset
     assert {result.dataset_type for result in card.data.eval_results} == {shown}
@@ -111,19 +110,22 @@ class TestCard:
             )
             for result in index[0]["results"]
             for metric in result["metrics"]
-        } == {name: (metrics[f"eval_{name}"], "corpus.jsonl", "validation", "text-generation") for name in measured}
-        assert json.loads(server.files("anna/model")["metrics.json"]) == without_folders(metrics)
+        } == {
+            name: (getattr(metrics.losses.validation, name), "corpus.jsonl", "validation", "text-generation")
+            for name in measured
+        }
+        assert json.loads(server.files("anna/model")["metrics.json"]) == without_folders(dataclasses.asdict(metrics))
         assert (
             "# model\n" in card.text
             and '"anna/model"' in card.text
-            and f"{metrics['parameters']:,} parameters" in card.text
+            and f"{metrics.size.total:,} parameters" in card.text
         )
         assert (
-            f"{metrics['eval_perplexity']:.4f}" in card.text
-            and f"{metrics['tokens_seen']:,} tokens in 8 steps" in card.text
+            f"{metrics.losses.validation.perplexity:.4f}" in card.text
+            and f"{metrics.data.tokens_seen:,} tokens in 8 steps" in card.text
         )
         assert "![Training and validation loss](loss.png)" in card.text
-        assert "`query_projection` | `nonlinear`" in card.text and metrics["dataset_fingerprint"] in card.text
+        assert "`query_projection` | `nonlinear`" in card.text and metrics.data.fingerprint in card.text
         assert "## Comparison" not in card.text and "## Origin" not in card.text
         assert "learning_rate: 0.01" in card.text and "@misc{karbevski2026nonlinear" in card.text
         assert str(published.folder) not in card.content and published.folder.name not in card.content
@@ -132,18 +134,18 @@ class TestCard:
     @pytest.mark.slow
     def test_of_a_run_that_only_chose_a_rate(self, server, nlq, comparison, tmp_path):
         shutil.copytree(comparison[0], tmp_path / "results")
-        results = json.loads((tmp_path / "results" / "results.json").read_text())
-        run = results["models"]["base"]["runs"].pop()
-        (tmp_path / "results" / "results.json").write_text(json.dumps(results))
-        nlq.publish(tmp_path / "results" / run["folder"], "anna/tried", "--comparison", tmp_path / "results")
+        results = read_outcome(tmp_path / "results" / "results.json")
+        run = results.largest.models["base"].runs.pop()
+        (tmp_path / "results" / "results.json").write_text(to_json(results))
+        nlq.publish(tmp_path / "results" / run.folder, "anna/tried", "--comparison", tmp_path / "results")
         text = card_of(server, "anna/tried").text
         assert "(this model)" not in text
 
     @pytest.mark.slow
     def test_of_a_run_of_a_comparison(self, server, nlq, comparison, corpus):
         folder, results = comparison
-        name, model = "linear queries", results["models"]["linear queries"]
-        nlq.publish(folder / model["runs"][1]["folder"], "anna/compared", "--comparison", folder)
+        name, model = "linear queries", results.largest.models["linear queries"]
+        nlq.publish(folder / model.runs[1].folder, "anna/compared", "--comparison", folder)
         files, card = server.files("anna/compared"), card_of(server, "anna/compared")
         figures = {f"comparison/figures/{name}.png" for name in ("curves", "parameters", "stability")}
         assert files.keys() == RUN_FILES | {"comparison/results.md"} | figures
@@ -151,12 +153,12 @@ class TestCard:
         rows = [
             [cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("|")
         ]
-        verdict = results["statistics"]["effects"][name]["verdict"]
+        verdict = results.largest.statistics.effects[name].verdict
         assert [row[:2] for row in rows[2:]] == [["base", "baseline"], [f"**{name}** (this model)", verdict]]
         assert (
             "noise floor" in section.lower()
             and "2 seeds" in section
-            and f"{results['tokens_per_run']:,} tokens" in section
+            and f"{results.largest.tokens_per_run:,} tokens" in section
         )
         assert "(comparison/results.md)" in section
         assert "no more" in card.text and "One run with one seed" not in card.text
@@ -167,7 +169,7 @@ class TestCard:
         for name, data in files.items():
             assert not any(str(path).encode() in data for path in (corpus.parent, folder, folder.parent)), name
         losses = {(each.metric_type, each.dataset_split): each.metric_value for each in card.data.eval_results}
-        assert losses["loss", "test"] == model["runs"][1]["test_loss"] and ("loss", "validation") in losses
+        assert losses["loss", "test"] == model.runs[1].test_loss and ("loss", "validation") in losses
 
     @pytest.mark.slow
     def test_of_another_run_beside_a_comparison(self, server, nlq, comparison, copy_run):

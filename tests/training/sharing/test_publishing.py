@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 
@@ -271,7 +272,7 @@ class TestBadInput:
         """It has finished, in no number, and saved no weights: that is what its author must hear."""
         folder = tmp_path_factory.mktemp("ended") / "run"
         assert nlq("train", recipe_file, "--output_dir", folder, "--learning_rate", "1e30").status == 0
-        assert json.loads((folder / "metrics.json").read_text())["diverged"]
+        assert RunResult.load(folder).losses.diverged
         refuses(folder, "anna/ended", words=("diverged",))
 
     def test_comparison_and_card(self, run, tmp_path, refuses):

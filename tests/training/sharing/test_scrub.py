@@ -1,5 +1,6 @@
 """What is published tells nothing of the machine: no other file, no path, no token."""
 
+import dataclasses
 import getpass
 import json
 import re
@@ -66,12 +67,12 @@ class TestNothingLeaks:
             assert files[name] == (run[0] / name).read_bytes(), name
         for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
             assert json.loads(files[name]) == json.loads((run[0] / name).read_text()), name
-        (trained_on,) = run[1]["trained_on"]
+        (trained_on,) = run[1].data.trained_on
         trained_on = {**trained_on, "dataset": Path(trained_on["dataset"]).name}
         assert json.loads(files["metrics.json"]) == {
-            **run[1],
+            **(content := dataclasses.asdict(run[1])),
             "resumed_from": "checkpoint-4",
-            "trained_on": [trained_on],
+            "data": {**content["data"], "trained_on": [trained_on]},
         }
         given, there = yaml.safe_load((run[0] / "recipe.yaml").read_text()), yaml.safe_load(files["recipe.yaml"])
         assert there == {**given, "dataset": "corpus.jsonl", "model": "model.json"}

@@ -1,0 +1,185 @@
+"""The result of a run: one typed value, which `metrics.json` holds."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..disk import write_text
+from ..files import METRICS_FILE, read_json
+from ..size import Size
+from ..values import Value, from_json, to_json
+
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Evaluation(Value):
+    """What an evaluation measured on a split; `None` for what does not apply, or is infinite or not a number.
+
+    Attributes:
+        loss: in nats per token, or per masked token; `perplexity` or `pseudo_perplexity` is its exponential.
+        token_accuracy: the share of tokens that were the likeliest.
+        chrf: of generated text, from 0 to 100.
+        loss_parts: the loss on each of several parts of the text, whose mean it is.
+        runtime: in seconds, as Trainer measures it.
+    """
+
+    loss: float | None = None
+    perplexity: float | None = None
+    pseudo_perplexity: float | None = None
+    bits_per_byte: float | None = None
+    token_accuracy: float | None = None
+    chrf: float | None = None
+    loss_parts: list[float] | None = None
+    runtime: float | None = None
+    samples_per_second: float | None = None
+    steps_per_second: float | None = None
+
+    @classmethod
+    def from_metrics(cls, metrics: Mapping[str, float], prefix: str, **more: Any) -> "Evaluation":
+        """Takes the metrics with a prefix, such as `eval`, from those that `Trainer.evaluate` returns."""
+        named = {item.name: metrics.get(f"{prefix}_{item.name}", math.nan) for item in fields(cls)}
+        return cls(**{name: value for name, value in named.items() if math.isfinite(value)} | more)
+
+
+@dataclass(frozen=True)
+class Losses(Value):
+    """The losses of a run.
+
+    Attributes:
+        diverged: whether the validation loss is worse than that of an untrained model.
+        diverged_at: the step after which the loss was infinite or not a number, which ended the run without an
+            evaluation; `None` if it did not.
+        train: the last training loss that was logged and is finite, in nats per token.
+        validation, test: the evaluations of the model at the end.
+    """
+
+    diverged: bool
+    diverged_at: int | None = None
+    train: float | None = None
+    validation: Evaluation = Evaluation()
+    test: Evaluation = Evaluation()
+
+
+@dataclass(frozen=True)
+class Data(Value):
+    """What the model was trained on.
+
+    Attributes:
+        steps: the number of optimizer steps.
+        tokens_seen, token_stream: see `RunRecord`.
+        train_tokens, validation_tokens, test_tokens: of the splits; `None` if that is unknown.
+        fingerprint: that of the documents.
+        trained_on: see `read_trained_on`; this run's own data are the last.
+        is_fine_tuned: whether the run began with the weights of a saved model.
+        base_model: the model on the Hub from which they come.
+    """
+
+    steps: int
+    tokens_seen: int
+    token_stream: str
+    train_tokens: int | None = None
+    validation_tokens: int | None = None
+    test_tokens: int | None = None
+    fingerprint: str | None = None
+    trained_on: list[dict[str, Any]] = field(default_factory=list)
+    is_fine_tuned: bool = False
+    base_model: str | None = None
+
+
+@dataclass(frozen=True)
+class Machine(Value):
+    """Where the model was trained, and how fast.
+
+    Attributes:
+        seconds: time of the training steps.
+        peak_memory: in bytes.
+        processes: the number of processes that trained together.
+        versions: those of Python and of packages.
+    """
+
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    peak_memory: int | None = None
+    processes: int = 1
+    device: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Attention(Value):
+    """What computed the run: the attention backend, and the code and kernels in one line."""
+
+    attn_implementation: str = ""
+    kernels: str = ""
+
+
+@dataclass(frozen=True)
+class RunResult(Value):
+    """What a run measured, and where. A run that has this file is finished."""
+
+    losses: Losses
+    data: Data
+    size: Size = field(default_factory=lambda: Size(0, 0, 0, 0))
+    machine: Machine = Machine()
+    attention: Attention = Attention()
+    version: int = VERSION
+
+    @property
+    def test_loss(self) -> float | None:
+        """The loss on the test split; `None` for a model that diverged, whose loss is not reported."""
+        return None if self.losses.diverged else self.losses.test.loss
+
+    def save(self, folder: Path) -> None:
+        """Writes `metrics.json` into the folder of the run."""
+        write_text(folder / METRICS_FILE, to_json(self, indent=2))
+
+    @classmethod
+    def load(cls, folder: Path) -> "RunResult":
+        """Reads `metrics.json`; raises `ValueError` for a field that is missing or of another type."""
+        file = folder / METRICS_FILE
+        return from_json(cls, read_json(file), f"{file}: ")
+
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a record, in groups, which files without a version do not have."""
+        if "version" in content:
+            return content
+        found: dict[str, Any] = {}
+        for name, path in _FLAT.items():
+            if name in content:
+                *groups, last = path.split(".")
+                group = found
+                for part in groups:
+                    group = group.setdefault(part, {})
+                group[last] = content[name]
+        return found
+
+
+# The names of fields in files without a version: the `metrics.json` of a run, and a run in `results.json`
+_FLAT = {
+    f"{prefix}_{item.name}": f"losses.{split}.{item.name}"
+    for prefix, split in (("eval", "validation"), ("test", "test"))
+    for item in fields(Evaluation)
+}
+_FLAT |= {
+    item.name: f"{group}.{item.name}"
+    for group, kind in (("losses", Losses), ("data", Data), ("machine", Machine), ("attention", Attention))
+    for item in fields(kind)
+}
+_FLAT |= {
+    "train_loss": "losses.train",
+    "validation_loss": "losses.validation.loss",
+    "chrf": "losses.validation.chrf",
+    "bits_per_byte": "losses.test.bits_per_byte",
+    "token_accuracy": "losses.test.token_accuracy",
+    "dataset_fingerprint": "data.fingerprint",
+    "parameters": "size.total",
+    "non_embedding_parameters": "size.non_embedding",
+    "trained_parameters": "size.trained",
+    "flops_per_token": "size.flops_per_token",
+    "train_seconds": "machine.seconds",
+}
