@@ -252,7 +252,7 @@ class NLQAttention(nn.Module):
         self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
         self.has_score_bias = bool(self._names_by_hook["score_bias"])
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
-        self.materializes = materialized_by(parts.values())
+        self.materializes = materialized_by(list(parts.values()))
         self.needs_token_context = any(part.needs_token_context for part in parts.values())
         self.needs_first_values = any(part.needs_first_values for part in parts.values())
         self.needs_exact_output = any(part.needs_exact_output for part in parts.values())
