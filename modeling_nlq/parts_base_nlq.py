@@ -7,7 +7,7 @@ Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of
 the tokens of this call), head_dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -382,7 +382,7 @@ MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
 HOOKS = ("change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
 
 
-def materialized_by(parts: Sequence[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
+def materialized_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
     """Returns what a layer with these parts must hold: nothing, the weights of some queries, or all scores."""
     if any(part.has_hook("change_scores") for part in parts):
         return "all"
