@@ -32,7 +32,7 @@ from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .activations_nlq import AttentionActivation, get_attention_activation
+from .activations_nlq import AttentionActivation, at_least_float32, get_attention_activation
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .backends_nlq import (
     ATTENTION_BACKENDS,
@@ -350,7 +350,7 @@ class NLQAttention(nn.Module):
         query_states, key_states, value_states = self.project(call, position_embeddings)
         cache, owners = call.cache, self.parts_with("token_state")
         if owners:
-            dtype = torch.promote_types(key_states.dtype, torch.float32)
+            dtype = at_least_float32(key_states)
             call.states = {part.name: part("token_state", call).to(dtype) for part in owners}
         if cache is not None:
             if owners:
@@ -442,7 +442,7 @@ class NLQLinearAttention(NLQAttention):
         if self.linear_attention_decay is None:
             return None
         if self.linear_attention_decay == "learned":
-            dtype = torch.promote_types(self.decay_bias.dtype, torch.float32)
+            dtype = at_least_float32(self.decay_bias)
             log_decay = nn.functional.logsigmoid(self.decay_bias.to(dtype))
         else:
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
@@ -464,7 +464,7 @@ class NLQLinearAttention(NLQAttention):
         elif mask is not None:
             mask.check(length, length)
         if self.needs_exact_output:  # the output gets the type of the values
-            value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
+            value_states = value_states.to(at_least_float32(value_states))
         attn_output, state = linear_attention(
             query_states,
             key_states,
