@@ -194,7 +194,7 @@ def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
 
 
 class NLQConfigMixin:
-    """Before `PreTrainedConfig` among the bases: checks names of fields, and saves files of own parts."""
+    """Checks names of fields, and saves files of own parts; a base before `PreTrainedConfig`."""
 
     @classmethod
     def field_names(cls) -> set[str]:
@@ -764,12 +764,10 @@ NLQConfig.register_for_auto_class()
 add_to_package(__name__)
 
 
-# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])` and does not read `auto_map`
-# there. The name means the Auto class, which finds the code of each folder, so several revisions in one process agree.
-# It is set here because the server imports this file first. It is an attribute of the module's class because
-# Transformers makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
-# Only the server sees it, because MLflow takes any name in `transformers` for built in, and loads it without
-# `trust_remote_code`.
+# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`, not by `auto_map`. The name
+# means the Auto class, which finds the code of each folder. It is an attribute of the module's class, because
+# Transformers makes a second module object of itself (`direct_transformers_import`). Only the server sees it: MLflow
+# takes any name in `transformers` for built in, and loads it without `trust_remote_code`.
 def _served_class(module: ModuleType) -> type:
     if "transformers.cli.serve" in sys.modules:
         return AutoModelForCausalLM

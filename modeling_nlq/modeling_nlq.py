@@ -457,8 +457,8 @@ class NLQLinearAttention(NLQAttention):
             cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
             if not hasattr(cache_layer, "get_state"):
                 raise ValueError(
-                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that stores its "
-                    "state: make it by DynamicCache(config=model.config)"
+                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache made by "
+                    "DynamicCache(config=model.config)"
                 )
             state = cache_layer.get_state()
         elif mask is not None:
@@ -551,8 +551,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.parallel_residual = config.parallel_residual
         # diff with Llama: the activation decides the class
         layer = config.per_layer_config[layer_idx]
-        is_linear = layer.activation.kind == "linear"
-        self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
+        attention_class = NLQLinearAttention if layer.activation.kind == "linear" else NLQAttention
+        self.self_attn = attention_class(config, layer_idx)
         self.has_mlp_hooks = self.self_attn.has_mlp_hooks
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. A single sum has `mlp_norm`
@@ -567,8 +567,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.mlp_output_norm = make_norm(config) if has_output_norm else None
         self.cross_attn = self.cross_attn_norm = self.cross_attn_output_norm = None
         if (cross := layer.cross_attention_config) is not None:
-            cross_class = NLQLinearCrossAttention if cross.activation.kind == "linear" else NLQCrossAttention
-            self.cross_attn = cross_class(config, layer_idx)
+            attention_class = NLQLinearCrossAttention if cross.activation.kind == "linear" else NLQCrossAttention
+            self.cross_attn = attention_class(config, layer_idx)
             self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
             self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
@@ -773,16 +773,12 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError("cache and past_key_values are two names for one argument; give one of them")
         cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
-        if cache is not None and past_key_values is not None and cache is not past_key_values:
-            raise ValueError("cache and past_key_values are two names for one argument; give one of them")
-        cache = past_key_values if cache is None else cache
-        is_paged = isinstance(cache, PagedAttentionCache)
         # Continuous batching passes it with its causal mask
         if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
         if is_causal != self.is_causal:
             raise ValueError(
-                f"is_causal={is_causal}: this model was made with is_causal={self.is_causal}; make it anew"
+                f"is_causal={is_causal}: the model was made with is_causal={self.is_causal}; make it anew"
             )
         if not is_causal:
             kwargs.pop("labels", None)  # `generate` hands them to an encoder, where `Seq2SeqTrainer` predicts
@@ -821,12 +817,13 @@ class NLQModel(NLQPreTrainedModel):
 
         # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or
         # replaced it
-        attention, cross = ([getattr(layer, name, None) for layer in layers] for name in ("self_attn", "cross_attn"))
+        attention = [getattr(layer, "self_attn", None) for layer in layers]
         masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
         if encoder_hidden_states is not None:
             refuse_packed(sequences.segments, "would all see the encoder's tokens; give one text per row")
             source = read_sequences(inputs_embeds, encoder_attention_mask, source=encoder_hidden_states)
-            encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
+            attention = [getattr(layer, "cross_attn", None) for layer in layers]
+            encoder_masks = make_layer_masks(attention, inputs_embeds, source, **kwargs)
         first_values = None
         for layer in layers:
             output = layer(
@@ -867,28 +864,24 @@ class NLQModel(NLQPreTrainedModel):
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
         if cache is not None:
-            raise ValueError(
-                "past_key_values: no cache with gradient checkpointing in training; turn it off, or call eval()"
-            )
+            raise ValueError("past_key_values: gradient checkpointing has no cache; turn it off, or call eval()")
         return False
 
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
         """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
+        positions, last, length = sequences.position_ids, sequences.last_position, self.config.max_position_embeddings
         if sequences.is_paged:
             # In continuous batching only the tokens of Transformers' warm-up have such positions, and one that it
             # computes before it knows that a request has ended. Their outputs are not used
-            return sequences.position_ids.clamp(max=self.config.max_position_embeddings - 1)
-        last_position = sequences.last_position
-        if last_position is None:
-            if is_tracing(sequences.position_ids):
-                return sequences.position_ids
-            last_position = int(sequences.position_ids.max())
-        if last_position >= self.config.max_position_embeddings:
+            return positions.clamp(max=length - 1)
+        if last is None and not is_tracing(positions):
+            last = int(positions.max())
+        if last is not None and last >= length:
             raise ValueError(
-                f"position {last_position} is beyond the learned ones: max_position_embeddings="
-                f"{self.config.max_position_embeddings} allows sequences of at most that many tokens"
+                f"position {last} is beyond the learned ones: max_position_embeddings={length} allows sequences of at "
+                "most that many tokens"
             )
-        return sequences.position_ids
+        return positions
 
 
 def without_last(outputs: ModelOutput) -> dict[str, Any]:
