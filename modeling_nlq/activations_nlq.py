@@ -308,7 +308,7 @@ def register_attention_activation(
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
     if normalization == "sum" and not non_negative:
-        raise ValueError("normalization='sum' needs non_negative=True: weights that are never negative")
+        raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True")
 
     row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
     _check_function(row)

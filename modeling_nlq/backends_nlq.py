@@ -307,7 +307,7 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
     if request.activation.kind == "linear":
         if request.weights:
             raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) has no weights"
+                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no weights"
             )
         return LINEAR_ATTENTION
     name = implementation or "eager"

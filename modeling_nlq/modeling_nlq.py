@@ -279,7 +279,9 @@ class NLQAttention(nn.Module):
         A layer with `returns_values` also returns its values, `(batch, query, groups, head_dim)`.
         """
         if first_values is None and self.needs_first_values:
-            raise ValueError(f"first_values=None (layer {self.layer_idx}) must be what the first layer also returns")
+            raise ValueError(
+                f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states"
+            )
         # diff with Llama: the model makes the masks of all layers, and chooses their backends
         name, mask, token_context = layer_mask(self, attention_mask, hidden_states, cache, source, **kwargs)
         call = self.make_call(hidden_states, token_context, first_values, cache, source)
@@ -457,8 +459,8 @@ class NLQLinearAttention(NLQAttention):
             cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
             if not hasattr(cache_layer, "get_state"):
                 raise ValueError(
-                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache made by "
-                    "DynamicCache(config=model.config)"
+                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that stores its "
+                    "state, as DynamicCache(config=model.config) does"
                 )
             state = cache_layer.get_state()
         elif mask is not None:
@@ -602,7 +604,9 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         # diff with Llama: the first tensors are positional, because reentrant gradient checkpointing differentiates
         # only those
         if isinstance(hidden_states, tuple):
-            raise ValueError("hidden_states: the first layer also returns first_values; give later layers both")
+            raise ValueError(
+                "hidden_states: the first layer returns them and first_values; give each later layer these two"
+            )
         residual, mlp_call = hidden_states, None
         if self.has_mlp_hooks:  # before the attention advances the cache
             *_, token_context = layer_mask(self.self_attn, attention_mask, hidden_states, cache, **kwargs)
@@ -846,17 +850,16 @@ class NLQModel(NLQPreTrainedModel):
 
     def _check_source(self, encoder_hidden_states: torch.Tensor | None, batch: int) -> None:
         """Raises `ValueError` for an encoder's tokens that are missing, of another shape, or not expected."""
+        name, width = "encoder_hidden_states", self.config.cross_attention_hidden_size or self.config.hidden_size
+        expected = f"(batch, source, cross_attention_hidden_size)=({batch}, source, {width})"
         shape = None if encoder_hidden_states is None else tuple(encoder_hidden_states.shape)
         if not self.config.add_cross_attention:
             if shape is not None:
-                raise ValueError(f"encoder_hidden_states={shape} needs add_cross_attention=True")
-            return
-        width = self.config.cross_attention_hidden_size or self.config.hidden_size
-        if shape is None or len(shape) != 3 or shape[::2] != (batch, width):
-            raise ValueError(
-                f"encoder_hidden_states={shape} must be the tokens of an encoder, (batch, source, "
-                f"cross_attention_hidden_size)=({batch}, source, {width})"
-            )
+                raise ValueError(f"{name}: this model has no cross-attention; set add_cross_attention=True")
+        elif shape is None:
+            raise ValueError(f"{name}: add_cross_attention=True needs the tokens of an encoder, {expected}")
+        elif len(shape) != 3 or shape[::2] != (batch, width):
+            raise ValueError(f"{name}={shape} must be {expected}")
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
         """Returns `use_cache`, or `False` under gradient checkpointing: its backward would update the cache again."""
@@ -864,7 +867,7 @@ class NLQModel(NLQPreTrainedModel):
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
         if cache is not None:
-            raise ValueError("past_key_values: gradient checkpointing has no cache; turn it off, or call eval()")
+            raise ValueError("past_key_values: no cache with gradient checkpointing; turn it off, or call eval()")
         return False
 
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
@@ -925,7 +928,7 @@ class NLQForMaskedLM(NLQLanguageModel):
 
     def generate(self, *args, **kwargs):
         """Raises `ValueError`: an encoder does not generate."""
-        raise ValueError("is_causal=False: an encoder does not generate; use NLQForCausalLM and is_causal=True")
+        raise ValueError("is_causal=False: an encoder predicts masked tokens; to generate, use NLQForCausalLM")
 
     generate_batch = init_continuous_batching = generate
 
@@ -1038,7 +1041,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
         elif pad_token_id is None and len(logits) > 1 and pooling == "last":
-            raise ValueError("pad_token_id=None: several rows need an attention_mask, or config.pad_token_id")
+            raise ValueError("pad_token_id=None: with several rows, give an attention_mask or config.pad_token_id")
         elif pad_token_id is not None and input_ids is not None:
             is_token = (input_ids != pad_token_id).to(logits.device)
         if pooling == "mean":
