@@ -306,8 +306,9 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
     numbers = ", ".join(map(str, layers))
     if request.activation.kind == "linear":
         if request.weights:
+            name = request.activation.name
             raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no weights"
+                f"output_attentions=True: attention_activation={name!r} (layer {numbers}) computes no weights"
             )
         return LINEAR_ATTENTION
     name = implementation or "eager"
