@@ -365,15 +365,7 @@ def linear_attention(
 
 
 def _make_inputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    count: torch.Tensor | None,
-    is_valid: torch.Tensor | None,
-    query_scaling: float,
-    document_start: torch.Tensor | None,
-    log_decay: torch.Tensor | None,
-    position_embeddings: Sequence[torch.Tensor] | None,
+    query, key, value, count, is_valid, query_scaling, document_start, log_decay, position_embeddings
 ) -> LinearInputs:
     """Applies the feature map and rotary positions, and groups the heads."""
     query, key, value = (states.to(at_least_float32(states)) for states in (query, key, value))

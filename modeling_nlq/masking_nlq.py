@@ -470,9 +470,7 @@ def _check_backend(name: str, backend: Any, layer: nn.Module, sequences: Sequenc
         raise ValueError(f"attn_implementation={name!r} takes no static cache; use a dynamic one, or 'nlq'")
 
 
-def _make_visibility_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
-) -> Visibility | torch.Tensor | None:
+def _make_visibility_mask(layer, sequences, inputs_embeds, cache) -> Visibility | torch.Tensor | None:
     """Returns the mask of NLQ's backends, `None` if every query sees all keys."""
     if sequences.sees_all_keys(layer, cache):
         return None
@@ -494,9 +492,7 @@ def _make_visibility_mask(
     return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & visibility.dense()
 
 
-def _make_dense_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
-) -> torch.Tensor | None:
+def _make_dense_mask(layer, sequences, inputs_embeds, cache) -> torch.Tensor | None:
     """Returns the booleans that PyTorch's kernels take, or `None` for an order of keys that they know."""
     # Transformers packs documents in causal order only
     is_known = layer.is_causal or (sequences.source_length is None and sequences.segments is None)
@@ -506,9 +502,7 @@ def _make_dense_mask(
     return mask.dense() if isinstance(mask, Visibility) else mask
 
 
-def _make_block_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
-) -> FlexMask:
+def _make_block_mask(layer, sequences, inputs_embeds, cache) -> FlexMask:
     """Returns the mask of `flex_attention`, with the number of keys that each query sees."""
     options = {}
     if not layer.is_causal and sequences.segments is not None:
@@ -519,9 +513,7 @@ def _make_block_mask(
     return FlexMask(block_mask, sequences.visibility(layer, cache).visible_count)
 
 
-def _make_transformers_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None, **options
-) -> torch.Tensor | BlockMask | None:
+def _make_transformers_mask(layer, sequences, inputs_embeds, cache, **options) -> torch.Tensor | BlockMask | None:
     """Returns what Transformers makes for the attention implementation of the configuration."""
     config, mask = layer.config, sequences.attention_mask
     if sequences.source_length is not None:
@@ -535,7 +527,7 @@ def _make_transformers_mask(
     return make(config, inputs_embeds, mask, **options)
 
 
-# By what a backend takes. Linear attention reads a `Visibility` to know which keys enter its state
+# By what a backend takes, with arguments of `make_mask`. Linear attention reads which keys enter its state
 MASK_MAKERS = {
     "visibility": _make_visibility_mask,
     "state": _make_visibility_mask,

@@ -168,8 +168,7 @@ class NLQAttention(nn.Module):
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
-        # Only the global configuration has the current attention implementation. The switches come from the layer's
-        # own copy, which is read here once
+        # Only the global configuration has the current attention implementation
         self.config = config
         layer = self.layer_config(config, layer_idx)
         self.layer_idx = layer_idx
@@ -601,8 +600,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
 
         `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
         """
-        # diff with Llama: the first tensors are positional, because reentrant gradient checkpointing differentiates
-        # only those
+        # diff with Llama: the first tensors are positional, because reentrant checkpointing differentiates only those
         if isinstance(hidden_states, tuple):
             raise ValueError(
                 "hidden_states: the first layer returns them and first_values; give each later layer these two"
@@ -667,9 +665,8 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     }
 
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
-        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration
-        # class. That of a downloaded folder is not the class imported above.
-        AutoModel._model_mapping.register(type(config), NLQModel, exist_ok=True)  # a derived one may have another name
+        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this class
+        AutoModel._model_mapping.register(type(config), NLQModel, exist_ok=True)
         config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
         super().__init__(config, *inputs, **kwargs)
 
@@ -679,8 +676,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
             cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
-        # diff with PreTrainedModel, which passes over a module without parameters of its own: a part may set those
-        # inside it
+        # diff with PreTrainedModel, which passes over a module without parameters: a part may set those inside it
         is_part = isinstance(module, AttentionPart) and type(module).initialize is AttentionPart.initialize
         super()._initialize_weights(module, is_custom_code and not is_part)
 
@@ -699,8 +695,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
 
     @property
     def _supports_flash_attn(self) -> bool:
-        # diff with Llama: not for every configuration. Continuous batching switches to flash attention where this is
-        # true
+        # diff with Llama: not for every configuration. Continuous batching switches to it where this is true
         return supports_flash_attention(self.config)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -805,7 +800,7 @@ class NLQModel(NLQPreTrainedModel):
         layers = list(self.layers)[: config.num_hidden_layers]
         options = {"is_causal": is_causal, **kwargs}
         sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options)
-        # diff with Llama: not while training, where computing a layer again in backward would update the cache again
+        # diff with Llama: not while training, where checkpointing would update the cache again
         wants_cache = config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
             cache = DynamicCache(config=config)
@@ -819,8 +814,7 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(call_if_set(self.embed_norm, hidden_states))
 
-        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or
-        # replaced it
+        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped or replaced one
         attention = [getattr(layer, "self_attn", None) for layer in layers]
         masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
         if encoder_hidden_states is not None:
@@ -967,8 +961,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         self.loss_function = causal_lm_loss
 
     def _get_name(self) -> str:
-        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives.
-        # `repr` prints it too
+        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives
         return NLQForCausalLM.__name__
 
     @accept_both_cache_names

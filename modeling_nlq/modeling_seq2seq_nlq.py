@@ -49,8 +49,7 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         return super().resize_token_embeddings(*args, **kwargs)
 
     def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
-        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file still holds the halves' embedding
-        # once
+        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file holds the halves' embedding once
         super().tie_weights(missing_keys, recompute_mapping)
         for name in [name for name in missing_keys or () if name.endswith("decoder.embed_tokens.weight")]:
             if name.replace("decoder", "encoder") not in missing_keys:
