@@ -134,13 +134,6 @@ class Projection:
     bottleneck: bool = False
     starts_at_zero: bool = False
 
-    def default_attention_scaling(self, head_dim: int) -> float:
-        """Returns the factor of the scores when this projection computes the queries.
-
-        The paper has `Q(X) = (X + f(X)) / 2`. Here the factor contains the 1/2, and `Q(X) = X + f(X)`.
-        """
-        return (0.5 if self.identity else 1.0) / math.sqrt(head_dim)
-
 
 PROJECTIONS = {
     "linear": Projection(linear=True),
@@ -589,7 +582,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             return float(self.attention_scaling)
         if self.qk_norm == "l2":
             return 1.0  # a learned scale replaces it
-        return PROJECTIONS[self.query_projection].default_attention_scaling(self.head_dim)
+        # The paper has `Q(X) = (X + f(X)) / 2`. Here the factor contains the 1/2, and `Q(X) = X + f(X)`
+        return (0.5 if PROJECTIONS[self.query_projection].identity else 1.0) / math.sqrt(self.head_dim)
 
     def validate_architecture(self):
         """Checks the fields that differ between layers, sizes, and rotary positions."""

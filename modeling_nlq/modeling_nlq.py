@@ -132,7 +132,8 @@ class NLQBottleneck(nn.Module):
 
     def __init__(self, layer: NLQConfig, input_size: int, output_size: int, starts_at_zero: bool):
         super().__init__()
-        use_bias, eps, inner_size = layer.use_bias, layer.layer_norm_eps, layer.projection_bottleneck_size
+        inner_size, use_bias = layer.projection_bottleneck_size, layer.use_bias
+        eps = layer.layer_norm_eps
         self.input_norm = nn.RMSNorm(input_size, eps=eps)
         self.fc1 = nn.Linear(input_size, inner_size, bias=use_bias)
         self.activation = ACT2FN[layer.projection_activation]
@@ -308,7 +309,7 @@ class NLQAttention(nn.Module):
 
         Cosines and sines are `(batch or 1, length, rotated)`; `rotated` is `head_dim` or less. Sets `call.values`.
         """
-        query_states = self._sum_terms("query", self.q_proj, self.q_bottleneck, call.hidden_states)
+        query_states = self._sum_terms("query", call.hidden_states)
         states = (query_states, *self.project_source(call, query_states))
         for part in self.parts_with("change_qkv"):
             states = part("change_qkv", call, *states)
@@ -322,13 +323,11 @@ class NLQAttention(nn.Module):
     def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns key and value of the new tokens, `(batch, length, groups, head_dim)` each."""
         source = call.hidden_states if call.source is None else call.source
-        key_states = self._sum_terms("key", self.k_proj, self.k_bottleneck, source)
-        return key_states, self._sum_terms("value", self.v_proj, self.v_bottleneck, source)
+        return self._sum_terms("key", source), self._sum_terms("value", source)
 
-    def _sum_terms(
-        self, name: str, linear: nn.Module | None, bottleneck: nn.Module | None, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    def _sum_terms(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, the sum of a projection's terms."""
+        linear, bottleneck = (getattr(self, f"{name[0]}_{term}") for term in ("proj", "bottleneck"))
         terms = [own_heads(hidden_states, self.tp_mesh, dim=-1)] if self.projections[name].identity else []
         if linear is not None:
             terms.append(linear(hidden_states))
@@ -386,7 +385,6 @@ class NLQAttention(nn.Module):
         """Returns outputs `(batch, query, heads, head_dim)`, and weights if the backend `name` returns them."""
         query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
-            kwargs["score_bias"] = bias
             kwargs["score_bias"] = bias
         if self.materializes is not None:
             kwargs["call"] = call
@@ -573,8 +571,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
             self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
-        self.sublayer_activation = make_activation(config.sublayer_activation)
-        self.residual_activation = make_activation(config.residual_activation)
+        names = (config.sublayer_activation, config.residual_activation)
+        self.sublayer_activation, self.residual_activation = (ACT2FN[name] if name else None for name in names)
 
     def _sublayer_input(self, residual: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
         """Returns `a(x)` with post-norm, else `a(norm(x))`."""
@@ -645,10 +643,6 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         call.hidden_states = hidden_states
         (hidden_states,) = call.change_mlp("change_mlp_input", hidden_states)
         return self.mlp(hidden_states, call)
-
-
-def make_activation(name: str | None) -> nn.Module | None:
-    return None if name is None else ACT2FN[name]
 
 
 def call_if_set(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -866,7 +860,8 @@ class NLQModel(NLQPreTrainedModel):
 
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
         """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
-        positions, last, length = sequences.position_ids, sequences.last_position, self.config.max_position_embeddings
+        positions, last = sequences.position_ids, sequences.last_position
+        length = self.config.max_position_embeddings
         if sequences.is_paged:
             # In continuous batching only the tokens of Transformers' warm-up have such positions, and one that it
             # computes before it knows that a request has ended. Their outputs are not used
