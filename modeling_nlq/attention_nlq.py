@@ -81,15 +81,7 @@ def attention_weights(
     return weights / count if normalization == "length" else weights
 
 
-def one_query_by_pytorch(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    score_bias: ScoreBias | None = None,
-) -> torch.Tensor:
+def one_query_by_pytorch(module, query, key, value, attention_mask, scaling, score_bias=None) -> torch.Tensor:
     """Computes attention of a single query, `(batch, 1, heads, head_dim)`, without repeating keys and values.
 
     The arguments are those of `eager_attention_forward`.

@@ -79,62 +79,35 @@ def sdpa_with_sink_forward(
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Which features a layer needs from an attention backend, and the tensors of one call where they are known.
-
-    Attributes:
-        sink: its `attention_sink`.
-        bias: whether a part adds a bias to its scores, which the function gets as `score_bias`.
-        materializes: whether a part needs the score matrix itself, as in `materialized_by`: one block of rows at a
-            time (`"rows"`), or whole (`"all"`). The function then gets the `call`.
-        dropout: its dropout probability in this call.
-        weights: whether this call returns the weights.
-        device: the device of queries, keys and values; `None` if the question is whether the backend computes the
-            layer at all.
-        dtype: their type, after autocast.
-        queries: the number of queries of each row.
-    """
+    """Which features a layer needs from an attention backend, and the tensors of one call where they are known."""
 
     activation: AttentionActivation
-    sink: str | None = None
-    bias: bool = False
-    materializes: Literal["rows", "all"] | None = None
+    sink: str | None = None  # `attention_sink`
+    bias: bool = False  # whether a part adds a bias to the scores, which the function gets as `score_bias`
+    materializes: Literal["rows", "all"] | None = None  # as in `materialized_by`. The function then gets the `call`
     dropout: float = 0.0
-    weights: bool = False
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    queries: int = 0
+    weights: bool = False  # whether this call returns the weights
+    device: torch.device | None = None  # `None` asks whether the backend computes the layer at all
+    dtype: torch.dtype | None = None  # after autocast
+    queries: int = 0  # of each row
     head_dim: int = 0
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One row of the table of backends.
+    """One row of the table of backends."""
 
-    Attributes:
-        function: the attention function, with the arguments of Transformers' attention functions.
-        computes: whether it computes the activation and the sink of a layer, for these tensors if they are known.
-        has_bias: whether it takes a `score_bias`.
-        materializes: what it holds in memory: no weights (`None`), those of one block of rows at a time (`"rows"`), or
-            `"all"`.
-        has_dropout: whether it drops weights in training.
-        weights: the effect of `output_attentions=True`: they are `"returned"`, `"omitted"` with a warning, as
-            everywhere in Transformers, or `"refused"`.
-        mask: the mask that it takes, by its maker in `masking_nlq.MASK_MAKERS`.
-        is_paged: whether it takes the paged cache of continuous batching, and then Transformers' own mask.
-        has_float32: whether it computes float32.
-        is_portable: false if it calls operators that other runtimes lack, so that an exporting model uses another.
-    """
-
-    function: Callable
-    computes: Callable[[AttentionRequest], bool]
-    has_bias: bool = False
-    materializes: Literal["rows", "all"] | None = None
+    function: Callable  # with the arguments of Transformers' attention functions
+    computes: Callable[[AttentionRequest], bool]  # the activation and the sink, for these tensors if they are known
+    has_bias: bool = False  # whether it takes a `score_bias`
+    materializes: Literal["rows", "all"] | None = None  # the weights that it holds in memory at a time
     has_dropout: bool = True
+    # What becomes of `output_attentions=True`; omitted with a warning, as everywhere in Transformers
     weights: Literal["returned", "omitted", "refused"] = "refused"
-    mask: Literal["visibility", "state", "dense", "block", "padding"] = "visibility"
-    is_paged: bool = False
+    mask: Literal["visibility", "state", "dense", "block", "padding"] = "visibility"  # its maker in `MASK_MAKERS`
+    is_paged: bool = False  # whether it takes the cache of continuous batching, and then Transformers' own mask
     has_float32: bool = True
-    is_portable: bool = True
+    is_portable: bool = True  # false if it calls operators that other runtimes lack: not for an exporting model
 
     def supports_layer(self, request: AttentionRequest) -> bool:
         """True if it computes the weights of a layer."""

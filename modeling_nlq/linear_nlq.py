@@ -49,26 +49,17 @@ def rotate(
 
 
 class LinearInputs(NamedTuple):
-    """The inputs of all forms, in at least float32.
+    """The inputs of all forms, in at least float32. Rotated states have rotary positions, for the numerator."""
 
-    Attributes:
-        query, key, value: `(b, g, r, n, d)` of `psi(c q)`; `(b, g, n, d)` of `psi(k)`, 0 for padding, and of values.
-        rotated_query, rotated_key: the same with rotary positions, for the numerator.
-        count: `(b, n)`, the number of tokens up to each one that are not padding, including those of the state.
-        is_valid: `(b, n)` booleans, false for padding. Both are `None` for a single token that is none.
-        document_start: `(b, n)`, the first token of each token's packed document, or `None`.
-        log_decay: `(g,)`, or `None` if nothing decays.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # (b, g, r, n, d), psi(c q)
+    key: torch.Tensor  # (b, g, n, d), psi(k), 0 for padding
     rotated_query: torch.Tensor
     rotated_key: torch.Tensor
-    value: torch.Tensor
-    count: torch.Tensor | None
-    is_valid: torch.Tensor | None
-    document_start: torch.Tensor | None
-    log_decay: torch.Tensor | None
+    value: torch.Tensor  # (b, g, n, d)
+    count: torch.Tensor | None  # (b, n), tokens without padding up to each one, including those of the state
+    is_valid: torch.Tensor | None  # (b, n), false for padding. Both are `None` for a single token that is none
+    document_start: torch.Tensor | None  # (b, n), the first token of each token's packed document
+    log_decay: torch.Tensor | None  # (g,)
 
 
 def fixed_log_decay(num_heads: int) -> torch.Tensor:

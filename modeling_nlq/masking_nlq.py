@@ -49,20 +49,14 @@ class LayerArgument:
 class Visibility(LayerArgument):
     """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
-    Attributes:
-        last_key: `(batch or 1, query)`, the last key that each query may see; `None` if no key is too late. It never
-            falls from query to query.
-        key_length: number of keys, including those of a static cache that are still empty.
-        visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
-        key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
-        first_key: as `last_key`, the first key that each query may see; `None` if no key is too early.
+    The first and the last key never fall from query to query. They are `None` if no key is too early, or too late.
     """
 
-    last_key: torch.Tensor | None
-    key_length: int
-    visible_count: torch.Tensor
-    key_is_valid: torch.Tensor | None = None
-    first_key: torch.Tensor | None = None
+    last_key: torch.Tensor | None  # (batch or 1, query)
+    key_length: int  # including keys of a static cache that are still empty
+    visible_count: torch.Tensor  # (batch or 1, query), the number `n` of keys each query sees
+    key_is_valid: torch.Tensor | None = None  # (batch, key) booleans, false for padding
+    first_key: torch.Tensor | None = None  # (batch or 1, query)
 
     def check(self, query_length: int, key_length: int) -> None:
         """Raises `ValueError` if it was made for another number of queries or keys."""
@@ -186,9 +180,7 @@ class TokenContext(LayerArgument):
 
 
 class FlexMask(NamedTuple):
-    """The mask of `flex_attention`, and the number of keys that each query sees, `(batch or 1, query)`, or `None` if
-    it is not known.
-    """
+    """The mask of `flex_attention`, and how many keys each query sees, `(batch or 1, query)`, where that is known."""
 
     block_mask: BlockMask | None
     visible_count: torch.Tensor | None = None
@@ -196,30 +188,18 @@ class FlexMask(NamedTuple):
 
 @dataclass
 class Sequences(LayerArgument):
-    """What the arguments of a call say. Each layer makes its `Visibility` and `TokenContext` from it.
+    """What the arguments of a call say. Each layer makes its `Visibility` and `TokenContext` from it."""
 
-    Attributes:
-        position_ids: `(batch or 1, query)`, the position of each token in its text.
-        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching it is Transformers'
-            own, and `None` for flash attention.
-        query_offset: number of tokens before the first query; a tensor if a static cache counts them.
-        padding_mask: `(batch, tokens)`, false for padding, or `None`.
-        segments: `(batch, query)`, the number of each token's packed document, or `None`.
-        last_position: the largest position where it is known without reading `position_ids`, else `None`.
-        is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees.
-        is_causal: false for an encoder, whose queries see later tokens.
-        source_length: in cross-attention the number of the encoder's tokens, which are the keys; else `None`.
-    """
-
-    position_ids: torch.Tensor
+    position_ids: torch.Tensor  # (batch or 1, query)
+    # The caller's, or `None` if it hides nothing. In continuous batching Transformers' own, `None` for flash attention
     attention_mask: torch.Tensor | BlockMask | None = None
-    query_offset: int | torch.Tensor = 0
-    padding_mask: torch.Tensor | None = None
-    segments: torch.Tensor | None = None
-    last_position: int | None = None
-    is_paged: bool = False
+    query_offset: int | torch.Tensor = 0  # tokens before the first query; a tensor if a static cache counts them
+    padding_mask: torch.Tensor | None = None  # (batch, tokens), false for padding
+    segments: torch.Tensor | None = None  # (batch, query), the number of each token's packed document
+    last_position: int | None = None  # the largest, if it is known without reading `position_ids`
+    is_paged: bool = False  # in continuous batching, where `attention_mask` alone says what a query sees
     is_causal: bool = True
-    source_length: int | None = None
+    source_length: int | None = None  # in cross-attention, the number of the encoder's tokens
 
     @property
     def packed_position_ids(self) -> torch.Tensor | None:
@@ -296,14 +276,11 @@ class LayerMasks(LayerArgument):
     All layers get the same object as their `attention_mask`, and each reads its own entry. So programs that call the
     layers one by one with the arguments of the first, such as layer-wise quantizers, compute what the model computes.
     A layer that another program has wrapped, and so hidden from the model, adds its own entry.
-
-    Attributes:
-        kinds: the backend of each layer and its `visible_keys`, by its number.
-        made: the mask that the backend takes, and the context if a layer needs it, by such a kind.
     """
 
     sequences: Sequences
-    kinds: dict[int, tuple] = field(default_factory=dict)
+    kinds: dict[int, tuple] = field(default_factory=dict)  # backend and `visible_keys` of each layer, by its number
+    # By such a kind: the mask that the backend takes, and the context if a layer needs it
     made: dict[tuple, tuple[Any, TokenContext | None]] = field(default_factory=dict)
 
 
@@ -320,17 +297,11 @@ def read_sequences(
 ) -> Sequences:
     """Reads padding, packed documents and positions from the arguments of one call of `NLQModel`.
 
-    Args:
-        inputs_embeds: `(batch, query, hidden)`.
-        cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other
-            arguments are Transformers' own.
-        layer_idx: the layer that is called, if it is called alone.
-        source: in cross-attention the encoder's tokens, `(batch, key, hidden)`. The mask is theirs then, and the
-            other arguments are not read.
+    `layer_idx` is a layer that is called alone. In cross-attention the mask is that of the encoder's tokens `source`,
+    `(batch, key, hidden)`, and other arguments are not read.
 
     Raises:
-        ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to
-            be cached.
+        ValueError: if an argument has a wrong shape, arguments contradict each other, or packed documents are cached.
     """
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
     if source is not None:
@@ -383,12 +354,7 @@ def _hides_nothing(padding_mask: torch.Tensor | None) -> bool:
 
 
 def _check_mask(
-    attention_mask: torch.Tensor | BlockMask | None,
-    batch: int,
-    query_length: int,
-    query_offset: int | torch.Tensor,
-    is_causal: bool,
-    name: str = "attention_mask",
+    attention_mask, batch, query_length, query_offset, is_causal, name="attention_mask"
 ) -> torch.Tensor | None:
     """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
     if attention_mask is None or isinstance(attention_mask, BlockMask):

@@ -100,31 +100,20 @@ def define_operator(name: str, schema: str, function: Callable, fake: Callable) 
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of one forward pass of attention in linear memory, as arguments of an operator.
+    """The inputs of one forward pass of attention in linear memory, as arguments of an operator."""
 
-    Attributes:
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
-        query_bias, key_bias: the fields of a `ScoreBias`, or `None`.
-        visible_count: `(batch or 1, 1 or heads, query)`, how many keys each query sees.
-        last_key, key_is_valid, first_key: the fields of a `Visibility`, or `None`.
-        visible: a boolean mask `(batch or 1, 1 or heads, query, key)` in its place, or `None`.
-        seed: `()`, from which dropout draws, or `None` without dropout.
-        activation: its name in the table.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # (batch, heads, query, head_dim)
+    key: torch.Tensor  # (batch, key_value_heads, key, head_dim), as the value
     value: torch.Tensor
-    query_bias: torch.Tensor | None
+    query_bias: torch.Tensor | None  # the fields of a `ScoreBias`
     key_bias: torch.Tensor | None
-    visible_count: torch.Tensor
-    last_key: torch.Tensor | None
+    visible_count: torch.Tensor  # (batch or 1, 1 or heads, query), how many keys each query sees
+    last_key: torch.Tensor | None  # the fields of a `Visibility`
     key_is_valid: torch.Tensor | None
     first_key: torch.Tensor | None
-    visible: torch.Tensor | None
-    seed: torch.Tensor | None
-    activation: str
+    visible: torch.Tensor | None  # a boolean mask in its place, (batch or 1, 1 or heads, query, key)
+    seed: torch.Tensor | None  # (), from which dropout draws
+    activation: str  # its name in the table
     normalization: str
     scaling: float
     dropout: float
