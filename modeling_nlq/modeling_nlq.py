@@ -383,7 +383,7 @@ class NLQAttention(nn.Module):
         self, call: AttentionCall, position_embeddings: tuple | None, name: str, mask: Any, kwargs: dict
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns outputs `(batch, query, heads, head_dim)`, and weights if the backend `name` returns them."""
-        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
+        *states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
         if self.materializes is not None:
@@ -400,16 +400,9 @@ class NLQAttention(nn.Module):
         if sliding_window and not self.is_causal:
             sliding_window += 1  # flash attention, which alone reads it, counts an encoder's own token
 
+        dropout = self.attention_dropout if self.training else 0.0
         return attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=sliding_window,
-            **kwargs,
+            self, *states, mask, dropout=dropout, scaling=self.scaling, sliding_window=sliding_window, **kwargs
         )
 
     def change_mlp(self, hook: str, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
