@@ -192,9 +192,8 @@ class NLQConfigMixin:
     @classmethod
     def field_names(cls) -> set[str]:
         """Returns the fields that `PreTrainedConfig` lacks, and `per_layer_config`."""
-        return {"per_layer_config"} | {field.name for field in fields(cls)} - {
-            f.name for f in fields(PreTrainedConfig)
-        }
+        names = {"per_layer_config", *(field.name for field in fields(cls))}
+        return names - {field.name for field in fields(PreTrainedConfig)}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
