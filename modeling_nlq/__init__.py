@@ -18,7 +18,7 @@ from .modeling_nlq import (
 from .modeling_seq2seq_nlq import NLQForConditionalGeneration, NLQSeq2SeqModel, NLQSeq2SeqPreTrainedModel
 from .parts_base_nlq import AttentionCall, AttentionPart, ScoreBias, TokenContext
 from .parts_builtin_nlq import ATTENTION_PARTS
-from .parts_user_nlq import load_attention_parts, register_attention_part
+from .parts_files import load_attention_parts, register_attention_part
 
 
 for _config_class, _auto_map in ((NLQConfig, AUTO_MAP), (NLQSeq2SeqConfig, SEQ2SEQ_AUTO_MAP)):

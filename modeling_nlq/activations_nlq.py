@@ -27,15 +27,12 @@ NORMALIZATIONS = ("sum", "length", "none")
 @dataclass(frozen=True)
 class AttentionActivation:
     """One row of the table of attention activations.
-
     Attributes:
         name: the value of the switch `attention_activation`.
         function: `phi`, element by element for most kinds.
         derivative: maps the scores and `phi` to `phi'`. Without it PyTorch differentiates `function`.
         normalization: the normaliser used when `attention_normalization` is `None`.
         non_negative: whether `phi >= 0` everywhere, which the normaliser `"sum"` needs.
-        formula: `phi(s)` in words.
-        source: the paper of the formula.
         subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
         is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
         kind: in `"elementwise"` rows a weight depends on its score and the normaliser only; in `"softmax"`,
@@ -81,13 +78,17 @@ def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
     return getattr(entmax, name)(scores, dim=-1)
 
 
+def at_least_float32(states: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of sums over tokens."""
+    return torch.promote_types(states.dtype, torch.float32)
+
+
 def zero_limit(dtype: torch.dtype) -> float:
     """Returns the limit below which a sum of weights counts as 0, because its reciprocal could overflow."""
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
 
 def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
-    """Returns true where a sum of weights is below `zero_limit`."""
     return total < zero_limit(total.dtype)
 
 
@@ -258,8 +259,8 @@ LIBRARY_ACTIVATIONS = {
     if name not in (*ATTENTION_ACTIVATIONS, "linear")  # Transformers' "linear" is `identity` here
 }
 
-# The activations that users registered: name -> keyword arguments of `AttentionActivation`. The installed package and
-# every model loaded as remote code have their own copy of this file, so what they share is kept outside of it.
+# Name -> keyword arguments of `AttentionActivation`. The installed package and every model loaded as remote code have
+# their own copy of this file, so what they share is kept outside of it
 _SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
 _FIELDS = tuple(field.name for field in fields(AttentionActivation))
 _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
@@ -290,7 +291,7 @@ def register_attention_activation(
         function: `phi`. It maps scores of any shape to a new tensor of the same shape, element by element, and has no
             parameters, because nothing would train them.
         derivative: `phi'(scores, phi(scores))`. Without it PyTorch differentiates `function`, which is slower.
-        normalization: the normaliser used when `attention_normalization` is `None`: `"sum"`, `"length"` or `"none"`.
+        normalization: the default of `attention_normalization`: `"sum"`, `"length"` or `"none"`.
         non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
         formula, source: shown to readers only.
         exist_ok: replace an activation that was registered under this name, also in existing models.
@@ -303,15 +304,11 @@ def register_attention_activation(
     if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS:
         raise ValueError(f"name={name!r} is an attention activation already; choose another name")
     if name in _REGISTERED and not exist_ok:
-        raise ValueError(
-            f"name={name!r} is registered already; choose another name, or give exist_ok=True to replace it"
-        )
+        raise ValueError(f"name={name!r} is registered already; choose another, or give exist_ok=True to replace it")
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
     if normalization == "sum" and not non_negative:
-        raise ValueError(
-            "normalization='sum' needs weights that are never negative: give non_negative=True if they are not"
-        )
+        raise ValueError("normalization='sum' needs weights that are never negative: give non_negative=True")
 
     row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
     _check_function(row)
@@ -324,33 +321,27 @@ def _check_function(row: AttentionActivation) -> None:
     # Away from round numbers, where functions have kinks, but with some zeros, the scores of a zero query
     scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
     scores[10:, 3] = 0.0
-    copy = scores.clone()
-    weights = row.function(copy)
+    copy, ones = scores.clone(), torch.ones_like(scores)
+    weights, function = row.function(copy), f"function of {row.name!r}"
     if weights.requires_grad:
-        raise ValueError(
-            f"function of {row.name!r} must have no parameters, as nothing trains them; write an AttentionPart"
-        )
+        raise ValueError(f"{function} must have no parameters, as nothing trains them; write an AttentionPart")
     if not torch.equal(copy, scores):
-        raise ValueError(f"function of {row.name!r} must return a new tensor, not change the scores")
+        raise ValueError(f"{function} must return a new tensor, not change the scores")
     alone = torch.stack([row.function(score.clone()) for score in scores[0]])
     if weights.shape != scores.shape or not torch.allclose(alone, weights[0], equal_nan=True):
-        raise ValueError(f"function of {row.name!r} must work element by element and keep the shape of the scores")
-    _, slope = replace(row, derivative=None).weights_and_gradient(scores, torch.ones_like(scores))
+        raise ValueError(f"{function} must work element by element and keep the shape of the scores")
+    _, slope = replace(row, derivative=None).weights_and_gradient(scores, ones)
     if not (weights.isfinite() & slope.isfinite()).all():
-        raise ValueError(f"function of {row.name!r}, or its derivative, is not finite for all scores from -20 to 20")
+        raise ValueError(f"{function}, or its derivative, is not finite for all scores from -20 to 20")
     if row.non_negative and weights.min() < 0:
-        raise ValueError(f"function of {row.name!r} is {weights.min().item():.3g} somewhere, but non_negative=True")
-    _, derivative = row.weights_and_gradient(scores, torch.ones_like(scores))
+        raise ValueError(f"{function} is {weights.min().item():.3g} somewhere, but non_negative=True")
+    _, derivative = row.weights_and_gradient(scores, ones)
     if not torch.allclose(derivative[:10], slope[:10], rtol=1e-4, atol=1e-6) or not derivative.isfinite().all():
         raise ValueError(f"derivative of {row.name!r} is not the derivative of its function")
 
 
 def get_attention_activation(name: str) -> AttentionActivation:
-    """Returns the row of a built-in or registered activation, or of another function of Transformers.
-
-    Raises:
-        ValueError: if the name is unknown.
-    """
+    """Returns the row of a built-in or registered activation, or of another function of Transformers."""
     if name in ATTENTION_ACTIVATIONS:
         return ATTENTION_ACTIVATIONS[name]
     if name in _REGISTERED:

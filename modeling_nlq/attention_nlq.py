@@ -17,17 +17,13 @@ from transformers.integrations.flex_attention import (
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.generic import maybe_autocast
 
-from .activations_nlq import AttentionActivation, counts_as_zero, hide
+from .activations_nlq import AttentionActivation, at_least_float32, counts_as_zero, hide
 from .masking_nlq import FlexMask, Visibility, read_mask, read_visible
 from .ops_nlq import Operation
 from .parts_base_nlq import AttentionCall, ScoreBias
 
 
 ROWS = 256  # queries of a block of `nlq_rows`
-
-
-def _at_least_float32(states: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(states.dtype, torch.float32)
 
 
 def attention_weights(
@@ -47,11 +43,9 @@ def attention_weights(
         scores: `(batch, heads, query, key)`, already scaled.
         visible: booleans that broadcast to the scores; `None` if every query sees all keys.
         visible_count: `(batch or 1, 1 or heads, query)`, or one number for all queries.
-        activation: a row of the table.
-        normalization: `"sum"`, `"length"` or `"none"`.
-        sink: `(heads,)` logits whose `exp` joins softmax's denominator, or one number for all heads, or `None`.
+        sink: `(heads,)` logits whose `exp` joins softmax's denominator, or one number for all heads.
     """
-    scores = scores.to(_at_least_float32(scores))
+    scores = scores.to(at_least_float32(scores))
     if activation.name == "softmax":
         scores = hide(scores, visible, torch.finfo(scores.dtype).min)
         if sink is not None:
@@ -66,9 +60,8 @@ def attention_weights(
 
     if activation.kind == "simplex":
         # -1e4 is too low to get weight, and can be summed up without overflow
-        scores = scores - hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True).clamp(
-            min=torch.finfo(scores.dtype).min
-        )
+        largest = hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True)
+        scores = scores - largest.clamp(min=torch.finfo(scores.dtype).min)
         return hide(activation.function(hide(scores, visible, -1e4)), visible, 0.0)
 
     if isinstance(visible_count, torch.Tensor):
@@ -88,22 +81,10 @@ def attention_weights(
     return weights / count if normalization == "length" else weights
 
 
-def one_query_by_pytorch(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
-    scaling: float,
-    score_bias: ScoreBias | None = None,
-) -> torch.Tensor:
-    """Computes attention of a single query, as in decoding: its weights are one row, so all of them fit into memory.
+def one_query_by_pytorch(module, query, key, value, attention_mask, scaling, score_bias=None) -> torch.Tensor:
+    """Computes attention of a single query, `(batch, 1, heads, head_dim)`, without repeating keys and values.
 
-    The arguments are those of `eager_attention_forward`. Keys and values are not repeated for the heads that share
-    them.
-
-    Returns:
-        The output `(batch, 1, heads, head_dim)`.
+    The arguments are those of `eager_attention_forward`.
     """
     (batch, heads, _, head_dim), dtype = query.shape, query.dtype
     if dtype == torch.float16:  # too small for scores
@@ -111,7 +92,7 @@ def one_query_by_pytorch(
     visible, visible_count = read_visible(attention_mask, query, key, module.is_causal)
     by_group = (batch, key.shape[1], heads // key.shape[1], head_dim)
     scores = torch.matmul(query.reshape(by_group), key.transpose(2, 3)).view(batch, heads, 1, key.shape[2])
-    scores = scores.to(_at_least_float32(scores)) * scaling
+    scores = scores.to(at_least_float32(scores)) * scaling
     if score_bias is not None:
         scores = scores + score_bias.dense(scores.dtype)
     weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
@@ -135,18 +116,15 @@ def scores_and_weights(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes scores and weights, changed by the parts of the layer: `(batch, heads, query, key)` each.
 
-    Args:
-        module, query, scaling, score_bias, call: as in `eager_attention_forward`.
-        columns: `(batch, heads, query, ...)`, the columns that a part appended to the queries.
-        key: `(batch, heads, key, head_dim)`, repeated for the heads that share it.
-        visible, visible_count: as in `attention_weights`.
+    `columns` `(batch, heads, query, ...)` were appended to the queries by a part. Keys are repeated for the heads that
+    share them; the other arguments are those of `eager_attention_forward` and `attention_weights`.
     """
     changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "change_weights"))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     for part in changers:
-        scores = part("change_scores", call, scores.to(_at_least_float32(scores)), visible)
+        scores = part("change_scores", call, scores.to(at_least_float32(scores)), visible)
     if score_bias is not None:
-        scores = scores + score_bias.dense(_at_least_float32(scores))
+        scores = scores + score_bias.dense(at_least_float32(scores))
     weights = attention_weights(scores, visible, visible_count, module.activation, module.normalization, module.sink)
     for part in weighers:
         weights = part("change_weights", call, weights, columns, key)
@@ -172,8 +150,6 @@ def eager_attention_forward(
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
         attention_mask: as in `read_mask`.
-        scaling: factor of the scores.
-        dropout: probability of dropping a weight.
         score_bias: a bias of the scores, after `scaling`.
         call: the call of the layer, if parts of it change scores or weights.
 
@@ -194,10 +170,9 @@ def eager_attention_forward(
 def chunked_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, call=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Computes what `eager` computes, a block of queries at a time, in memory linear in the length.
+    """Computes what `eager` computes, a block of queries at a time, in memory linear in the length, without weights.
 
-    Backward computes the weights of a block again. In causal order the keys after the last query of a block are left
-    out. The arguments are those of `eager_attention_forward`. It returns no weights.
+    Backward computes the weights of a block again. In causal order the keys after its last query are left out.
     """
 
     def attend(*inputs):
@@ -216,9 +191,10 @@ def chunked_attention_forward(
         if score_bias is not None:
             bias = ScoreBias(score_bias.query[..., start:end], score_bias.key[..., :last])
         inputs = (query[:, :, start:end], key[:, :, :last], value[:, :, :last], rows, scaling, dropout, bias, call)
-        outputs.append(
-            checkpoint(attend, *inputs, use_reentrant=False) if torch.is_grad_enabled() else attend(*inputs)
-        )
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(attend, *inputs, use_reentrant=False))
+        else:
+            outputs.append(attend(*inputs))
     return torch.cat(outputs, dim=1), None
 
 
@@ -226,7 +202,7 @@ def in_full_precision(function: Callable) -> Callable:
     """Returns an attention function that computes half precision in float32, so that its output is not rounded."""
 
     def attend(module, query, key, value, attention_mask, **kwargs):
-        dtype = _at_least_float32(query)
+        dtype = at_least_float32(query)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(dtype)
         with maybe_autocast(query.device.type, enabled=False):
@@ -245,23 +221,17 @@ def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch
 def flex_attention_with_log_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention.
+    """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention, without weights.
 
     FlexAttention normalises `exp` of its scores. From scores `log phi(s)` it computes the mean of the values weighted
     with `phi`, and the logarithm of the sum of `phi`. The latter undoes the normaliser where a layer has another one
     (the idea of https://github.com/meta-pytorch/attention-gym).
 
-    Args:
-        module, query, key, value, scaling, score_bias: as in `eager_attention_forward`.
-        attention_mask: a `FlexMask`, or a block mask alone.
-        dropout: must be 0.
-
-    Returns:
-        The output `(batch, query, heads, head_dim)`, and no weights.
+    The arguments are those of `eager_attention_forward`, with a `FlexMask`, or a block mask alone, as a mask.
 
     Raises:
-        ValueError: without a mask; on the CPU, for gradients, for a sink and for another normaliser than `"sum"`; and
-            for a caller's block mask if the number of visible keys is needed.
+        ValueError: without a mask, for what the CPU lacks, and for a caller's block mask if the number of visible keys
+            is needed.
     """
     if attention_mask is None:
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
@@ -315,13 +285,10 @@ def flex_attention_with_log_forward(
 
 
 def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
-    """Raises `ValueError` for what FlexAttention lacks on the CPU: gradients, and the log-sum-exp of the compiled
-    kernel.
-    """
     if inputs[0].device.type != "cpu":
         return
     refused = None
-    if module.attention_sink is not None or module.normalization != "sum":
+    if module.attention_sink is not None or module.normalization != "sum":  # the compiled kernel has no log-sum-exp
         refused = "a sink, or another normaliser than 'sum',"
     elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         refused = "gradients"

@@ -2,10 +2,6 @@
 
 `attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot
 compute the activation of a layer is an error. It never computes softmax instead.
-
-`choose_implementation` runs when a model is built or its backend is set, `find_backend` for each layer and call, and
-`choose_paged_implementation` for continuous batching. A backend itself refuses tensors that it cannot take, such as a
-dtype or a device.
 """
 
 import itertools
@@ -21,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .activations_nlq import AttentionActivation
+from .activations_nlq import AttentionActivation, at_least_float32
 from .attention_nlq import chunked_attention_forward, eager_attention_forward, flex_attention_with_log_forward
 from .configuration_nlq import AUTOMATIC, NLQConfig
 from .linear_nlq import linear_attention
@@ -41,14 +37,7 @@ def sdpa_with_sink_forward(
     sink's key, 0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8,
     which CUDA's kernels need. This adds only the term `exp(b)` to the denominator, so it is exact.
 
-    Args:
-        module, query, key, value, scaling, dropout: as in `eager_attention_forward`.
-        attention_mask: booleans `(batch, 1 or heads, query, key)`, or `None`. Without a mask, several queries see the
-            keys up to their own index, counted from the first key, and a single query sees all keys.
-        score_bias: a bias of the scores, which the kernels take as a matrix.
-
-    Returns:
-        The output `(batch, query, heads, head_dim)`, and no weights.
+    The arguments are those of `eager_attention_forward`, with booleans as a mask. The kernels take a bias as a matrix.
     """
     # Transformers' function cannot infer a size of an empty batch, and its copies of padded keys would fix an exported
     # length
@@ -59,17 +48,15 @@ def sdpa_with_sink_forward(
     if score_bias is not None:
         visible, _ = read_visible(attention_mask, query, key, module.is_causal)
         # Half precision would round it too much
-        bias = score_bias.dense(torch.promote_types(query.dtype, torch.float32))
+        bias = score_bias.dense(at_least_float32(query))
         attention_mask = bias if visible is None else bias.masked_fill(~visible, -torch.inf)
     if scaling <= 0.0:
         # PyTorch's causal kernel scales after it hides keys: 0 times infinity is NaN
         query, scaling = query * scaling, 1.0
     if module.attention_sink is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    head_dim = query.shape[-1]
-    pad = nn.functional.pad
+        inputs = (module, query, key, value, attention_mask)
+        return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, **kwargs)
+    pad, head_dim = nn.functional.pad, query.shape[-1]
     is_learned = module.attention_sink == "learned"
     columns = 8 - head_dim % 8 if is_learned else 0
     key, value = pad(key, (0, columns, 1, 0)), pad(value, (0, columns, 1, 0))
@@ -85,73 +72,42 @@ def sdpa_with_sink_forward(
     elif attention_mask is not None:
         # An additive mask adds 0 there
         attention_mask = pad(attention_mask, (1, 0), value=attention_mask.dtype == torch.bool)
-    output, _ = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-    )
+    inputs = (module, query, key, value, attention_mask)
+    output, _ = sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, **kwargs)
     return output[:, int(is_aligned) :, :, :head_dim].contiguous(), None
 
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Which features a layer needs from an attention backend, and the tensors of one call where they are known.
-
-    Attributes:
-        activation: its activation.
-        sink: its `attention_sink`.
-        bias: whether a part adds a bias to its scores, which the function gets as `score_bias`.
-        materializes: whether a part needs the score matrix itself, as in `materialized_by`: one block of rows at a
-            time (`"rows"`), or whole (`"all"`). The function then gets the `call`.
-        dropout: its dropout probability in this call.
-        weights: whether this call returns the weights.
-        device: the device of queries, keys and values; `None` if the question is whether the backend computes the
-            layer at all.
-        dtype: their type, after autocast.
-        queries: the number of queries of each row.
-        head_dim: the width of a head.
-    """
+    """Which features a layer needs from an attention backend, and the tensors of one call where they are known."""
 
     activation: AttentionActivation
-    sink: str | None = None
-    bias: bool = False
-    materializes: Literal["rows", "all"] | None = None
+    sink: str | None = None  # `attention_sink`
+    bias: bool = False  # whether a part adds a bias to the scores, which the function gets as `score_bias`
+    materializes: Literal["rows", "all"] | None = None  # as in `materialized_by`. The function then gets the `call`
     dropout: float = 0.0
-    weights: bool = False
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    queries: int = 0
+    weights: bool = False  # whether this call returns the weights
+    device: torch.device | None = None  # `None` asks whether the backend computes the layer at all
+    dtype: torch.dtype | None = None  # after autocast
+    queries: int = 0  # of each row
     head_dim: int = 0
 
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One row of the table of backends.
+    """One row of the table of backends."""
 
-    Attributes:
-        function: the attention function, with the arguments of Transformers' attention functions.
-        computes: whether it computes the activation and the sink of a layer, for these tensors if they are known.
-        has_bias: whether it takes a `score_bias`.
-        materializes: what it holds in memory: no weights (`None`), those of one block of rows at a time (`"rows"`), or
-            `"all"`.
-        has_dropout: whether it drops weights in training.
-        weights: the effect of `output_attentions=True`. `"returned"`: it returns the weights. `"omitted"`: it returns
-            `None` instead, with a warning, as everywhere in Transformers. `"refused"`: an error.
-        mask: the mask that it takes, by its maker in `masking_nlq.MASK_MAKERS`.
-        is_paged: whether it takes the paged cache of continuous batching, and then Transformers' own mask.
-        has_float32: whether it computes float32.
-        is_portable: false if it calls operators or kernels that other runtimes lack. An exporting model uses another
-            backend.
-    """
-
-    function: Callable
-    computes: Callable[[AttentionRequest], bool]
-    has_bias: bool = False
-    materializes: Literal["rows", "all"] | None = None
+    function: Callable  # with the arguments of Transformers' attention functions
+    computes: Callable[[AttentionRequest], bool]  # the activation and the sink, for these tensors if they are known
+    has_bias: bool = False  # whether it takes a `score_bias`
+    materializes: Literal["rows", "all"] | None = None  # the weights that it holds in memory at a time
     has_dropout: bool = True
+    # What becomes of `output_attentions=True`; omitted with a warning, as everywhere in Transformers
     weights: Literal["returned", "omitted", "refused"] = "refused"
-    mask: Literal["visibility", "state", "dense", "block", "padding"] = "visibility"
-    is_paged: bool = False
+    mask: Literal["visibility", "state", "dense", "block", "padding"] = "visibility"  # its maker in `MASK_MAKERS`
+    is_paged: bool = False  # whether it takes the cache of continuous batching, and then Transformers' own mask
     has_float32: bool = True
-    is_portable: bool = True
+    is_portable: bool = True  # false if it calls operators that other runtimes lack: not for an exporting model
 
     def supports_layer(self, request: AttentionRequest) -> bool:
         """True if it computes the weights of a layer."""
@@ -191,24 +147,19 @@ def _has_tiles(request: AttentionRequest) -> bool:
     return request.activation.is_elementwise or (request.bias and _is_softmax_without_sink(request))
 
 
-_flash_options = {
-    "weights": "omitted",
-    "mask": "padding",
-    "is_paged": True,
-    "has_float32": False,
-    "is_portable": False,
-}
-_flash_attention = AttentionBackend(flash_attention_forward, _is_softmax_without_sink, **_flash_options)
+_flash_options = {"weights": "omitted", "mask": "padding", "is_paged": True, "has_float32": False}
+_flash_attention = AttentionBackend(
+    flash_attention_forward, _is_softmax_without_sink, **_flash_options, is_portable=False
+)
 # Attention functions that we do not know, such as kernels from the Hub, count as capable of what flash attention is
 _UNKNOWN_BACKEND = _flash_attention
 # Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
+_eager = AttentionBackend(eager_attention_forward, _always, has_bias=True, materializes="all", weights="returned")
 # The installed package adds others
 ATTENTION_BACKENDS = {
-    "eager": AttentionBackend(eager_attention_forward, _always, has_bias=True, materializes="all", weights="returned"),
-    PAGED_EAGER: AttentionBackend(
-        eager_attention_forward, _always, materializes="all", weights="returned", is_paged=True
-    ),
+    "eager": _eager,
+    PAGED_EAGER: replace(_eager, has_bias=False, is_paged=True),
     "sdpa": AttentionBackend(
         sdpa_with_sink_forward, _suits_sdpa, has_bias=True, weights="omitted", mask="dense", is_paged=True
     ),
@@ -239,13 +190,8 @@ _STATE = AttentionBackend(linear_attention, _always, weights="refused", mask="st
 def choose_implementation(config: NLQConfig, requested: str | None) -> str | None:
     """Returns the value of `attn_implementation` for a model; `None` leaves the choice to Transformers.
 
-    Args:
-        config: the model's configuration.
-        requested: the value that the user asked for, or `None`.
-
     Raises:
-        ValueError: if the user asked for a backend that does not exist or that cannot compute the activation of some
-            layer.
+        ValueError: if the user requested a backend that does not exist or that cannot compute some layer.
     """
     layers = _requests(config)
     requests = list(itertools.chain(*layers))
@@ -256,10 +202,8 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
     # Transformers also knows rows that the installed package added, which remote code lacks
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
     if requested not in (*ATTENTION_BACKENDS, *others):
-        raise ValueError(
-            f'Specified `attn_implementation="{requested}"` is not supported; use one of '
-            f"{_choices(ATTENTION_BACKENDS)}"
-        )
+        choices = _choices(ATTENTION_BACKENDS)
+        raise ValueError(f'Specified `attn_implementation="{requested}"` is not supported; use one of {choices}')
     for request in requests:
         numbers = [index for index, layer_requests in enumerate(layers) if request in layer_requests]
         find_backend(requested, numbers, request)
@@ -270,8 +214,7 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
 
     Raises:
-        ValueError: if a layer is linear, if windows differ, or if the backend that is set cannot take a paged cache
-            or cannot compute some layer.
+        ValueError: if a layer, or the backend that is set, cannot have a paged cache, or if windows differ.
     """
     if config.add_cross_attention:
         raise ValueError("add_cross_attention=True has no continuous batching; use generate")
@@ -327,13 +270,8 @@ def request_of(layer: NLQConfig) -> AttentionRequest:
 def find_backend(implementation: str | None, layers: Sequence[int], request: AttentionRequest) -> str:
     """Returns the name of the backend that computes layers in one call, or `LINEAR_ATTENTION`.
 
-    A model that is exported or traced gets a portable backend, which computes the same weights with PyTorch's own
-    operators.
-
-    Args:
-        implementation: the value of `attn_implementation`; `None` stands for `"eager"`.
-        layers: the layers' numbers, for the message.
-        request: what each of them needs. A backend that was asked for by name refuses tensors itself.
+    A model that is exported or traced gets a portable backend. A backend that was requested by name refuses tensors
+    itself.
 
     Raises:
         ValueError: if the implementation cannot do this. The message names those that can.
@@ -341,9 +279,9 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
     numbers = ", ".join(map(str, layers))
     if request.activation.kind == "linear":
         if request.weights:
+            name = request.activation.name
             raise ValueError(
-                f"output_attentions=True: attention_activation='linear_attention' (layer {numbers}) computes no "
-                "weights"
+                f"output_attentions=True: attention_activation={name!r} (layer {numbers}) computes no weights"
             )
         return LINEAR_ATTENTION
     name = implementation or "eager"
@@ -380,16 +318,7 @@ def make_layer_masks(
 ) -> LayerMasks:
     """Chooses backends and makes one mask for each kind of layer, before a layer advances the cache.
 
-    Args:
-        layers: attention layers; others, which hide one, are left out. These come to `layer_mask` when they are
-            called.
-        hidden_states: `(batch, query, hidden)`, the input of the first.
-        sequences: padding, packed documents and positions of this call.
-        cache: the cache, before the tokens of this call.
-        kwargs: other arguments of the call, such as `output_attentions`.
-
-    Raises:
-        ValueError: as `find_backend` and `make_mask` do.
+    It passes over modules that hide an attention layer, which comes to `layer_mask` when it is called.
     """
     masks = LayerMasks(sequences)
     for layer in layers:
@@ -408,11 +337,8 @@ def layer_mask(
 ) -> tuple[str, Any, TokenContext | None]:
     """Returns backend, mask and token context of an attention layer, before it advances the cache.
 
-    Args:
-        layer: the attention layer.
-        masks: what the model made for all layers; or the mask of a caller who calls this layer alone.
-        hidden_states, cache, kwargs: as in `make_layer_masks`.
-        source: in cross-attention, the encoder's tokens.
+    `masks` are what the model made for all layers, or the mask of a caller who calls this layer alone; `source` are an
+    encoder's tokens in cross-attention.
     """
     if not isinstance(masks, LayerMasks):
         options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal, **kwargs}
@@ -448,9 +374,7 @@ def _register(name: str) -> None:
 
 
 def add_backend(name: str, backend: AttentionBackend, is_preferred: bool = False) -> None:
-    """Adds a row to the table under a name that begins with `"nlq_"`; if preferred, the automatic choice tries it
-    first.
-    """
+    """Adds a row under a name that begins with `"nlq_"`; if preferred, the automatic choice tries it first."""
     ATTENTION_BACKENDS[name] = backend
     if is_preferred:
         PREFERENCE.insert(0, name)

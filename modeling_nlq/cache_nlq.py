@@ -32,26 +32,16 @@ MOST_CONVOLUTIONS = 7  # of one layer: a canon layer at every site, with a gated
 
 
 class LinearState(NamedTuple):
-    """The two sums over earlier tokens that later tokens need, in at least float32.
+    """The two sums over earlier tokens that later tokens need, in at least float32, decayed up to the last token."""
 
-    Attributes:
-        numerator: `(batch, key_value_heads, head_dim, head_dim)`, the sum of keys times values, decayed up to the last
-            token.
-        denominator: `(batch, key_value_heads, head_dim)`, the sum of keys.
-    """
-
-    numerator: torch.Tensor
-    denominator: torch.Tensor
+    numerator: torch.Tensor  # (batch, key_value_heads, head_dim, head_dim), of keys times values
+    denominator: torch.Tensor  # (batch, key_value_heads, head_dim), of keys
 
 
 class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
-    """The state of one linear attention layer in Transformers' cache.
+    """The state of one linear attention layer in Transformers' cache, whose own layer for that counts no tokens.
 
-    Transformers' own layer does not count tokens, so a cache without attention layers cannot consist of it. This one
-    counts them.
-
-    Args:
-        max_cache_len: length of a static cache's masks. The state itself has no limit.
+    `max_cache_len` is the length of a static cache's masks. The state itself has no limit.
     """
 
     _layer_type = LAYER_TYPE
@@ -68,7 +58,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """True for a static cache, which counts its tokens by a tensor. Compiling would fix a plain number."""
+        """True for a static cache, which counts its tokens by a tensor: compiling would fix a number."""
         return self.max_cache_len is not None
 
     @property
@@ -77,7 +67,6 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         return False
 
     def lazy_initialization(self, *args, recurrent_states: torch.Tensor | None = None, **kwargs) -> None:
-        """Allocates a state of the given shape."""
         super().lazy_initialization(recurrent_states=recurrent_states, **kwargs)
         if recurrent_states is None:
             return
@@ -108,28 +97,21 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             self.cumulative_length += length
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Raises `RuntimeError`: this layer stores no keys and values."""
-        raise RuntimeError(
-            "a layer with attention_activation='linear_attention' keeps a state, and neither keys nor values"
-        )
+        raise RuntimeError("attention_activation='linear_attention' keeps a state, and neither keys nor values")
 
     def get_seq_length(self) -> int | torch.Tensor:
-        """Returns the number of tokens so far."""
         if self.cumulative_length is not None:
             return self.cumulative_length
         return 0 if self.seen_tokens is None else self.seen_tokens.shape[0]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the length of a mask over all tokens, and the offset 0."""
         return (self.get_seq_length() + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
     def get_max_length(self) -> int:
-        """Returns the length of a static cache, or -1 for no limit."""
         return -1 if self.max_cache_len is None else self.max_cache_len
 
     def activate_past_recording(self) -> None:
-        """Raises `RuntimeError`. Transformers calls this before it tries tokens that it may take back."""
-        self.crop(-1)
+        self.crop(-1)  # Transformers calls this before it tries tokens that it may take back
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises `RuntimeError`, unless nothing is to be removed."""
@@ -141,7 +123,6 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             )
 
     def reset(self) -> None:
-        """Forgets all tokens."""
         if self.max_cache_len is None:
             self._map(torch.zeros_like)  # not in place: a gradient may need the old state
         LinearAttentionLayer.reset(self)
@@ -150,25 +131,21 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
             self.cumulative_length.zero_()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row of the batch."""
         self._map(lambda part: part.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps some rows of the batch."""
         self._map(lambda part: part[indices])
 
     def _map(self, function) -> None:
         if self.is_initialized:
-            self.recurrent_states = {
-                index: function(part) for index, part in self.recurrent_states.items() if part is not None
-            }
+            states = self.recurrent_states
+            self.recurrent_states = {index: function(part) for index, part in states.items() if part is not None}
             _map_convolutions(self, function)
 
 
 def _map_convolutions(layer: LinearAttentionLayer, function) -> None:
-    layer.conv_states.update(
-        {index: function(state) for index, state in layer.conv_states.items() if state is not None}
-    )
+    states = layer.conv_states
+    states.update({index: function(state) for index, state in states.items() if state is not None})
 
 
 def _repeat_rows(layer: DynamicLayer, repeats: int) -> None:
@@ -190,9 +167,9 @@ class _SlidingLayer(LinearAttentionAndSlidingWindowAttentionLayer):
 
 
 def keep_rows_together(layer: CacheLayerMixin) -> None:
-    """Makes a dynamic cache layer of keys, values and convolutions repeat and select the rows of all three.
+    """Makes a dynamic cache layer repeat and select the rows of keys, values and convolutions together.
 
-    Transformers' own layers inherit these methods from `DynamicLayer`, which knows keys and values alone. Its cache
+    Transformers' layers inherit these methods from `DynamicLayer`, which knows keys and values alone. Its cache
     chooses the class, so the class of the layer is exchanged.
     """
     if type(layer) is LinearAttentionAndFullAttentionLayer:
@@ -202,8 +179,7 @@ def keep_rows_together(layer: CacheLayerMixin) -> None:
 
 
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:
-    """Returns a cache of the decoder's tokens and, in its other half, of keys and values of an encoder's, which never
-    change.
+    """Returns a cache of the decoder's tokens and, in its other half, of an encoder's keys and values.
 
     `generate` makes both halves from the decoder's configuration. With windows, states or a static length the other
     half would forget keys or lack room for them, so it is replaced before its first use.

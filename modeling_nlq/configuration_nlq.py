@@ -62,20 +62,17 @@ SEQ2SEQ_AUTO_MAP = {
 
 
 def default_auto_map(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the `auto_map` of this code for a model by the fields of its configuration."""
+    """Returns the `auto_map` of this code for a model with these fields of a configuration."""
     return SEQ2SEQ_AUTO_MAP if settings.get("is_encoder_decoder") else AUTO_MAP
 
 
 def is_derived(path: str | list[str | None]) -> bool:
-    """Tells whether an entry of `auto_map` names a class of a model that is not of this code. Those of tokenizers are
-    lists.
-    """
+    """Tells whether an entry of `auto_map` names a model's class that is not of this code. Tokenizers have lists."""
     return isinstance(path, str) and path.rpartition("--")[2] not in (*AUTO_MAP.values(), *SEQ2SEQ_AUTO_MAP.values())
 
 
 def saved_auto_map(folder: str | os.PathLike, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the `auto_map` of a saved model: the classes that load it, of this code or derived with a file in its
-    folder.
+    """Returns the classes that load a saved model, of this code or derived with a file in its folder.
 
     Programs such as `accelerate estimate-memory` take the first one, so an encoder must not name a class of decoders.
     """
@@ -89,7 +86,7 @@ def saved_auto_map(folder: str | os.PathLike, settings: Mapping[str, Any]) -> di
     }
 
 
-# The switches that may differ between layers, through Transformers' `per_layer_config`.
+# The switches that may differ between layers, through Transformers' `per_layer_config`
 PER_LAYER_SWITCHES = (
     "position_embedding",
     "sliding_window",
@@ -130,27 +127,12 @@ EXCLUSIONS = (
 
 @dataclass(frozen=True)
 class Projection:
-    """One row of the table of projections: the terms of the sum.
-
-    Attributes:
-        identity: adds the input `X` itself, so the output is as wide as the input.
-        linear: adds `X W`.
-        bottleneck: adds `f(X)`.
-        starts_at_zero: whether the output LayerNorm of `f` starts with gain and bias 0, so that `f = 0` at first.
-    """
+    """The terms of a projection: the input `X` itself, `X W`, and `f(X)`, which may start at zero."""
 
     identity: bool = False
     linear: bool = False
     bottleneck: bool = False
     starts_at_zero: bool = False
-
-    def default_attention_scaling(self, head_dim: int) -> float:
-        """Returns the factor of the scores when this projection computes the queries.
-
-        With an identity term it is half of the usual factor. The paper has `Q(X) = (X + f(X)) / 2`; here the factor of
-        the scores contains the 1/2, and `Q(X) = X + f(X)`.
-        """
-        return (0.5 if self.identity else 1.0) / math.sqrt(head_dim)
 
 
 PROJECTIONS = {
@@ -166,7 +148,7 @@ PROJECTIONS = {
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 # Keys that Transformers writes into config.json or reads from a configuration, beside the attributes of
-# `PreTrainedConfig`.
+# `PreTrainedConfig`
 LIBRARY_KEYS = {
     "attn_implementation",
     "auto_map",
@@ -188,12 +170,9 @@ LIBRARY_KEYS = {
 
 
 def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
-    """Raises `ValueError` if a file chooses a kernel from the Hub: Transformers would download and run its code.
+    """Raises `ValueError` if settings of a file choose a kernel from the Hub, whose code Transformers would run.
 
-    Args:
-        settings: the content of the file, or the value of `field`.
-        source: the file, for the message.
-        field: such as `attn_implementation`.
+    `source` names the file, and `field` the field that `settings` are the value of.
     """
     if field is not None and isinstance(settings, str):
         # Transformers fetches FlashAttention too, unless it is installed
@@ -208,14 +187,13 @@ def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
 
 
 class NLQConfigMixin:
-    """Before `PreTrainedConfig` among the bases: checks names of fields, and saves files of own parts."""
+    """Checks names of fields, and saves files of own parts; a base before `PreTrainedConfig`."""
 
     @classmethod
     def field_names(cls) -> set[str]:
-        """The fields that `PreTrainedConfig` has not, and `per_layer_config`."""
-        return {"per_layer_config", *(field.name for field in fields(cls))} - {
-            field.name for field in fields(PreTrainedConfig)
-        }
+        """Returns the fields that `PreTrainedConfig` lacks, and `per_layer_config`."""
+        names = {"per_layer_config", *(field.name for field in fields(cls))}
+        return names - {field.name for field in fields(PreTrainedConfig)}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -231,9 +209,7 @@ class NLQConfigMixin:
 
         For a saved configuration it only warns, because newer code may have fields that this code lacks.
         """
-        known = LIBRARY_KEYS.union(
-            GenerationConfig._get_default_generation_params(), (field.name for field in fields(cls))
-        )
+        known = LIBRARY_KEYS.union(GenerationConfig._get_default_generation_params(), (f.name for f in fields(cls)))
         for key in keys:
             if key in known or key.startswith("_") or hasattr(PreTrainedConfig, key):
                 continue
@@ -272,109 +248,93 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
     A switch that takes a function takes a key of Transformers' `ACT2FN`, and `None` for nothing.
 
     Args:
-        vocab_size (`int`, defaults to 50304): number of token embeddings.
-        hidden_size (`int`, defaults to 768): width of the residual stream.
-        num_hidden_layers (`int`, defaults to 12): number of blocks.
-        num_attention_heads (`int`, defaults to 12): number of query heads.
-        num_key_value_heads (`int`, *optional*): number of key and value heads; by default as many as query heads.
-        head_dim (`int`, *optional*): width of a head; by default `hidden_size // num_attention_heads`.
-        intermediate_size (`int`, *optional*): inner width of the MLP; by default `4 * hidden_size`.
-        hidden_act (`str`, defaults to `"gelu"`): activation of the MLP.
-        mlp_type (`str`, defaults to `"plain"`): `"plain"`, `act(X W1) W2`, or `"gated"`,
-            `(act(X W_gate) * X W_up) W_down` ([2002.05202](https://huggingface.co/papers/2002.05202)).
-        max_position_embeddings (`int`, defaults to 1024): number of learned positions, in tokens.
-        position_embedding (`str`, defaults to `"learned"`): `"learned"`, `"rope"` or `"none"`. Layers may differ in
-            the last two.
-        rope_parameters (`dict`, *optional*): rotary parameters as in Transformers; rope type `default`, `linear`,
-            `yarn`, `llama3` or `proportional`. With a `partial_rotary_factor` only that part of each head is rotated.
-        sliding_window (`int`, *optional*): how many tokens a query sees, itself and those before it; by default all. A
-            layer with a window caches no more than it.
-        use_bias (`bool`, defaults to `False`): biases in linear layers and LayerNorms.
-        query_key_value_bias (`bool`, *optional*): biases of the query, key and value projections; by default as
-            `use_bias`.
-        attention_output_bias (`bool`, *optional*): bias of the output projection; by default as `use_bias`.
-        mlp_bias (`bool`, *optional*): biases of the MLP; by default as `use_bias`.
-        norm_type (`str`, defaults to `"layernorm"`): the norms of the blocks and the final norm: `"layernorm"`, or
-            `"rmsnorm"` ([1910.07467](https://huggingface.co/papers/1910.07467)), which has no bias.
-        layer_norm_eps (`float`, defaults to 1e-5): epsilon of every norm.
-        norm_gain (`bool`, defaults to `True`): whether the norms of blocks, queries and keys, and the final norm have
-            learned gains (and LayerNorms with `use_bias` biases).
-        embedding_norm (`bool`, defaults to `False`): a norm of the embeddings, before the first block.
-        final_logit_softcapping (`float`, *optional*): logits `c tanh(logits / c)`.
-        initializer_range (`float`, defaults to 0.02): standard deviation of the initial weights; divided
-            by `sqrt(2 * num_hidden_layers)` in the output projections of both sub-layers.
-        embedding_dropout (`float`, defaults to 0.0): dropout probability after the embeddings.
-        residual_dropout (`float`, defaults to 0.0): dropout probability of each sub-layer's output.
-        attention_dropout (`float`, defaults to 0.0): dropout probability of the attention weights.
-        norm_position (`str`, defaults to `"pre"`): `"pre"`, `x = r(x + F(a(norm(x))))`; `"post"`,
-            `x = r(norm(x + F(a(x))))`; `"output"`, `x = r(x + norm(F(a(x))))`; or `"sandwich"`,
-            `x = r(x + norm(F(a(norm(x)))))`. `F` is attention or MLP. All but `"post"` have a final norm.
-        parallel_residual (`bool`, defaults to `False`): attention and MLP read the same `x`, and both outputs are
-            added to it. With `"post"`, their sum has one norm.
-        sublayer_activation (`str`, *optional*): the function `a`, before each sub-layer.
-        residual_activation (`str`, *optional*): the function `r`, after each residual connection.
-        query_projection (`str`, defaults to `"nonlinear"`): `"linear"`, `X W`; `"identity"`, `X`; `"residual"`,
-            `X + X W`; `"nonlinear"`, `X + f(X)`; `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at
-            first.
-        key_projection (`str`, defaults to `"linear"`): the same for the keys.
-        value_projection (`str`, defaults to `"linear"`): the same for the values.
-        projection_bottleneck_size (`int`, *optional*): inner width of `f`; by default `hidden_size // 2`.
-        projection_activation (`str`, defaults to `"gelu"`): activation inside `f`.
-        attention_activation (`str`, defaults to `"softmax"`): the function `phi` of the scores; see
-            `docs/attention.md`.
-        attention_normalization (`str`, *optional*): `"sum"`, `"length"` or `"none"`; the default depends on the
-            activation.
-        attention_scaling (`float`, *optional*): factor of the scores; by default `1 / sqrt(head_dim)`, and half of
-            that for queries with an identity term.
-        linear_attention_decay (`str`, *optional*): the decay of linear attention: `"fixed"`, RetNet's rate for each
-            key and value head, or `"learned"`, a trained rate.
-        attention_sink (`str`, *optional*): `"zero"` or `"learned"`, another term `exp(b)` in softmax's denominator.
-        qk_norm (`str`, *optional*): `"rms"`, RMSNorm of each head's queries and keys; `"rms_all_heads"`, RMSNorm over
-            the width of all heads; or `"l2"`, cosine similarities times a learned scale per query head that replaces
-            the default scaling.
-        attention_gate (`str`, *optional*): `"headwise"` or `"elementwise"`, heads times `sigmoid(X W_g)`
-            ([2505.06708](https://huggingface.co/papers/2505.06708)); or `"value"`, heads times `sigmoid(v W_g)` of the
-            token's own value ([2510.09017](https://huggingface.co/papers/2510.09017)).
-        attention_output_activation (`str`, *optional*): function of the concatenated heads.
-        attention_output_scaling (`float`, *optional*): factor of each head's output.
-        head_projection (`bool`, defaults to `False`): a separate matrix (`head_dim x head_dim`) for each head's
-            output.
-        exclusive_attention (`str`, *optional*): a head's output loses what points along the token's own value:
-            `"fixed"`, all of it, or `"learned"`, a trained share per head
-            ([2603.09078](https://huggingface.co/papers/2603.09078)).
-        value_residual (`str`, *optional*): the values of every later layer are mixed with those of the first:
-            `"fixed"`, in equal parts, or `"learned"` ([2410.17897](https://huggingface.co/papers/2410.17897)).
-        forget_gate (`str`, *optional*): earlier keys lose score with each later token: `"fixed"`, a rate per head, or
-            `"learned"`, a gate ([2503.02130](https://huggingface.co/papers/2503.02130)).
-        attention_length_scaling (`str`, *optional*): `"log"`, scores times `s_h log n_i` of `n_i` visible keys
-            ([2501.19399](https://huggingface.co/papers/2501.19399)).
-        differential_attention (`str`, *optional*): the difference of two softmax maps
-            ([2410.05258](https://huggingface.co/papers/2410.05258)): `"v1"`, of pairs of the heads, or `"v2"`, of
-            twice as many query heads.
-        canon (`str`, *optional*): sites out of `"ABCD"` where each token gets a weighted sum of itself and the three
-            before it: the input of the attention, queries with keys and values, the input of the MLP, and its inside
-            ([2512.17351](https://huggingface.co/papers/2512.17351)).
-        selective_attention (`bool`, defaults to `False`): a token lowers the scores that later tokens give earlier
-            ones ([2410.02703](https://huggingface.co/papers/2410.02703)).
-        parallax (`bool`, defaults to `False`): a second query corrects each head's output to first order
-            ([2605.29157](https://huggingface.co/papers/2605.29157)).
-        attention_parts (`list[str]`, *optional*): names of parts of your own; see `load_attention_parts`.
-        attention_parts_code (`dict[str, str]`, *optional*): a hash of the code of each of them; by default that of the
-            latest.
-        add_cross_attention (`bool`, defaults to `False`): whether each layer attends to the tokens of an encoder too,
-            between its attention and its MLP; see `docs/encoder_decoder.md`.
-        cross_attention (`dict` or `False`, *optional*): switches that differ there; `False` for a layer without it.
-        cross_attention_hidden_size (`int`, *optional*): width of the encoder's tokens; by default `hidden_size`.
-        cross_attention_max_positions (`int`, *optional*): the most tokens that the encoder reads, from which
-            `attention_length_scaling` starts there; by default `max_position_embeddings`.
-        is_causal (`bool`, defaults to `True`): whether a token sees itself and earlier tokens only. `False` makes an
-            encoder, for `NLQForMaskedLM`: a token sees its whole document, or with a `sliding_window` that many tokens
-            on each side.
-        classifier_pooling (`str`, *optional*): what `NLQForSequenceClassification` reads: the `"last"` token, the
-            `"first"`, or the `"mean"` of all; by default `"last"`, and `"mean"` in an encoder.
-        tie_word_embeddings (`bool`, defaults to `True`): whether the LM head is the token embedding.
-        use_cache (`bool`, defaults to `True`): whether to return the key/value cache.
-        bos_token_id, eos_token_id, pad_token_id, mask_token_id (`int`, *optional*): token ids.
+        vocab_size: number of token embeddings.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: number of query heads.
+        num_key_value_heads: number of key and value heads; by default as many as query heads.
+        head_dim: width of a head; by default `hidden_size // num_attention_heads`.
+        intermediate_size: inner width of the MLP; by default `4 * hidden_size`.
+        hidden_act: activation of the MLP.
+        mlp_type: `"plain"`, `act(X W1) W2`, or `"gated"`, `(act(X W_gate) * X W_up) W_down` (arXiv 2002.05202).
+        max_position_embeddings: number of learned positions, in tokens.
+        position_embedding: `"learned"`, `"rope"` or `"none"`. Layers may differ in the last two.
+        rope_parameters: rotary parameters as in Transformers; rope type `default`, `linear`, `yarn`, `llama3` or
+            `proportional`. With a `partial_rotary_factor` only that part of each head is rotated.
+        sliding_window: how many tokens a query sees, itself and those before it; by default all. A layer with a window
+            caches no more than it.
+        use_bias: biases in linear layers and LayerNorms.
+        query_key_value_bias: biases of the query, key and value projections; by default as `use_bias`.
+        attention_output_bias: bias of the output projection; by default as `use_bias`.
+        mlp_bias: biases of the MLP; by default as `use_bias`.
+        norm_type: the norms of the blocks and the final norm: `"layernorm"`, or `"rmsnorm"` (arXiv 1910.07467), which
+            has no bias.
+        layer_norm_eps: epsilon of every norm.
+        norm_gain: whether the norms of blocks, queries and keys, and the final norm have learned gains (and LayerNorms
+            with `use_bias` biases).
+        embedding_norm: a norm of the embeddings, before the first block.
+        final_logit_softcapping: logits `c tanh(logits / c)`.
+        initializer_range: standard deviation of the initial weights; divided by `sqrt(2 * num_hidden_layers)` in the
+            output projections of both sub-layers.
+        embedding_dropout: dropout probability after the embeddings.
+        residual_dropout: dropout probability of each sub-layer's output.
+        attention_dropout: dropout probability of the attention weights.
+        norm_position: `"pre"`, `x = r(x + F(a(norm(x))))`; `"post"`, `x = r(norm(x + F(a(x))))`; `"output"`, `x = r(x
+            + norm(F(a(x))))`; or `"sandwich"`, `x = r(x + norm(F(a(norm(x)))))`. `F` is attention or MLP. All but
+            `"post"` have a final norm.
+        parallel_residual: attention and MLP read the same `x`, and both outputs are added to it. With `"post"`, their
+            sum has one norm.
+        sublayer_activation: the function `a`, before each sub-layer.
+        residual_activation: the function `r`, after each residual connection.
+        query_projection: `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`; `"nonlinear"`, `X + f(X)`;
+            `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
+        key_projection: the same for the keys.
+        value_projection: the same for the values.
+        projection_bottleneck_size: inner width of `f`; by default `hidden_size // 2`.
+        projection_activation: activation inside `f`.
+        attention_activation: the function `phi` of the scores; see `docs/attention.md`.
+        attention_normalization: `"sum"`, `"length"` or `"none"`; the default depends on the activation.
+        attention_scaling: factor of the scores; by default `1 / sqrt(head_dim)`, and half of that for queries with an
+            identity term.
+        linear_attention_decay: the decay of linear attention: `"fixed"`, RetNet's rate for each key and value head, or
+            `"learned"`, a trained rate.
+        attention_sink: `"zero"` or `"learned"`, another term `exp(b)` in softmax's denominator.
+        qk_norm: `"rms"`, RMSNorm of each head's queries and keys; `"rms_all_heads"`, RMSNorm over the width of all
+            heads; or `"l2"`, cosine similarities times a learned scale per query head that replaces the default
+            scaling.
+        attention_gate: `"headwise"` or `"elementwise"`, heads times `sigmoid(X W_g)` (arXiv 2505.06708); or `"value"`,
+            heads times `sigmoid(v W_g)` of the token's own value (arXiv 2510.09017).
+        attention_output_activation: function of the concatenated heads.
+        attention_output_scaling: factor of each head's output.
+        head_projection: a separate matrix (`head_dim x head_dim`) for each head's output.
+        exclusive_attention: a head's output loses what points along the token's own value: `"fixed"`, all of it, or
+            `"learned"`, a trained share per head (arXiv 2603.09078).
+        value_residual: the values of every later layer are mixed with those of the first: `"fixed"`, in equal parts,
+            or `"learned"` (arXiv 2410.17897).
+        forget_gate: earlier keys lose score with each later token: `"fixed"`, a rate per head, or `"learned"`, a gate
+            (arXiv 2503.02130).
+        attention_length_scaling: `"log"`, scores times `s_h log n_i` of `n_i` visible keys (arXiv 2501.19399).
+        differential_attention: the difference of two softmax maps (arXiv 2410.05258): `"v1"`, of pairs of the heads,
+            or `"v2"`, of twice as many query heads.
+        canon: sites out of `"ABCD"` where each token gets a weighted sum of itself and the three before it: the input
+            of the attention, queries with keys and values, the input of the MLP, and its inside (arXiv 2512.17351).
+        selective_attention: a token lowers the scores that later tokens give earlier ones (arXiv 2410.02703).
+        parallax: a second query corrects each head's output to first order (arXiv 2605.29157).
+        attention_parts: names of parts of your own; see `load_attention_parts`.
+        attention_parts_code: a hash of the code of each of them; by default that of the latest.
+        add_cross_attention: whether each layer attends to the tokens of an encoder too, between its attention and its
+            MLP; see `docs/encoder_decoder.md`.
+        cross_attention: switches that differ there; `False` for a layer without it.
+        cross_attention_hidden_size: width of the encoder's tokens; by default `hidden_size`.
+        cross_attention_max_positions: the most tokens that the encoder reads, from which `attention_length_scaling`
+            starts there; by default `max_position_embeddings`.
+        is_causal: whether a token sees itself and earlier tokens only. `False` makes an encoder, for `NLQForMaskedLM`:
+            a token sees its whole document, or with a `sliding_window` that many tokens on each side.
+        classifier_pooling: what `NLQForSequenceClassification` reads: the `"last"` token, the `"first"`, or the
+            `"mean"` of all; by default `"last"`, and `"mean"` in an encoder.
+        tie_word_embeddings: whether the LM head is the token embedding.
+        use_cache: whether to return the key/value cache.
+        bos_token_id, eos_token_id, pad_token_id, mask_token_id: token ids.
     """
 
     model_type = "nlq"
@@ -456,13 +416,11 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
     def __post_init__(self, **kwargs):
         self.check_names(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
         if (overrides := kwargs.get("per_layer_config")) is not None:
-            if not isinstance(overrides, dict) or not all(
-                isinstance(switches, dict) for switches in overrides.values()
-            ):
+            if not isinstance(overrides, dict) or not all(isinstance(layer, dict) for layer in overrides.values()):
                 raise ValueError(
                     f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there"
                 )
-            _check_per_layer_switches({name for switches in overrides.values() for name in switches})
+            _check_per_layer_switches(overrides)
 
         width, heads = self.hidden_size, self.num_attention_heads
         for name in (
@@ -472,8 +430,7 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             "num_attention_heads",
             "max_position_embeddings",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be a positive integer")
+            _check_positive(self, name)
         if self.num_hidden_layers > 10_000:  # listed in Python, for minutes
             raise ValueError(f"num_hidden_layers={self.num_hidden_layers} must be at most 10000")
         if self.head_dim is None and width % heads:
@@ -491,7 +448,7 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
         self.name_code(kwargs.get("auto_map"))
 
     def _own_parts(self) -> dict[str, type[AttentionPart]]:
-        """The user's own parts in any layer, by name."""
+        """Returns the user's own parts in any layer, by name."""
         names = dict.fromkeys(name for layer in self.attention_configs for name in layer.attention_parts or ())
         return {name: find_part(name, (self.attention_parts_code or {}).get(name)) for name in names}
 
@@ -512,9 +469,7 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
 
     @property
     def cross_attention_config(self) -> "NLQConfig | None":
-        """What the cross-attention (of one layer) reads in place of the layer's configuration; `None` where there is
-        none.
-        """
+        """What the cross-attention (of one layer) reads in place of the layer's configuration, if there is one."""
         if not self.add_cross_attention or self.cross_attention is False:
             return None
         config, overrides = copy.copy(self), self.cross_attention if isinstance(self.cross_attention, dict) else {}
@@ -586,15 +541,11 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
         return self.use_bias if has_bias is None else has_bias
 
     def validate_layer_type(self):
-        """Validates nothing: the types of the layers are not a field, they follow from the activations."""
+        """Validates nothing: the types of the layers follow from their activations."""
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """The linear layers that tensor parallelism splits, and how, for Transformers.
-
-        Norms, and parameters with a row for each head, are whole on every process; `integrations_nlq.py` cuts what
-        needs cutting.
-        """
+        """The linear layers that tensor parallelism splits, and how. Modules cut what else belongs to heads."""
         # Always: Transformers reads from it that a cache holds some of the heads
         plan = {"self_attn.k_proj": "colwise"}
         for layer in self.attention_configs:
@@ -604,10 +555,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
                 if projection.linear:
                     plan[f"{module}.{name[0]}_proj"] = "colwise"
                 if projection.bottleneck:
-                    plan |= {
-                        f"{module}.{name[0]}_bottleneck.fc1": "colwise",
-                        f"{module}.{name[0]}_bottleneck.fc2": "rowwise",
-                    }
+                    plan[f"{module}.{name[0]}_bottleneck.fc1"] = "colwise"
+                    plan[f"{module}.{name[0]}_bottleneck.fc2"] = "rowwise"
             for part in parts_of(layer):
                 plan |= {f"{module}.{name}": style for name, style in part.split_layers(layer).items()}
             plan[f"{module}.o_proj"] = "rowwise"
@@ -632,13 +581,13 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             return float(self.attention_scaling)
         if self.qk_norm == "l2":
             return 1.0  # a learned scale replaces it
-        return PROJECTIONS[self.query_projection].default_attention_scaling(self.head_dim)
+        # The paper has `Q(X) = (X + f(X)) / 2`. Here the factor contains the 1/2, and `Q(X) = X + f(X)`
+        return (0.5 if PROJECTIONS[self.query_projection].identity else 1.0) / math.sqrt(self.head_dim)
 
     def validate_architecture(self):
         """Checks the fields that differ between layers, sizes, and rotary positions."""
         if self.is_heterogeneous:  # first: what differs between layers cannot be read below
-            overrides = self._heterogeneity_spec.per_layer_overrides.values()
-            _check_per_layer_switches({name for switches in overrides for name in switches})
+            _check_per_layer_switches(self._heterogeneity_spec.per_layer_overrides)
         if self.num_key_value_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
@@ -650,8 +599,8 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
             rope_type = (self.rope_parameters or {}).get("rope_type")
             if rope_type not in ROPE_TYPES:
                 raise ValueError(
-                    f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; angles that "
-                    "depend on the current length do not fit a cache"
+                    f"rope_parameters: rope_type={rope_type!r} must be one of {', '.join(ROPE_TYPES)}; a cache does "
+                    "not fit angles that depend on the current length"
                 )
             # `proportional` rotates the rest too, by an angle of 0
             factor = 1.0 if rope_type == "proportional" else self.rope_parameters.get("partial_rotary_factor", 1.0)
@@ -681,12 +630,15 @@ class NLQConfig(NLQConfigMixin, PreTrainedConfig):
                 raise ValueError(f"layer {index}: {error}" if self.is_heterogeneous else str(error)) from None
 
 
-def _check_per_layer_switches(names: set[str]) -> None:
-    if foreign := sorted(names - set(PER_LAYER_SWITCHES)):
-        raise ValueError(
-            f"per_layer_config: {', '.join(foreign)} cannot be set for a layer; only {', '.join(PER_LAYER_SWITCHES)} "
-            "can"
-        )
+def _check_per_layer_switches(overrides: Mapping[int, Mapping[str, Any]]) -> None:
+    if foreign := sorted({name for switches in overrides.values() for name in switches} - set(PER_LAYER_SWITCHES)):
+        allowed = ", ".join(PER_LAYER_SWITCHES)
+        raise ValueError(f"per_layer_config: {', '.join(foreign)} cannot be set for a layer; only {allowed} can")
+
+
+def _check_positive(config: NLQConfig, name: str) -> None:
+    if (size := getattr(config, name)) is not None and size < 1:
+        raise ValueError(f"{name}={size} must be a positive integer")
 
 
 def _check_function(config: NLQConfig, name: str, is_optional: bool) -> None:
@@ -727,8 +679,8 @@ def _check_layer(layer: NLQConfig) -> None:
         )
     if normalization == "sum" and not activation.non_negative:
         raise ValueError(
-            "attention_normalization='sum' needs weights that are never negative, but "
-            f"attention_activation={activation.name!r} can be; use 'length' or 'none'"
+            f"attention_normalization='sum' needs weights that are never negative, but attention_activation="
+            f"{activation.name!r} can be; use 'length' or 'none'"
         )
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         raise ValueError(
@@ -743,14 +695,12 @@ def _check_layer(layer: NLQConfig) -> None:
     needs_order = {
         "attention_activation": not activation.sees_own_key,
         "linear_attention_decay": layer.linear_attention_decay,
+        **{part.name: part.causal_only for part in parts},
     }
-    needs_order |= {part.name: part.causal_only for part in parts}
     if not layer.is_causal and (names := [name for name, needs in needs_order.items() if needs]):
         values = ", ".join(f"{name}={getattr(layer, name)!r}" if hasattr(layer, name) else name for name in names)
         if layer.is_cross_attention:
-            raise ValueError(
-                f"{values} needs an order of the tokens, which those of an encoder have not; name another there"
-            )
+            raise ValueError(f"{values} needs an order of the tokens, which an encoder's lack; name another there")
         raise ValueError(f"{values} needs an order of the tokens, and is_causal=False has none; use is_causal=True")
     for part in parts:
         if part.activations and activation.name not in part.activations:
@@ -761,17 +711,19 @@ def _check_layer(layer: NLQConfig) -> None:
         # Linear attention does not compute scores or weights, and has a state instead
         if activation.kind == "linear" and any(map(part.has_hook, WEIGHT_HOOKS)):
             raise ValueError(
-                f"{part.name} changes scores or weights, which attention_activation='linear_attention' has not"
+                f"{part.name} changes scores or weights, which attention_activation='linear_attention' lacks"
             )
-    for what in (lambda part: part.has_hook("change_weights"), lambda part: part.conv_states(layer)):
-        if len(names := [part.name for part in parts if what(part)]) > 1:
+    for names in (
+        [part.name for part in parts if part.has_hook("change_weights")],
+        [part.name for part in parts if part.conv_states(layer)],
+    ):
+        if len(names) > 1:
             raise ValueError(
                 f"{' and '.join(names)} exclude each other: they change the same weights, or use the same cache"
             )
 
 
 def _check_cross_attention(layer: NLQConfig) -> None:
-    """Checks the switches of the cross-attention of one layer."""
     overrides = layer.cross_attention
     if overrides is True:
         raise ValueError("cross_attention=True must be the switches that differ there, False, or None")
@@ -783,15 +735,11 @@ def _check_cross_attention(layer: NLQConfig) -> None:
     if not layer.is_causal:
         raise ValueError("add_cross_attention=True needs is_causal=True: an encoder has no cross-attention")
     for name in ("cross_attention_hidden_size", "cross_attention_max_positions"):
-        if (size := getattr(layer, name)) is not None and size < 1:
-            raise ValueError(f"{name}={size} must be a positive integer")
+        _check_positive(layer, name)
     for name in overrides or {}:
         if name not in CROSS_ATTENTION_SWITCHES:
-            hint = did_you_mean(name, CROSS_ATTENTION_SWITCHES)
-            raise ValueError(
-                f"cross_attention: {name!r} cannot be set there; {hint}choose from "
-                f"{', '.join(CROSS_ATTENTION_SWITCHES)}"
-            )
+            hint, allowed = did_you_mean(name, CROSS_ATTENTION_SWITCHES), ", ".join(CROSS_ATTENTION_SWITCHES)
+            raise ValueError(f"cross_attention: {name!r} cannot be set there; {hint}choose from {allowed}")
     try:
         if (cross := layer.cross_attention_config) is None:
             return
@@ -800,7 +748,7 @@ def _check_cross_attention(layer: NLQConfig) -> None:
             if part.of_own_tokens() or any(map(part.has_hook, ("token_state", *MLP_HOOKS))):
                 raise ValueError(f"{part.name} needs the decoder's own tokens or its MLP, and cannot be there")
         if cross.attention_gate == "value":
-            raise ValueError("attention_gate='value' reads the token's own value, which there is none of")
+            raise ValueError("attention_gate='value' needs the token's own value, and cannot be there")
     except ValueError as error:
         raise ValueError(f"cross_attention: {error}") from None
 
@@ -809,12 +757,10 @@ NLQConfig.register_for_auto_class()
 add_to_package(__name__)
 
 
-# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])` and does not read `auto_map`
-# there. The name means the Auto class, which finds the code of each folder, so several revisions in one process agree.
-# It is set here because the server imports this file first. It is an attribute of the module's class because
-# Transformers makes a second module object of itself (`direct_transformers_import`), and the server keeps the first.
-# Only the server sees it, because MLflow takes any name in `transformers` for built in, and loads it without
-# `trust_remote_code`.
+# `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`, not by `auto_map`. The name
+# means the Auto class, which finds the code of each folder. It is an attribute of the module's class, because
+# Transformers makes a second module object of itself (`direct_transformers_import`). Only the server sees it: MLflow
+# takes any name in `transformers` for built in, and loads it without `trust_remote_code`.
 def _served_class(module: ModuleType) -> type:
     if "transformers.cli.serve" in sys.modules:
         return AutoModelForCausalLM

@@ -41,19 +41,13 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
     The architecture of an encoder and a decoder, each with every switch of `NLQConfig`.
 
     Args:
-        encoder (`dict` or `NLQConfig`, *optional*): the encoder; `is_causal=False` is set.
-        decoder (`dict` or `NLQConfig`, *optional*): the decoder; `add_cross_attention=True` is set, and
-            `cross_attention_hidden_size` and `cross_attention_max_positions` are read from the encoder.
-        decoder_start_token_id (`int`, *optional*): the first token of the decoder; by default `bos_token_id`, or else
-            `pad_token_id`.
-        bos_token_id, eos_token_id, pad_token_id (`int`, *optional*): token ids; by default the decoder's.
-        tie_word_embeddings (`bool`, defaults to `True`): whether both halves and the LM head have the same token
-            embedding.
+        encoder: the encoder; `is_causal=False` is set.
+        decoder: the decoder; `add_cross_attention=True` is set, and `cross_attention_hidden_size` and
+            `cross_attention_max_positions` are read from the encoder.
+        decoder_start_token_id: the first token of the decoder; by default `bos_token_id`, or else `pad_token_id`.
+        bos_token_id, eos_token_id, pad_token_id: token ids; by default the decoder's.
+        tie_word_embeddings: whether both halves and the LM head have the same token embedding.
         kwargs: fields of `NLQConfig` for both halves; a field in a half's own `dict` wins.
-
-    Raises:
-        ValueError: for a direction of a half other than its own, for embeddings of different shapes that are tied, and
-            for a `decoder_start_token_id` without an embedding.
     """
 
     model_type = "nlq_seq2seq"
@@ -94,10 +88,9 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
         for name, directions in DIRECTIONS.items():
             half = getattr(self, name) or {}
             switches = half.to_diff_dict() | shared if isinstance(half, PreTrainedConfig) else shared | half
-            sizes = {
-                field: getattr(self.encoder, origin) for field, origin in FROM_ENCODER.items() if name == "decoder"
-            }
-            fixed = {**directions, **(sizes or dict.fromkeys(FROM_ENCODER))}
+            fixed = {**directions, **dict.fromkeys(FROM_ENCODER)}
+            if name == "decoder":
+                fixed |= {field: getattr(self.encoder, origin) for field, origin in FROM_ENCODER.items()}
             for switch, value in fixed.items():
                 if switches.get(switch) not in (None, value):
                     raise ValueError(f"{name}: {switch}={switches[switch]!r} must be {value}, or left out")

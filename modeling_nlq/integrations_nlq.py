@@ -42,11 +42,9 @@ KNOWN_ARGUMENTS = {
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Checks the arguments of a call that `forward` does not name; switches, numbers and strings pass.
+    """Raises `ValueError` for an object that `forward` does not name, such as a mask that Transformers renamed.
 
-    Raises:
-        ValueError: if one of them holds a cache, a mask or another tensor that the model would ignore, such as one
-            that a newer Transformers has renamed.
+    Switches, numbers and strings pass.
     """
     for name, value in arguments.items():
         if name not in KNOWN_ARGUMENTS and not isinstance(value, (bool, int, float, str, type(None))):
@@ -128,18 +126,12 @@ class NLQIntegrationMixin:
 
 
 class NLQGenerationMixin(GenerationMixin):
-    """Transformers' generation, and continuous batching of every attention activation with keys and values.
-
-    Continuous batching is `generate_batch`, `init_continuous_batching` and Transformers' server. Transformers runs the
-    requests. This class chooses the attention that it uses meanwhile. It also refuses requests that do not fit into
-    the learned positions, because a single failing request would stop the thread that serves all of them.
-    """
+    """Transformers' generation, and continuous batching of every attention activation with keys and values."""
 
     def _get_static_cache_init_shape(self):
         # diff with GenerationMixin: parts may widen the keys, and then the cache reads their width from the first ones
-        has_states = any(
-            part.has_hook("token_state") for layer in self.config.per_layer_config for part in parts_of(layer)
-        )
+        parts = [part for layer in self.config.per_layer_config for part in parts_of(layer)]
+        has_states = any(part.has_hook("token_state") for part in parts)
         return None if has_states else super()._get_static_cache_init_shape()
 
     def create_masks_for_generate(
@@ -156,12 +148,7 @@ class NLQGenerationMixin(GenerationMixin):
     def init_continuous_batching(self, *args, **kwargs) -> ContinuousBatchingManager:
         """Returns Transformers' manager of requests; `generate_batch` and the context manager call this too.
 
-        Until the manager stops, `attn_implementation` is one that takes the paged cache. Then the manager sets the
-        model's own again.
-
-        Raises:
-            ValueError: for linear attention, for windows that differ, and if the model's `attn_implementation` cannot
-                do it.
+        Until it stops, `attn_implementation` is one that takes the paged cache. `ValueError` if there is none.
         """
         original, paged = self.config._attn_implementation, self._choose_paged_implementation()
         if paged != original:
@@ -179,11 +166,7 @@ class NLQGenerationMixin(GenerationMixin):
         return manager
 
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args, **kwargs) -> dict:
-        """Generates as in Transformers, after a check of the prompts: one that fails would end all others there.
-
-        Raises:
-            ValueError: for a prompt longer than the learned positions, and what `init_continuous_batching` refuses.
-        """
+        """Generates as in Transformers; `ValueError` for a prompt longer than the learned positions."""
         for prompt in inputs:
             _check_prompt(prompt, self.config)
         return super().generate_batch(inputs, *args, **kwargs)
@@ -200,8 +183,7 @@ def _check_prompt(prompt: Sequence[int], config: PreTrainedConfig) -> None:
 def _keep_within_positions(manager: ContinuousBatchingManager, config: PreTrainedConfig) -> Callable[..., str | None]:
     """Returns the manager's `add_request`, which ends requests at the last learned position.
 
-    A longer request would fail in the thread that serves all requests, and Transformers offers no other place for a
-    check.
+    A longer request would fail in the thread that serves all requests.
     """
     add_request = manager.add_request
 

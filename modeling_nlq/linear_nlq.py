@@ -26,7 +26,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.utils.generic import maybe_autocast
 
-from .activations_nlq import counts_as_zero
+from .activations_nlq import at_least_float32, counts_as_zero
 from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
 
@@ -40,39 +40,26 @@ SEGMENT_SIZE = 2048
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates queries and keys by their positions (Su et al. 2021, arXiv 2104.09864).
+    """Rotates queries and keys by their positions, the first elements of each head, as many as `cos` and `sin` have.
 
-    Args:
-        query, key: `(batch, heads, length, head_dim)`.
-        cos, sin: `(batch or 1, length, rotated)`. The first `rotated` elements of each head are rotated.
+    Queries and keys are `(batch, heads, length, head_dim)`, cosines and sines `(batch or 1, length, rotated)`.
     """
     rotation = rotate_whole if cos.shape[-1] == query.shape[-1] else rotate_part
     return rotation(query, key, cos, sin)
 
 
 class LinearInputs(NamedTuple):
-    """The inputs of all forms, in at least float32.
+    """The inputs of all forms, in at least float32. Rotated states have rotary positions, for the numerator."""
 
-    Attributes:
-        query: `(b, g, r, n, d)`, `psi(c q)`.
-        key: `(b, g, n, d)`, `psi(k)`, 0 for padding.
-        rotated_query, rotated_key: the same with rotary positions, for the numerator.
-        value: `(b, g, n, d)`.
-        count: `(b, n)`, the number of tokens up to each one that are not padding, including those of the state.
-        is_valid: `(b, n)` booleans, false for padding. Both are `None` for a single token that is none.
-        document_start: `(b, n)`, the first token of each token's packed document, or `None`.
-        log_decay: `(g,)`, or `None` if nothing decays.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # (b, g, r, n, d), psi(c q)
+    key: torch.Tensor  # (b, g, n, d), psi(k), 0 for padding
     rotated_query: torch.Tensor
     rotated_key: torch.Tensor
-    value: torch.Tensor
-    count: torch.Tensor | None
-    is_valid: torch.Tensor | None
-    document_start: torch.Tensor | None
-    log_decay: torch.Tensor | None
+    value: torch.Tensor  # (b, g, n, d)
+    count: torch.Tensor | None  # (b, n), tokens without padding up to each one, including those of the state
+    is_valid: torch.Tensor | None  # (b, n), false for padding. Both are `None` for a single token that is none
+    document_start: torch.Tensor | None  # (b, n), the first token of each token's packed document
+    log_decay: torch.Tensor | None  # (g,)
 
 
 def fixed_log_decay(num_heads: int) -> torch.Tensor:
@@ -107,7 +94,7 @@ class _FeatureMap(torch.autograd.Function):
 
 
 def feature_map(states: torch.Tensor) -> torch.Tensor:
-    """Computes `psi`. It is positive, so the normaliser is positive too."""
+    """Computes `psi`, which is positive, so the normaliser is positive too."""
     has_gradient = torch.is_grad_enabled() and states.requires_grad
     return _FeatureMap.apply(states) if has_gradient else _FeatureMap.forward(states)
 
@@ -125,24 +112,15 @@ def chunked_form(
 ) -> tuple[torch.Tensor, LinearState]:
     """Returns `(b, g, r, n, d)` and the state after the last token: pairs within a chunk, and the state before it.
 
-    Decay is counted from the end of a chunk or of the state, so no factor is above 1, whatever the length.
-
-    Args:
-        inputs: the inputs of n tokens.
-        state: the state of all tokens before them.
-        chunk_size: c, in tokens. `None` makes one chunk of all tokens, for exported programs of any length.
+    Decay is counted from the end of a chunk or of the state, so no factor is above 1, whatever the length. Without a
+    `chunk_size`, all tokens are one chunk, for exported programs of any length.
     """
     numerator, denominator, state = _chunked_sums(inputs, state, chunk_size)
     return divide(numerator, denominator), state
 
 
 def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) -> torch.Tensor:
-    """Returns `(b, g, r, n, d)` where each query sees all keys of its packed document; without decay.
-
-    Args:
-        inputs: the inputs of n tokens.
-        document_end: `(b, n)`, the last token of each token's packed document, or `None`.
-    """
+    """Returns `(b, g, r, n, d)` where each query sees its packed document, up to token `document_end` `(b, n)`."""
     if document_end is None:
         numerator = inputs.rotated_query @ (inputs.rotated_key.mT @ inputs.value)[:, :, None]
         return divide(numerator, (inputs.query @ inputs.key.sum(dim=-2)[:, :, None, :, None]).squeeze(-1))
@@ -158,14 +136,9 @@ def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) 
 
 
 def state_of_source(key: torch.Tensor, value: torch.Tensor, is_valid: torch.Tensor | None) -> LinearState:
-    """Returns the sums over an encoder's tokens, which the queries of cross-attention need.
-
-    Args:
-        key, value: `(b, g, n, d)`.
-        is_valid: `(b or 1, n)` booleans, false for padding, or `None`.
-    """
+    """Returns the sums over an encoder's tokens `(b, g, n, d)`, but those that are padding, for cross-attention."""
     with maybe_autocast(key.device.type, enabled=False):
-        key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (key, value))
+        key, value = (states.to(at_least_float32(states)) for states in (key, value))
         key = feature_map(key) if is_valid is None else feature_map(key) * is_valid[:, None, :, None]
         return LinearState(key.mT @ value, key.sum(dim=-2))
 
@@ -234,9 +207,8 @@ def recurrent_step(inputs: LinearInputs, index: int, state: LinearState | None) 
         state = LinearState(key.new_zeros(*key.shape, key.shape[-1]), torch.zeros_like(key))
     decay = None
     if inputs.log_decay is not None:  # (b or 1, g): padding decays nothing
-        tokens = (
-            inputs.key.new_ones(1) if inputs.is_valid is None else inputs.is_valid[:, index].to(inputs.count.dtype)
-        )
+        is_valid, ones = inputs.is_valid, inputs.key.new_ones(1)
+        tokens = ones if is_valid is None else is_valid[:, index].to(inputs.count.dtype)
         decay = _decay(inputs.log_decay, tokens)
     if inputs.document_start is not None:
         is_inside = (inputs.document_start[:, index] < index)[:, None]
@@ -255,9 +227,7 @@ def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
 
 
 def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns `decay^tokens`, `(b, ...)` -> `(b, g or 1, ...)`. A negative number of tokens, of a hidden pair, counts
-    as 0.
-    """
+    """Returns `decay^tokens`, `(b, ...)` -> `(b, g or 1, ...)`. A negative number, of a hidden pair, counts as 0."""
     if log_decay is None:
         return torch.ones_like(tokens, dtype=torch.float32)[:, None]
     rate = log_decay.view(-1, *[1] * (tokens.ndim - 1))
@@ -321,9 +291,7 @@ def linear_attention(
         query: `(batch, heads, query, head_dim)`, before rotary positions.
         key, value: `(batch, key_value_heads, query, head_dim)`, of the same tokens.
         visibility: padding and packed documents; `None` if each row is one text.
-        scaling: `attention_scaling`.
         log_decay: `(key_value_heads,)`, of any type and device, or `None`.
-        position_embeddings: cosines and sines of rotary positions, or `None`.
         state: the state of the tokens before these.
         form: `"chunked"`, which uses `recurrent_step` for a single token, or `"parallel"`, which neither takes nor
             returns a state.
@@ -388,18 +356,10 @@ def linear_attention(
 
 
 def _make_inputs(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    count: torch.Tensor | None,
-    is_valid: torch.Tensor | None,
-    query_scaling: float,
-    document_start: torch.Tensor | None,
-    log_decay: torch.Tensor | None,
-    position_embeddings: Sequence[torch.Tensor] | None,
+    query, key, value, count, is_valid, query_scaling, document_start, log_decay, position_embeddings
 ) -> LinearInputs:
     """Applies the feature map and rotary positions, and groups the heads."""
-    query, key, value = (states.to(torch.promote_types(states.dtype, torch.float32)) for states in (query, key, value))
+    query, key, value = (states.to(at_least_float32(states)) for states in (query, key, value))
     query, key = feature_map(query * query_scaling), feature_map(key)
     if is_valid is not None:
         key = key * is_valid[:, None, :, None]

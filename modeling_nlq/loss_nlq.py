@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
 
+from .activations_nlq import at_least_float32
 from .ops_nlq import OnceDifferentiable, Operation
 
 
@@ -23,17 +24,11 @@ _NO_SECOND_DERIVATIVE = (
 def loss_in_slices(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the negative log-likelihood of each row, and the gradient of their weighted sum.
+    """Computes the negative log-likelihood of each row `(tokens, vocabulary)`, and the gradient of their weighted sum.
 
-    Args:
-        logits: `(tokens, vocabulary)`.
-        targets: `(tokens,)` token ids.
-        weights: `(tokens,)`, or `None` if no gradient is wanted.
-
-    Returns:
-        `(tokens,)` in at least float32, and the gradient in the shape and dtype of the logits, or `(0,)`.
+    The gradient is empty without `weights`.
     """
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = at_least_float32(logits)
     rows = max(SLICE_ELEMENTS // logits.shape[-1], 1)
     losses = torch.empty_like(logits[:, 0], dtype=dtype)
     gradient = logits.new_empty(0) if weights is None else torch.empty_like(logits)
@@ -62,19 +57,8 @@ class _Loss(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        logits: torch.Tensor,
-        anchor: torch.Tensor,
-        targets: torch.Tensor,
-        is_counted: torch.Tensor,
-        count: torch.Tensor,
-        has_backward: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss and the gradient of the logits, empty without `has_backward`.
-
-        `logits` are `(tokens, vocabulary)`, `targets` and `is_counted` are `(tokens,)`, and `anchor` is a number in
-        the graph of the logits.
-        """
+    def forward(logits, anchor, targets, is_counted, count, has_backward) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss and the gradient of the logits; `anchor` is a number in their graph."""
         # Without any label the loss is NaN and the gradient 0, as in PyTorch
         weights = torch.where(is_counted, 1.0 / count, 0.0) if has_backward else None
         losses, gradient = loss_and_gradient(logits, targets, weights)
@@ -86,7 +70,7 @@ class _Loss(torch.autograd.Function):
         ctx.save_for_backward(output[1], inputs[1])
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor, None, None, None, None, None]:
+    def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor | None, ...]:
         result, anchor = ctx.saved_tensors
         # A new tensor even if the factor is 1: hooks may change it in place, and a retained graph is read again
         return result * OnceDifferentiable.apply(gradient, anchor, _NO_SECOND_DERIVATIVE), None, None, None, None, None
@@ -106,13 +90,8 @@ def causal_lm_loss(
     Args:
         logits: `(batch, length, vocabulary)`.
         labels: `(batch, length)` token ids; token `i` is predicted at `i - 1`.
-        vocab_size: size of the logits' last dimension.
         num_items_in_batch: what to divide the sum by. Defaults to the number of labels that are not ignored.
-        ignore_index: label without a loss.
         shift_labels: `(batch, length)` labels shifted to the positions that predict them, instead of `labels`.
-
-    Raises:
-        ValueError: if the shape of the labels is not `(batch, length)`.
     """
     is_plain = logits.device.type == "cpu" and type(logits) is torch.Tensor and not is_tracing(logits)
     # A gradient in float16 needs a scaled loss, so it cannot be computed before the scale is known
@@ -125,7 +104,7 @@ def causal_lm_loss(
     targets, logits = shift_labels.reshape(-1), logits.reshape(-1, vocab_size)
     is_counted = targets != ignore_index
     count = is_counted.sum() if num_items_in_batch is None else num_items_in_batch
-    count = torch.as_tensor(count, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    count = torch.as_tensor(count, dtype=at_least_float32(logits), device=logits.device)
     has_backward = torch.is_grad_enabled() and logits.requires_grad
     anchor = logits[:0].sum()
     loss, _ = _Loss.apply(logits, anchor, targets.masked_fill(~is_counted, 0), is_counted, count, has_backward)

@@ -1,9 +1,5 @@
 """Masks: which keys each query sees, what a backend takes to say so, and how a backend reads it.
 
-`read_sequences` reads the arguments of a call of the model. `make_mask` makes from them what a backend takes.
-`read_mask` and `read_visible` are for backends. Causal order, windows, padding, packed documents, cached tokens and a
-caller's 4-D mask are decided here and nowhere else.
-
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call).
 
 The number `n` of keys that a query sees depends on that query alone, never on the padded, cached or total length. That
@@ -11,7 +7,7 @@ makes cached decoding, padding and packing exact for every activation.
 """
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -36,9 +32,8 @@ from .cache_nlq import CACHE_NAME
 
 
 class LayerArgument:
-    """A dataclass among the arguments of a layer. Other programs can move its tensors.
-
-    A named tuple would become a plain one in programs that walk through the arguments.
+    """A dataclass among the arguments of a layer. A named tuple would become a plain one in programs that walk
+    through the arguments.
     """
 
     def to(self, *args, **kwargs) -> Self:
@@ -54,21 +49,14 @@ class LayerArgument:
 class Visibility(LayerArgument):
     """The keys that each query sees, in O(length) memory: those from `first_key` to `last_key` that are valid.
 
-    Attributes:
-        last_key: `(batch or 1, query)`, the last key that each query may see: its own token in causal order, else the
-            end of its packed document or window. It never falls from query to query. `None` if no key is too late.
-        key_length: number of keys, including those of a static cache that are still empty.
-        visible_count: `(batch or 1, query)`, the number `n` of keys each query sees.
-        key_is_valid: `(batch, key)` booleans, false for padding; `None` if every key is valid.
-        first_key: `(batch or 1, query)`, the first key that each query may see, because its packed document or its
-            window begins there. It never falls from query to query. `None` if no key is too early.
+    The first and the last key never fall from query to query. They are `None` if no key is too early, or too late.
     """
 
-    last_key: torch.Tensor | None
-    key_length: int
-    visible_count: torch.Tensor
-    key_is_valid: torch.Tensor | None = None
-    first_key: torch.Tensor | None = None
+    last_key: torch.Tensor | None  # (batch or 1, query)
+    key_length: int  # including keys of a static cache that are still empty
+    visible_count: torch.Tensor  # (batch or 1, query), the number `n` of keys each query sees
+    key_is_valid: torch.Tensor | None = None  # (batch, key) booleans, false for padding
+    first_key: torch.Tensor | None = None  # (batch or 1, query)
 
     def check(self, query_length: int, key_length: int) -> None:
         """Raises `ValueError` if it was made for another number of queries or keys."""
@@ -78,7 +66,7 @@ class Visibility(LayerArgument):
             )
 
     def excluding_self(self) -> "Visibility":
-        """Returns the visibility, in causal order, without each query's own token, which is its last key."""
+        """Returns the visibility, in causal order, without each query's own token."""
         self_count = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
         return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - self_count)
 
@@ -116,16 +104,13 @@ def make_visibility(
     """Makes the visibility of the last `query_length` positions, with padding, packing or a window.
 
     Args:
-        query_length: number of queries in this call.
-        key_length: number of keys, including those of a static cache that are still empty.
         query_offset: number of tokens before the first query; a tensor if a static cache counts them.
         attention_mask: `(batch, tokens)` booleans, false for padding; tokens beyond it are padding.
         segments: `(batch or 1, key)`, the number of each token's packed document. Not together with `attention_mask`
             or a cache.
         sliding_window: how many tokens a query sees at most, itself and those before it; without causal order that
-            many on each side of itself; `None` for all.
+            many on each side of itself.
         key_offset: number of tokens before the first key, which a cache of the window has forgotten.
-        is_causal: false for an encoder, whose queries see later tokens.
     """
     query_index = torch.arange(query_length, device=device) + (query_offset - key_offset)
     first_key, last_key = None, query_index[None] if is_causal else None
@@ -194,49 +179,27 @@ class TokenContext(LayerArgument):
     has_own_mask: bool = False
 
 
-@dataclass
-class FlexMask(LayerArgument):
-    """The mask of `flex_attention`.
-
-    Attributes:
-        block_mask: Transformers' block mask.
-        visible_count: `(batch or 1, query)`, the number of keys that each query sees, or `None` if it is not known.
-    """
+class FlexMask(NamedTuple):
+    """The mask of `flex_attention`, and how many keys each query sees, `(batch or 1, query)`, where that is known."""
 
     block_mask: BlockMask | None
     visible_count: torch.Tensor | None = None
 
 
-# What the arguments of a call say
-
-
 @dataclass
 class Sequences(LayerArgument):
-    """The sequences of one call of the model; each layer makes its `Visibility` and `TokenContext` from them.
+    """What the arguments of a call say. Each layer makes its `Visibility` and `TokenContext` from it."""
 
-    Attributes:
-        position_ids: `(batch or 1, query)`, the position of each token in its text.
-        attention_mask: the caller's mask, or `None` if it hides nothing. In continuous batching it is Transformers'
-            own, and `None` for flash attention.
-        query_offset: number of tokens before the first query; a tensor if a static cache counts them.
-        padding_mask: `(batch, tokens)`, false for padding, or `None`.
-        segments: `(batch, query)`, the number of each token's packed document, or `None`.
-        last_position: the largest position where it is known without reading `position_ids`, else `None`.
-        is_paged: whether this is a call of continuous batching, where `attention_mask` alone says what a query sees,
-            or for flash attention the arguments that Transformers passes to it.
-        is_causal: false for an encoder, whose queries see later tokens.
-        source_length: in cross-attention the number of the encoder's tokens, which are the keys; else `None`.
-    """
-
-    position_ids: torch.Tensor
+    position_ids: torch.Tensor  # (batch or 1, query)
+    # The caller's, or `None` if it hides nothing. In continuous batching Transformers' own, `None` for flash attention
     attention_mask: torch.Tensor | BlockMask | None = None
-    query_offset: int | torch.Tensor = 0
-    padding_mask: torch.Tensor | None = None
-    segments: torch.Tensor | None = None
-    last_position: int | None = None
-    is_paged: bool = False
+    query_offset: int | torch.Tensor = 0  # tokens before the first query; a tensor if a static cache counts them
+    padding_mask: torch.Tensor | None = None  # (batch, tokens), false for padding
+    segments: torch.Tensor | None = None  # (batch, query), the number of each token's packed document
+    last_position: int | None = None  # the largest, if it is known without reading `position_ids`
+    is_paged: bool = False  # in continuous batching, where `attention_mask` alone says what a query sees
     is_causal: bool = True
-    source_length: int | None = None
+    source_length: int | None = None  # in cross-attention, the number of the encoder's tokens
 
     @property
     def packed_position_ids(self) -> torch.Tensor | None:
@@ -244,10 +207,7 @@ class Sequences(LayerArgument):
         return None if self.segments is None else self.position_ids
 
     def visibility(self, layer: nn.Module, cache: Cache | None) -> Visibility:
-        """Makes the visibility of an attention layer, before the tokens of this call are in the cache.
-
-        It leaves out a 4-D or block mask of the caller.
-        """
+        """Makes the visibility of an attention layer before it caches the tokens of this call, without a 4-D mask."""
         sliding_window, sees_own_key = layer.visible_keys
         key_length, key_offset = self.key_range(layer, cache)
         query_length, device = self.position_ids.shape[-1], self.position_ids.device
@@ -313,18 +273,14 @@ class Sequences(LayerArgument):
 class LayerMasks(LayerArgument):
     """The backend, the mask and the token context of every layer in one call of the model.
 
-    All layers get the same object as their `attention_mask`, and each reads its own entry. So a program that calls
-    the layers one by one with the arguments of the first, as layer-wise quantizers do, computes what the model
-    computes. A layer that another program has wrapped, and so hidden from the model, adds its own entry.
-
-    Attributes:
-        sequences: padding, packed documents and positions of the call.
-        kinds: the backend of each layer and its `visible_keys`, by its number.
-        made: the mask that the backend takes, and the context if a layer needs it, by such a kind.
+    All layers get the same object as their `attention_mask`, and each reads its own entry. So programs that call the
+    layers one by one with the arguments of the first, such as layer-wise quantizers, compute what the model computes.
+    A layer that another program has wrapped, and so hidden from the model, adds its own entry.
     """
 
     sequences: Sequences
-    kinds: dict[int, tuple] = field(default_factory=dict)
+    kinds: dict[int, tuple] = field(default_factory=dict)  # backend and `visible_keys` of each layer, by its number
+    # By such a kind: the mask that the backend takes, and the context if a layer needs it
     made: dict[tuple, tuple[Any, TokenContext | None]] = field(default_factory=dict)
 
 
@@ -339,26 +295,13 @@ def read_sequences(
     source: torch.Tensor | None = None,
     **kwargs,
 ) -> Sequences:
-    """Reads padding, packed documents and positions from the arguments of one call of the model.
+    """Reads padding, packed documents and positions from the arguments of one call of `NLQModel`.
 
-    Args:
-        inputs_embeds: `(batch, query, hidden)`.
-        attention_mask: `(batch, key)`, 0 for padding; or `(batch, 1 or heads, query, key)`; or a block mask.
-        position_ids: `(batch or 1, query)`. Where they do not rise by one, a new packed document begins, unless there
-            is a mask or a cache.
-        cache: the cache, before the tokens of this call. With the paged one of continuous batching, the other
-            arguments are Transformers' own.
-        use_cache: whether the caller wants a cache.
-        layer_idx: the layer that is called, if it is called alone.
-        is_causal: false for an encoder, whose queries see later tokens.
-        source: in cross-attention the encoder's tokens, `(batch, key, hidden)`. The mask is theirs then, and the
-            other arguments are not read.
-        kwargs: others of the call. `cu_seq_lens_q`, `cu_seq_lens_k` and `seq_idx` need `position_ids`, and are not
-            read.
+    `layer_idx` is a layer that is called alone. In cross-attention the mask is that of the encoder's tokens `source`,
+    `(batch, key, hidden)`, and other arguments are not read.
 
     Raises:
-        ValueError: if an argument has a wrong shape, the arguments contradict each other, or packed documents are to
-            be cached.
+        ValueError: if an argument has a wrong shape, arguments contradict each other, or packed documents are cached.
     """
     (batch, query_length), device = inputs_embeds.shape[:2], inputs_embeds.device
     if source is not None:
@@ -411,12 +354,7 @@ def _hides_nothing(padding_mask: torch.Tensor | None) -> bool:
 
 
 def _check_mask(
-    attention_mask: torch.Tensor | BlockMask | None,
-    batch: int,
-    query_length: int,
-    query_offset: int | torch.Tensor,
-    is_causal: bool,
-    name: str = "attention_mask",
+    attention_mask, batch, query_length, query_offset, is_causal, name="attention_mask"
 ) -> torch.Tensor | None:
     """Returns the attention mask if it is a padding mask `(batch, key)`, else `None`."""
     if attention_mask is None or isinstance(attention_mask, BlockMask):
@@ -436,7 +374,7 @@ def _check_mask(
 
 
 def find_packed_documents(position_ids: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the number `(batch, query)` of each token's document, or `None` if each row is one document."""
+    """Returns the number `(batch, query)` of each token's packed document, or `None` if each row is one text."""
     if position_ids is None or position_ids.shape[-1] <= 1:
         return None
     return find_packed_sequence_indices(position_ids)
@@ -448,21 +386,10 @@ def refuse_packed(segments: torch.Tensor | None, reason: str) -> None:
         raise ValueError(f"packed documents (position_ids that restart, without an attention_mask) {reason}")
 
 
-# What a backend takes
-
-
 def make_mask(
     name: str, backend: Any, layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
 ) -> Visibility | FlexMask | torch.Tensor | None:
-    """Makes the mask that a backend takes for a layer, and for others with the same backend and visible keys.
-
-    Args:
-        name: the backend's name.
-        backend: its row of the table, an `AttentionBackend`, whose `mask` chooses among `MASK_MAKERS`.
-        layer: the attention layer.
-        sequences: padding, packed documents and positions of this call.
-        inputs_embeds: `(batch, query, hidden)`.
-        cache: the cache, before the tokens of this call.
+    """Makes the mask that a backend takes for a layer, before the tokens of this call are in the cache.
 
     Raises:
         ValueError: if the backend cannot use the caller's mask, the cache or a batch of packed documents.
@@ -509,13 +436,11 @@ def _check_backend(name: str, backend: Any, layer: nn.Module, sequences: Sequenc
         raise ValueError(f"attn_implementation={name!r} takes no static cache; use a dynamic one, or 'nlq'")
 
 
-def _make_visibility_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
-) -> Visibility | torch.Tensor | None:
-    """Returns the mask of NLQ's own backends, `None` if every query sees all keys."""
+def _make_visibility_mask(layer, sequences, inputs_embeds, cache) -> Visibility | torch.Tensor | None:
+    """Returns the mask of NLQ's backends, `None` if every query sees all keys."""
     if sequences.sees_all_keys(layer, cache):
         return None
-    mask = boolean_mask(sequences.attention_mask) if is_dense(sequences.attention_mask) else None
+    mask = _as_booleans(sequences.attention_mask) if is_dense(sequences.attention_mask) else None
     if mask is not None and layer.visible_keys == (None, True):
         return mask
     visibility = sequences.visibility(layer, cache)
@@ -533,9 +458,7 @@ def _make_visibility_mask(
     return nn.functional.pad(mask, (0, key_length - mask.shape[-1])) & visibility.dense()
 
 
-def _make_dense_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
-) -> torch.Tensor | None:
+def _make_dense_mask(layer, sequences, inputs_embeds, cache) -> torch.Tensor | None:
     """Returns the booleans that PyTorch's kernels take, or `None` for an order of keys that they know."""
     # Transformers packs documents in causal order only
     is_known = layer.is_causal or (sequences.source_length is None and sequences.segments is None)
@@ -545,9 +468,7 @@ def _make_dense_mask(
     return mask.dense() if isinstance(mask, Visibility) else mask
 
 
-def _make_block_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None
-) -> FlexMask:
+def _make_block_mask(layer, sequences, inputs_embeds, cache) -> FlexMask:
     """Returns the mask of `flex_attention`, with the number of keys that each query sees."""
     options = {}
     if not layer.is_causal and sequences.segments is not None:
@@ -558,9 +479,7 @@ def _make_block_mask(
     return FlexMask(block_mask, sequences.visibility(layer, cache).visible_count)
 
 
-def _make_transformers_mask(
-    layer: nn.Module, sequences: Sequences, inputs_embeds: torch.Tensor, cache: Cache | None, **options
-) -> torch.Tensor | BlockMask | None:
+def _make_transformers_mask(layer, sequences, inputs_embeds, cache, **options) -> torch.Tensor | BlockMask | None:
     """Returns what Transformers makes for the attention implementation of the configuration."""
     config, mask = layer.config, sequences.attention_mask
     if sequences.source_length is not None:
@@ -574,7 +493,7 @@ def _make_transformers_mask(
     return make(config, inputs_embeds, mask, **options)
 
 
-# By what a backend takes. Linear attention reads a `Visibility` to know which keys enter its state
+# By what a backend takes, with arguments of `make_mask`. Linear attention reads which keys enter its state
 MASK_MAKERS = {
     "visibility": _make_visibility_mask,
     "state": _make_visibility_mask,
@@ -584,17 +503,11 @@ MASK_MAKERS = {
 }
 
 
-# How a backend reads its mask
-
-
-def boolean_mask(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Converts a caller's 4-D mask `(batch, 1 or heads, query, key)` to booleans, true where a query sees a key.
+def _as_booleans(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Converts a caller's 4-D mask to booleans, true where a query sees a key.
 
     An additive mask may contain 0 (visible) and large negative numbers (hidden) only, because most activations give a
     bias no meaning.
-
-    Raises:
-        ValueError: if a floating-point mask contains other numbers.
     """
     if not attention_mask.is_floating_point():
         return attention_mask.bool()
@@ -612,20 +525,16 @@ def read_mask(
 ) -> tuple[Visibility | torch.Tensor, torch.Tensor]:
     """Checks the mask argument of a backend, and makes one if it is `None`.
 
+    Without a mask, several queries see the keys up to their own index, counted from the first key; a single query, and
+    a query of an encoder, sees all keys.
+
     Args:
-        attention_mask: a `Visibility`, a 4-D mask, or `None`. Without a mask, several queries see the keys up to their
-            own index, counted from the first key, and a single query sees all keys.
-        query: `(batch, heads, query, head_dim)`.
-        key: `(batch, key_value_heads, key, head_dim)`.
-        is_causal: false for an encoder, whose queries see all keys without a mask.
+        attention_mask: a `Visibility`, a 4-D mask, or `None`.
+        query, key: `(batch, heads or key_value_heads, query or key, head_dim)`.
 
     Returns:
         A `Visibility` or a boolean mask `(batch or 1, 1 or heads, query, key)`, and how many keys each query sees,
         `(batch or 1, 1 or heads, query)`.
-
-    Raises:
-        ValueError: if the mask does not fit the queries and keys, or contains numbers other than `boolean_mask`
-            allows.
     """
     (batch, heads, query_length, _), key_length = query.shape, key.shape[2]
     if attention_mask is None:
@@ -638,18 +547,15 @@ def read_mask(
     if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != query_length or shape[3] < key_length:
         expected = f"({batch}, 1 or {heads}, {query_length}, {key_length})"
         raise ValueError(f"attention_mask={shape} must be (batch, 1 or heads, query, key)={expected}")
-    visible = boolean_mask(attention_mask)[..., :key_length]
+    visible = _as_booleans(attention_mask)[..., :key_length]
     return visible, visible.sum(dim=-1)
 
 
 def read_visible(
     attention_mask: Visibility | torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, is_causal: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor | int]:
-    """Reads the mask argument of a backend that takes booleans, with the arguments of `read_mask`.
-
-    Returns:
-        A boolean mask, or `None` if every query sees all keys; and how many keys each query sees, as in `read_mask` or
-        as one number.
+    """As `read_mask`, with a boolean mask in place of a `Visibility`, or `None` and one number if every query sees all
+    keys.
     """
     if attention_mask is None and (query.shape[2] == 1 or not is_causal) and not is_tracing(query):
         return None, key.shape[2]

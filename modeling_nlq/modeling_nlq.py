@@ -28,11 +28,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple, logging
+from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from .activations_nlq import AttentionActivation, get_attention_activation
+from .activations_nlq import AttentionActivation, at_least_float32, get_attention_activation
 from .attention_nlq import eager_attention_forward, in_full_precision
 from .backends_nlq import (
     ATTENTION_BACKENDS,
@@ -76,8 +76,6 @@ if torch.distributed.is_available():
 else:
     FSDPModule = ()  # `isinstance` of it is never true
 
-logger = logging.get_logger(__name__)
-
 
 class NLQMLP(nn.Module):
     """Two linear layers with an activation between."""
@@ -90,7 +88,7 @@ class NLQMLP(nn.Module):
         self.fc2.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
-        """`(batch, query, hidden)` -> the same shape; `call` if parts of the layer change what is inside."""
+        """`(batch, query, hidden)` -> the same shape; with a `call`, parts of the layer change what is inside."""
         inner = self.fc1(hidden_states)
         if call is not None:
             (inner,) = call.change_mlp("change_mlp_inner", inner)
@@ -109,7 +107,6 @@ class NLQGatedMLP(nn.Module):
         self.down_proj.ends_sublayer = True
 
     def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
-        """As in `NLQMLP`."""
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
         if call is not None:
             gate, up = call.change_mlp("change_mlp_inner", gate, up)
@@ -121,42 +118,26 @@ MLPS = {"plain": NLQMLP, "gated": NLQGatedMLP}
 
 def make_norm(config: NLQConfig) -> nn.Module:
     """Makes a norm of the residual stream's width."""
+    options = {"eps": config.layer_norm_eps, "elementwise_affine": config.norm_gain}
     if config.norm_type == "rmsnorm":
-        return nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps, elementwise_affine=config.norm_gain)
-    options = {"elementwise_affine": config.norm_gain, "bias": config.use_bias}
-    return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, **options)
+        return nn.RMSNorm(config.hidden_size, **options)
+    return nn.LayerNorm(config.hidden_size, bias=config.use_bias, **options)
 
 
 class NLQBottleneck(nn.Module):
     """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381).
 
     The default `r = d / 2` gives it `d^2 + O(d)` parameters, as many as the matrix it replaces.
-
-    Args:
-        input_size: d.
-        output_size: width of the output.
-        bottleneck_size: r.
-        activation: a name in Transformers' `ACT2FN`.
-        use_bias: whether `W1`, `W2` and the output LayerNorm have biases.
-        eps: the epsilon of both norms.
-        starts_at_zero: whether the output LayerNorm starts with gain and bias 0.
     """
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        bottleneck_size: int,
-        activation: str,
-        use_bias: bool,
-        eps: float,
-        starts_at_zero: bool = False,
-    ):
+    def __init__(self, layer: NLQConfig, input_size: int, output_size: int, starts_at_zero: bool):
         super().__init__()
+        inner_size, use_bias = layer.projection_bottleneck_size, layer.use_bias
+        eps = layer.layer_norm_eps
         self.input_norm = nn.RMSNorm(input_size, eps=eps)
-        self.fc1 = nn.Linear(input_size, bottleneck_size, bias=use_bias)
-        self.activation = ACT2FN[activation]
-        self.fc2 = nn.Linear(bottleneck_size, output_size, bias=use_bias)
+        self.fc1 = nn.Linear(input_size, inner_size, bias=use_bias)
+        self.activation = ACT2FN[layer.projection_activation]
+        self.fc2 = nn.Linear(inner_size, output_size, bias=use_bias)
         self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
         self.output_norm.starts_at_zero = starts_at_zero  # read by `_init_weights`
 
@@ -166,12 +147,7 @@ class NLQBottleneck(nn.Module):
 
 
 def make_terms(layer: NLQConfig, name: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
-    """Makes the terms with weights of one projection, `None` for one that it lacks.
-
-    Args:
-        layer: the configuration of the layer.
-        name: `"query"`, `"key"` or `"value"`.
-    """
+    """Makes the terms with weights of the projection `"query"`, `"key"` or `"value"`; `None` for one that it lacks."""
     projection, linear, bottleneck = PROJECTIONS[getattr(layer, f"{name}_projection")], None, None
     is_query = name == "query"
     input_size = layer.hidden_size if is_query else layer.key_value_input_size
@@ -179,31 +155,21 @@ def make_terms(layer: NLQConfig, name: str) -> tuple[nn.Linear | None, NLQBottle
     if projection.linear:
         linear = nn.Linear(input_size, output_size, bias=layer.has_bias("query_key_value"))
     if projection.bottleneck:
-        bottleneck = NLQBottleneck(
-            input_size,
-            output_size,
-            bottleneck_size=layer.projection_bottleneck_size,
-            activation=layer.projection_activation,
-            use_bias=layer.use_bias,
-            eps=layer.layer_norm_eps,
-            starts_at_zero=projection.starts_at_zero,
-        )
+        bottleneck = NLQBottleneck(layer, input_size, output_size, projection.starts_at_zero)
     return linear, bottleneck
 
 
 class NLQAttention(nn.Module):
     """Multi-head attention with any projections, any activation of the scores and any backend.
 
-    Linear attention and cross-attention override some of its methods. The parts of the layer change what passes
-    through, in the order of their table.
+    Linear attention and cross-attention override some of its methods.
     """
 
     tp_mesh = None  # the processes that share the heads
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
-        # Only the global configuration has the current attention implementation. The switches come from the layer's
-        # own copy, which is read here once
+        # Only the global configuration has the current attention implementation
         self.config = config
         layer = self.layer_config(config, layer_idx)
         self.layer_idx = layer_idx
@@ -272,9 +238,7 @@ class NLQAttention(nn.Module):
 
     @property
     def activation(self) -> AttentionActivation:
-        """The row of the table, read by name: a registered function may be replaced, and few functions can be
-        pickled.
-        """
+        """The row of the table, read by name: a registered function may be replaced."""
         return get_attention_activation(self.attention_activation)
 
     @property
@@ -295,9 +259,7 @@ class NLQAttention(nn.Module):
         return [self.parts[name] for name in names] if names else ()
 
     def attention_request(self, *of_call) -> AttentionRequest:
-        """Returns what this layer needs from a backend in one call. The arguments are the fields of an
-        `AttentionRequest` after `dropout`.
-        """
+        """Returns what this layer needs from a backend in a call, whose fields come after `dropout`."""
         dropout = self.attention_dropout if self.training else 0.0
         parts = (self.has_score_bias, self.materializes)
         return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
@@ -312,11 +274,9 @@ class NLQAttention(nn.Module):
         source: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, ...]:
-        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` if the backend
-        returns them.
+        """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` or `None`.
 
-        `first_values` and `source` are described at `AttentionCall`. A layer with `returns_values` also returns its
-        values, `(batch, query, groups, head_dim)`.
+        A layer with `returns_values` also returns its values, `(batch, query, groups, head_dim)`.
         """
         if first_values is None and self.needs_first_values:
             raise ValueError(
@@ -325,7 +285,8 @@ class NLQAttention(nn.Module):
         # diff with Llama: the model makes the masks of all layers, and chooses their backends
         name, mask, token_context = layer_mask(self, attention_mask, hidden_states, cache, source, **kwargs)
         call = self.make_call(hidden_states, token_context, first_values, cache, source)
-        attn_output, attn_weights = self.attend(call, self.own_positions(position_embeddings), name, mask, kwargs)
+        positions = position_embeddings if self.has_rotary_positions else None
+        attn_output, attn_weights = self.attend(call, positions, name, mask, kwargs)
         if attn_weights is not None:
             for part in self.parts_with("change_returned_weights"):
                 attn_weights = part("change_returned_weights", call, attn_weights)
@@ -341,21 +302,14 @@ class NLQAttention(nn.Module):
             call.hidden_states = part("change_input", call, call.hidden_states)
         return call
 
-    def own_positions(self, position_embeddings: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...] | None:
-        """Returns cosines and sines of rotary positions, or `None` for a layer without them."""
-        return position_embeddings if self.has_rotary_positions else None
-
     def project(
         self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns query, key and value of the new tokens, `(batch, heads or groups, length, head_dim)` each.
 
-        Args:
-            call: the call, with the input of the layer, `(batch, length, hidden)`. Its `values` are set.
-            position_embeddings: what `own_positions` returns, `(batch or 1, length, rotated)` each; `rotated` is
-                `head_dim` or a part of it.
+        Cosines and sines are `(batch or 1, length, rotated)`; `rotated` is `head_dim` or less. Sets `call.values`.
         """
-        query_states = self._sum_terms("query", self.q_proj, self.q_bottleneck, call.hidden_states)
+        query_states = self._sum_terms("query", call.hidden_states)
         states = (query_states, *self.project_source(call, query_states))
         for part in self.parts_with("change_qkv"):
             states = part("change_qkv", call, *states)
@@ -369,15 +323,11 @@ class NLQAttention(nn.Module):
     def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns key and value of the new tokens, `(batch, length, groups, head_dim)` each."""
         source = call.hidden_states if call.source is None else call.source
-        return (
-            self._sum_terms("key", self.k_proj, self.k_bottleneck, source),
-            self._sum_terms("value", self.v_proj, self.v_bottleneck, source),
-        )
+        return self._sum_terms("key", source), self._sum_terms("value", source)
 
-    def _sum_terms(
-        self, name: str, linear: nn.Module | None, bottleneck: nn.Module | None, hidden_states: torch.Tensor
-    ) -> torch.Tensor:
+    def _sum_terms(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, the sum of a projection's terms."""
+        linear, bottleneck = (getattr(self, f"{name[0]}_{term}") for term in ("proj", "bottleneck"))
         terms = [own_heads(hidden_states, self.tp_mesh, dim=-1)] if self.projections[name].identity else []
         if linear is not None:
             terms.append(linear(hidden_states))
@@ -395,14 +345,12 @@ class NLQAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoreBias | None]:
         """Returns what is attended: query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias.
 
-        Args:
-            call, position_embeddings: as in `project`. The new tokens are added to the cache of the call.
-            arguments: the keyword arguments of flash attention, which a paged cache changes.
+        Adds the new tokens to the cache of the call. A paged cache changes the `arguments` of flash attention.
         """
         query_states, key_states, value_states = self.project(call, position_embeddings)
         cache, owners = call.cache, self.parts_with("token_state")
         if owners:
-            dtype = torch.promote_types(key_states.dtype, torch.float32)
+            dtype = at_least_float32(key_states)
             call.states = {part.name: part("token_state", call).to(dtype) for part in owners}
         if cache is not None:
             if owners:
@@ -426,24 +374,16 @@ class NLQAttention(nn.Module):
     def update_cache(
         self, cache: Cache, key_states: torch.Tensor, value_states: torch.Tensor, arguments: dict | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values to the cache, and returns the keys and values of all tokens."""
-        # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves. It
-        # also changes the arguments that flash attention gets
+        """Adds keys and values to the cache, and returns those of all tokens."""
+        # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves
         more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
         return cache.update(key_states, value_states, self.layer_idx, **more)
 
     def attend(
-        self,
-        call: AttentionCall,
-        position_embeddings: tuple[torch.Tensor, ...] | None,
-        name: str,
-        mask: Any,
-        kwargs: dict,
+        self, call: AttentionCall, position_embeddings: tuple | None, name: str, mask: Any, kwargs: dict
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the heads' outputs, `(batch, query, heads, head_dim)`, and the weights if the backend `name` returns
-        them.
-        """
-        query_states, key_states, value_states, bias = self.prepare(call, position_embeddings, kwargs)
+        """Returns outputs `(batch, query, heads, head_dim)`, and weights if the backend `name` returns them."""
+        *states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
         if self.materializes is not None:
@@ -460,20 +400,13 @@ class NLQAttention(nn.Module):
         if sliding_window and not self.is_causal:
             sliding_window += 1  # flash attention, which alone reads it, counts an encoder's own token
 
+        dropout = self.attention_dropout if self.training else 0.0
         return attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=sliding_window,
-            **kwargs,
+            self, *states, mask, dropout=dropout, scaling=self.scaling, sliding_window=sliding_window, **kwargs
         )
 
     def change_mlp(self, hook: str, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs one of the `MLP_HOOKS` of the layer's parts on states of the MLP, for the decoder layer."""
+        """Runs one of the `MLP_HOOKS` of the layer's parts on states of the MLP."""
         for part in self.parts_with(hook):
             changed = part(hook, call, *states)
             states = changed if isinstance(changed, tuple) else (changed,)
@@ -488,9 +421,8 @@ class NLQLinearAttention(NLQAttention):
         self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
-            self.decay_bias = nn.Parameter(
-                initial_decay_bias(config.num_key_value_heads).to(torch.get_default_dtype())
-            )
+            initial = initial_decay_bias(config.num_key_value_heads)
+            self.decay_bias = nn.Parameter(initial.to(torch.get_default_dtype()))
 
     def initialize(self) -> None:
         if self.linear_attention_decay == "learned":
@@ -502,22 +434,15 @@ class NLQLinearAttention(NLQAttention):
         if self.linear_attention_decay is None:
             return None
         if self.linear_attention_decay == "learned":
-            log_decay = nn.functional.logsigmoid(
-                self.decay_bias.to(torch.promote_types(self.decay_bias.dtype, torch.float32))
-            )
+            dtype = at_least_float32(self.decay_bias)
+            log_decay = nn.functional.logsigmoid(self.decay_bias.to(dtype))
         else:
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
     def attend(
-        self,
-        call: AttentionCall,
-        position_embeddings: tuple[torch.Tensor, ...] | None,
-        name: str,
-        mask: Any,
-        kwargs: dict,
+        self, call: AttentionCall, position_embeddings: tuple | None, name: str, mask: Any, kwargs: dict
     ) -> tuple[torch.Tensor, None]:
-        """Computes the heads' outputs as in `NLQAttention`, without weights."""
         length, cache, cache_layer, state = call.hidden_states.shape[1], call.cache, None, None
         query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
         if cache is not None:
@@ -525,13 +450,13 @@ class NLQLinearAttention(NLQAttention):
             if not hasattr(cache_layer, "get_state"):
                 raise ValueError(
                     f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that stores its "
-                    "state: make it by DynamicCache(config=model.config)"
+                    "state, as DynamicCache(config=model.config) does"
                 )
             state = cache_layer.get_state()
         elif mask is not None:
             mask.check(length, length)
         if self.needs_exact_output:  # the output gets the type of the values
-            value_states = value_states.to(torch.promote_types(value_states.dtype, torch.float32))
+            value_states = value_states.to(at_least_float32(value_states))
         attn_output, state = linear_attention(
             query_states,
             key_states,
@@ -601,8 +526,7 @@ class NLQLinearCrossAttention(NLQCrossAttention):
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
-    """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual
-    connection.
+    """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual sum.
 
     | `norm_position` | `F` is one of them, `a` is `sublayer_activation`, `r` is `residual_activation` |
     |---|---|
@@ -619,8 +543,8 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.parallel_residual = config.parallel_residual
         # diff with Llama: the activation decides the class
         layer = config.per_layer_config[layer_idx]
-        is_linear = layer.activation.kind == "linear"
-        self.self_attn = (NLQLinearAttention if is_linear else NLQAttention)(config, layer_idx)
+        attention_class = NLQLinearAttention if layer.activation.kind == "linear" else NLQAttention
+        self.self_attn = attention_class(config, layer_idx)
         self.has_mlp_hooks = self.self_attn.has_mlp_hooks
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. A single sum has `mlp_norm`
@@ -635,20 +559,20 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         self.mlp_output_norm = make_norm(config) if has_output_norm else None
         self.cross_attn = self.cross_attn_norm = self.cross_attn_output_norm = None
         if (cross := layer.cross_attention_config) is not None:
-            cross_class = NLQLinearCrossAttention if cross.activation.kind == "linear" else NLQCrossAttention
-            self.cross_attn = cross_class(config, layer_idx)
+            attention_class = NLQLinearCrossAttention if cross.activation.kind == "linear" else NLQCrossAttention
+            self.cross_attn = attention_class(config, layer_idx)
             self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
             self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
-        self.sublayer_activation = make_activation(config.sublayer_activation)
-        self.residual_activation = make_activation(config.residual_activation)
+        names = (config.sublayer_activation, config.residual_activation)
+        self.sublayer_activation, self.residual_activation = (ACT2FN[name] if name else None for name in names)
 
     def _sublayer_input(self, residual: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Returns what a sub-layer reads: `a(x)` with post-norm, else `a(norm(x))`."""
+        """Returns `a(x)` with post-norm, else `a(norm(x))`."""
         return call_if_set(self.sublayer_activation, residual if self.is_post_norm else call_if_set(norm, residual))
 
     def _residual_output(self, total: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Returns what becomes of a residual sum: `r(norm(x))` with post-norm, else `r(x)`."""
+        """Returns `r(norm(x))` with post-norm, else `r(x)`."""
         return call_if_set(self.residual_activation, call_if_set(norm, total) if self.is_post_norm else total)
 
     def forward(
@@ -663,12 +587,11 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         encoder_cache: EncoderDecoderCache | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`(batch, query, hidden)` -> the same shape, and the values of its attention if that hands them on.
+        """`(batch, query, hidden)` -> the same shape, and the values of its attention if that returns them.
 
         `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
         """
-        # diff with Llama: the first tensors are positional, because reentrant gradient checkpointing differentiates
-        # only those
+        # diff with Llama: the first tensors are positional, because reentrant checkpointing differentiates only those
         if isinstance(hidden_states, tuple):
             raise ValueError(
                 "hidden_states: the first layer returns them and first_values; give each later layer these two"
@@ -705,7 +628,6 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         return (hidden_states, *values) if values else hidden_states
 
     def _run_mlp(self, hidden_states: torch.Tensor, call: AttentionCall | None) -> torch.Tensor:
-        """`(batch, query, hidden)` -> the same shape; `call` if parts of the layer work on the MLP."""
         if call is None:
             return self.mlp(hidden_states)
         if isinstance(self.self_attn, FSDPModule) and "change_mlp" not in vars(self.self_attn):
@@ -714,11 +636,6 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         call.hidden_states = hidden_states
         (hidden_states,) = call.change_mlp("change_mlp_input", hidden_states)
         return self.mlp(hidden_states, call)
-
-
-def make_activation(name: str | None) -> nn.Module | None:
-    """Makes the activation of a name in `ACT2FN`, or returns `None` for `None`."""
-    return None if name is None else ACT2FN[name]
 
 
 def call_if_set(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -735,9 +652,8 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     }
 
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
-        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this configuration
-        # class. That of a downloaded folder is not the class imported above.
-        AutoModel._model_mapping.register(type(config), NLQModel, exist_ok=True)  # a derived one may have another name
+        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this class
+        AutoModel._model_mapping.register(type(config), NLQModel, exist_ok=True)
         config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
         super().__init__(config, *inputs, **kwargs)
 
@@ -747,8 +663,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
             cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
-        # diff with PreTrainedModel, which passes over a module without parameters of its own: a part may set those
-        # inside it
+        # diff with PreTrainedModel, which passes over a module without parameters: a part may set those inside it
         is_part = isinstance(module, AttentionPart) and type(module).initialize is AttentionPart.initialize
         super()._initialize_weights(module, is_custom_code and not is_part)
 
@@ -767,8 +682,7 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
 
     @property
     def _supports_flash_attn(self) -> bool:
-        # diff with Llama: not for every configuration. Continuous batching switches to flash attention where this is
-        # true
+        # diff with Llama: not for every configuration. Continuous batching switches to it where this is true
         return supports_flash_attention(self.config)
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
@@ -830,31 +744,27 @@ class NLQModel(NLQPreTrainedModel):
             position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding.
                 Where they do not rise by one, a new packed document begins, which does not see those before it. Each
                 row is one text if there is a cache or an `attention_mask`, even of all ones.
-            cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned. In
-                continuous batching it is paged.
+            cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
-            use_cache: whether to make a cache if none is given; by default `config.use_cache`, and not in training
-                mode.
+            use_cache: whether to make a cache if there is none; by default `config.use_cache`, and not in training.
             encoder_hidden_states: `(batch, source, cross_attention_hidden_size)`, with `config.add_cross_attention`.
             encoder_attention_mask: `(batch, source)`, 0 for padding; or a mask `(batch, 1 or heads, query, source)`.
 
         Raises:
-            ValueError: for no input or two, for packed documents together with a cache or with cross-attention, for an
-                encoder's tokens that are missing or not expected, for positions beyond the learned ones, for a cache
-                under gradient checkpointing or in an encoder, for two caches, for an `is_causal` that differs from the
-                configuration, and for an unknown argument that holds a tensor or an object.
+            ValueError: for arguments that contradict each other or the configuration, and for an unknown argument that
+                holds a tensor or an object.
         """
+        config, is_causal = self.config, self.config.is_causal
         if cache is not None and past_key_values is not None and cache is not past_key_values:
             raise ValueError("cache and past_key_values are two names for one argument; give one of them")
         cache = past_key_values if cache is None else cache
         is_paged = isinstance(cache, PagedAttentionCache)
-        is_causal = self.config.is_causal
         # Continuous batching passes it with its causal mask
         if kwargs.pop("is_causal", is_causal) != is_causal and not is_paged:
             raise ValueError(f"is_causal={not is_causal}: the configuration of this model has is_causal={is_causal}")
         if is_causal != self.is_causal:
             raise ValueError(
-                f"is_causal={is_causal}: this model was made with is_causal={self.is_causal}; make it anew"
+                f"is_causal={is_causal}: the model was made with is_causal={self.is_causal}; make it anew"
             )
         if not is_causal:
             kwargs.pop("labels", None)  # `generate` hands them to an encoder, where `Seq2SeqTrainer` predicts
@@ -869,19 +779,19 @@ class NLQModel(NLQPreTrainedModel):
         inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         self._check_source(encoder_hidden_states, inputs_embeds.shape[0])
         encoder_cache = None
-        if isinstance(cache, EncoderDecoderCache) or (cache is not None and self.config.add_cross_attention):
+        if isinstance(cache, EncoderDecoderCache) or (cache is not None and config.add_cross_attention):
             encoder_cache = cache_of_both(cache)
             cache = encoder_cache.self_attention_cache
         use_cache = self._check_use_cache(use_cache, cache)
         # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
-        layers = list(self.layers)[: self.config.num_hidden_layers]
+        layers = list(self.layers)[: config.num_hidden_layers]
         options = {"is_causal": is_causal, **kwargs}
         sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options)
-        # diff with Llama: not while training, where computing a layer again in backward would update the cache again
-        wants_cache = self.config.use_cache and is_causal and not self.training if use_cache is None else use_cache
+        # diff with Llama: not while training, where checkpointing would update the cache again
+        wants_cache = config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
-            cache = DynamicCache(config=self.config)
-            encoder_cache = cache_of_both(cache) if self.config.add_cross_attention else None
+            cache = DynamicCache(config=config)
+            encoder_cache = cache_of_both(cache) if config.add_cross_attention else None
 
         hidden_states = inputs_embeds
         if self.embed_positions is not None:
@@ -891,14 +801,14 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(call_if_set(self.embed_norm, hidden_states))
 
-        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped a layer, or
-        # replaced it
-        attention, cross = ([getattr(layer, name, None) for layer in layers] for name in ("self_attn", "cross_attn"))
+        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped or replaced one
+        attention = [getattr(layer, "self_attn", None) for layer in layers]
         masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
         if encoder_hidden_states is not None:
             refuse_packed(sequences.segments, "would all see the encoder's tokens; give one text per row")
             source = read_sequences(inputs_embeds, encoder_attention_mask, source=encoder_hidden_states)
-            encoder_masks = make_layer_masks(cross, inputs_embeds, source, **kwargs)
+            attention = [getattr(layer, "cross_attn", None) for layer in layers]
+            encoder_masks = make_layer_masks(attention, inputs_embeds, source, **kwargs)
         first_values = None
         for layer in layers:
             output = layer(
@@ -921,21 +831,16 @@ class NLQModel(NLQPreTrainedModel):
 
     def _check_source(self, encoder_hidden_states: torch.Tensor | None, batch: int) -> None:
         """Raises `ValueError` for an encoder's tokens that are missing, of another shape, or not expected."""
-        if not self.config.add_cross_attention:
-            if encoder_hidden_states is not None:
-                raise ValueError(
-                    "encoder_hidden_states: this model has no cross-attention; set add_cross_attention=True"
-                )
-            return
-        width = self.config.cross_attention_hidden_size or self.config.hidden_size
+        name, width = "encoder_hidden_states", self.config.cross_attention_hidden_size or self.config.hidden_size
         expected = f"(batch, source, cross_attention_hidden_size)=({batch}, source, {width})"
-        if encoder_hidden_states is None:
-            raise ValueError(
-                f"encoder_hidden_states: add_cross_attention=True needs the tokens of an encoder, {expected}"
-            )
-        shape = tuple(encoder_hidden_states.shape)
-        if len(shape) != 3 or shape[0] != batch or shape[2] != width:
-            raise ValueError(f"encoder_hidden_states={shape} must be {expected}")
+        shape = None if encoder_hidden_states is None else tuple(encoder_hidden_states.shape)
+        if not self.config.add_cross_attention:
+            if shape is not None:
+                raise ValueError(f"{name}: this model has no cross-attention; set add_cross_attention=True")
+        elif shape is None:
+            raise ValueError(f"{name}: add_cross_attention=True needs the tokens of an encoder, {expected}")
+        elif len(shape) != 3 or shape[::2] != (batch, width):
+            raise ValueError(f"{name}={shape} must be {expected}")
 
     def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
         """Returns `use_cache`, or `False` under gradient checkpointing: its backward would update the cache again."""
@@ -943,28 +848,25 @@ class NLQModel(NLQPreTrainedModel):
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
         if cache is not None:
-            raise ValueError(
-                "past_key_values: no cache with gradient checkpointing in training; turn it off, or call eval()"
-            )
+            raise ValueError("past_key_values: no cache with gradient checkpointing; turn it off, or call eval()")
         return False
 
     def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
         """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
+        positions, last = sequences.position_ids, sequences.last_position
+        length = self.config.max_position_embeddings
         if sequences.is_paged:
             # In continuous batching only the tokens of Transformers' warm-up have such positions, and one that it
             # computes before it knows that a request has ended. Their outputs are not used
-            return sequences.position_ids.clamp(max=self.config.max_position_embeddings - 1)
-        last_position = sequences.last_position
-        if last_position is None:
-            if is_tracing(sequences.position_ids):
-                return sequences.position_ids
-            last_position = int(sequences.position_ids.max())
-        if last_position >= self.config.max_position_embeddings:
+            return positions.clamp(max=length - 1)
+        if last is None and not is_tracing(positions):
+            last = int(positions.max())
+        if last is not None and last >= length:
             raise ValueError(
-                f"position {last_position} is beyond the learned ones: max_position_embeddings="
-                f"{self.config.max_position_embeddings} allows sequences of at most that many tokens"
+                f"position {last} is beyond the learned ones: max_position_embeddings={length} allows sequences of at "
+                "most that many tokens"
             )
-        return sequences.position_ids
+        return positions
 
 
 def without_last(outputs: ModelOutput) -> dict[str, Any]:
@@ -987,10 +889,7 @@ class NLQLanguageModel(NLQPreTrainedModel):
 
     def __init__(self, config: NLQConfig):
         if config.is_causal != self.of_decoders:
-            if self.of_decoders:
-                needed = "NLQForMaskedLM, because without causal order a token sees the one that it is to predict"
-            else:
-                needed = "NLQForCausalLM, because a decoder does not see the tokens after a masked one"
+            needed = "NLQForMaskedLM" if self.of_decoders else "NLQForCausalLM"
             raise ValueError(f"is_causal={config.is_causal} needs {needed}; or set is_causal={self.of_decoders}")
         super().__init__(config)
         self.model = NLQModel(config)
@@ -1011,9 +910,7 @@ class NLQForMaskedLM(NLQLanguageModel):
 
     def generate(self, *args, **kwargs):
         """Raises `ValueError`: an encoder does not generate."""
-        raise ValueError(
-            "is_causal=False: an encoder predicts masked tokens; to generate, use NLQForCausalLM and is_causal=True"
-        )
+        raise ValueError("is_causal=False: an encoder predicts masked tokens; to generate, use NLQForCausalLM")
 
     generate_batch = init_continuous_batching = generate
 
@@ -1027,13 +924,11 @@ class NLQForMaskedLM(NLQLanguageModel):
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> MaskedLMOutput:
-        """Computes logits, and a loss from labels; the other arguments are `NLQModel`'s.
+        """Computes logits `(batch, query, vocabulary)`; the other arguments are `NLQModel`'s.
 
         Args:
-            labels: `(batch, query)` token ids of the masked tokens; -100, elsewhere, is ignored.
-
-        Returns:
-            The loss, if labels are given (mean over masked tokens, in nats), and logits `(batch, query, vocabulary)`.
+            labels: `(batch, query)` token ids of the masked tokens; -100, elsewhere, is ignored. The loss is their
+                mean, in nats.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits, loss = self.compute_logits(outputs.last_hidden_state), None
@@ -1054,8 +949,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         self.loss_function = causal_lm_loss
 
     def _get_name(self) -> str:
-        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives.
-        # `repr` prints it too
+        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives
         return NLQForCausalLM.__name__
 
     @accept_both_cache_names
@@ -1075,14 +969,11 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         encoder_attention_mask: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithCrossAttentions:
-        """Computes logits, and a loss from labels; the other arguments are `NLQModel`'s.
+        """Computes logits `(batch, kept, vocabulary)`; the other arguments are `NLQModel`'s.
 
         Args:
-            labels: `(batch, query)` token ids, shifted inside; -100 is ignored.
+            labels: `(batch, query)` token ids, shifted inside; -100 is ignored. The loss is their mean, in nats.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
-
-        Returns:
-            The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
         """
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, past_key_values)
         source = (encoder_hidden_states, encoder_attention_mask)
@@ -1110,18 +1001,13 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         labels: torch.Tensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SequenceClassifierOutputWithPast:
-        """Computes logits of each row, and a loss from labels; the other arguments are `NLQModel`'s.
+        """Computes logits `(batch, labels)` of each row; the other arguments are `NLQModel`'s.
+
+        They belong to the token that `classifier_pooling` names, or are a mean over tokens. Padding is read from
+        `attention_mask`, or without one from `config.pad_token_id`, and then an encoder does not see it either.
 
         Args:
             labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
-
-        Returns:
-            The loss, if labels are given, and logits `(batch, labels)` of the token of each row that
-            `classifier_pooling` names, or the mean over its tokens. Padding is read from `attention_mask`, or without
-            one from `config.pad_token_id`, and then an encoder's tokens do not see it either.
-
-        Raises:
-            ValueError: for the last tokens of several rows with neither.
         """
         pad_token_id = self.config.pad_token_id
         has_ids_only = attention_mask is None and position_ids is None and input_ids is not None
@@ -1136,9 +1022,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
         elif pad_token_id is None and len(logits) > 1 and pooling == "last":
-            raise ValueError(
-                "pad_token_id=None: with several rows, give an attention_mask, or set config.pad_token_id"
-            )
+            raise ValueError("pad_token_id=None: with several rows, give an attention_mask or config.pad_token_id")
         elif pad_token_id is not None and input_ids is not None:
             is_token = (input_ids != pad_token_id).to(logits.device)
         if pooling == "mean":
@@ -1172,13 +1056,10 @@ class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedMode
         labels: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> TokenClassifierOutput:
-        """Computes logits of each token, and a loss from labels; the other arguments are `NLQModel`'s.
+        """Computes logits `(batch, query, labels)`; the other arguments are `NLQModel`'s.
 
         Args:
-            labels: `(batch, query)` classes; -100 is ignored.
-
-        Returns:
-            The loss, if labels are given (mean over tokens, in nats), and logits `(batch, query, labels)`.
+            labels: `(batch, query)` classes; -100 is ignored. The loss is their mean, in nats.
         """
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds)
         outputs, loss = super().forward(*inputs, return_dict=True, **kwargs), None

@@ -43,14 +43,13 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
         return requested_attention or AUTOMATIC
 
     def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
-        """Resizes the embeddings as in Transformers, and an embedding of the decoder's own too."""
+        # diff with PreTrainedModel: an embedding of the decoder's own too
         if not self.config.tie_word_embeddings:
             self.base_model.decoder.resize_token_embeddings(*args, **kwargs)
         return super().resize_token_embeddings(*args, **kwargs)
 
     def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
-        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file still holds the halves' embedding
-        # once
+        # diff with PreTrainedModel: PEFT unties a head that it merges, and the file holds the halves' embedding once
         super().tie_weights(missing_keys, recompute_mapping)
         for name in [name for name in missing_keys or () if name.endswith("decoder.embed_tokens.weight")]:
             if name.replace("decoder", "encoder") not in missing_keys:
@@ -97,20 +96,12 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         decoder_position_ids: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqModelOutput:
-        """Computes the last hidden states of both halves; the cache is passed as to `NLQModel`.
+        """Computes the last hidden states of both halves. Arguments are `NLQModel`'s, of the source and of the target.
 
         Args:
-            input_ids, attention_mask, inputs_embeds, position_ids: the source, as in `NLQModel`; `(batch, source)`.
-            encoder_outputs: what the encoder has returned for it, instead of `input_ids`; the mask is still needed.
-            decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, decoder_position_ids: the target, shifted
-                right.
-
-        Returns:
-            The decoder's last hidden state `(batch, query, hidden)`, the cache, and hidden states and attentions of
-            both halves if the flags say so.
-
-        Raises:
-            ValueError: without the decoder's tokens, and as `NLQModel`.
+            encoder_outputs: what the encoder has returned for the source, instead of `input_ids`; the mask is still
+                needed.
+            decoder_input_ids: `(batch, query)`, the target, shifted right.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             raise ValueError("decoder_input_ids: the decoder needs its tokens; give them, or labels")
@@ -126,16 +117,10 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         if decoder_inputs_embeds is None and self.decoder.embed_tokens.weight is self.encoder.embed_tokens.weight:
             # One module for one matrix: PEFT puts others in the place of a tied one
             decoder_input_ids, decoder_inputs_embeds = None, self.encoder.embed_tokens(decoder_input_ids)
-        target = (
-            decoder_input_ids,
-            decoder_attention_mask,
-            decoder_position_ids,
-            cache,
-            decoder_inputs_embeds,
-            use_cache,
-        )
+        target = (decoder_input_ids, decoder_attention_mask, decoder_position_ids)
         source = (encoder_outputs.last_hidden_state, attention_mask)
-        outputs = self.decoder(*target, past_key_values, *source, **kwargs)
+        caches = (use_cache, past_key_values)
+        outputs = self.decoder(*target, cache, decoder_inputs_embeds, *caches, *source, **kwargs)
         return Seq2SeqModelOutput(
             last_hidden_state=outputs.last_hidden_state,
             **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
@@ -193,15 +178,12 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Unpack[TransformersKwargs],
     ) -> Seq2SeqLMOutput:
-        """Computes logits, and a loss from labels; the other arguments are `NLQSeq2SeqModel`'s.
+        """Computes logits `(batch, kept, vocabulary)`; the other arguments are `NLQSeq2SeqModel`'s.
 
         Args:
             labels: `(batch, query)` token ids of the target; -100 is ignored. Without `decoder_input_ids`, they are
-                these shifted to the right.
+                these shifted to the right. The loss is their mean, in nats.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
-
-        Returns:
-            The loss, if labels are given (mean over tokens, in nats), and logits `(batch, kept, vocabulary)`.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)

@@ -82,10 +82,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
 
 def operator_namespace(files: Iterable[Path]) -> str:
-    """Returns the namespace of the operators that these files define, from a hash of the code.
-
-    Operators belong to the whole process, which may have loaded other revisions of this code.
-    """
+    """Returns a namespace of operators with a hash of these files: the process may have loaded other revisions."""
     return f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]}"
 
 
@@ -93,10 +90,7 @@ NAMESPACE = operator_namespace(Path(__file__).parent.glob("*_nlq.py"))
 
 
 def define_operator(name: str, schema: str, function: Callable, fake: Callable) -> Callable:
-    """Returns an operator of `torch.library`, which `torch.compile` keeps as one node.
-
-    `fake` makes empty results with the strides that `function` returns.
-    """
+    """Returns an operator, which `torch.compile` keeps as one node; `fake` makes empty results with its strides."""
     operators = getattr(torch.ops, NAMESPACE)
     if not hasattr(operators, name):  # equal code may have defined it
         # It reads sizes and offsets from the device, which a recorded CUDA graph cannot
@@ -106,47 +100,30 @@ def define_operator(name: str, schema: str, function: Callable, fake: Callable) 
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of one forward pass of attention in linear memory.
+    """The inputs of one forward pass of attention in linear memory, as arguments of an operator."""
 
-    Attributes:
-        query: `(batch, heads, query, head_dim)`.
-        key, value: `(batch, key_value_heads, key, head_dim)`.
-        query_bias, key_bias: the fields of a `ScoreBias`, or `None`.
-        visible_count: `(batch or 1, 1 or heads, query)`, how many keys each query sees.
-        last_key, key_is_valid, first_key: the fields of a `Visibility`, or `None`.
-        visible: a boolean mask `(batch or 1, 1 or heads, query, key)` in its place, or `None`.
-        seed: `()`, from which dropout draws, or `None` without dropout.
-        activation: its name in the table.
-        normalization: `"sum"`, `"length"` or `"none"`.
-        scaling: factor of the scores.
-        dropout: probability of dropping a weight.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
+    query: torch.Tensor  # (batch, heads, query, head_dim)
+    key: torch.Tensor  # (batch, key_value_heads, key, head_dim), as the value
     value: torch.Tensor
-    query_bias: torch.Tensor | None
+    query_bias: torch.Tensor | None  # the fields of a `ScoreBias`
     key_bias: torch.Tensor | None
-    visible_count: torch.Tensor
-    last_key: torch.Tensor | None
+    visible_count: torch.Tensor  # (batch or 1, 1 or heads, query), how many keys each query sees
+    last_key: torch.Tensor | None  # the fields of a `Visibility`
     key_is_valid: torch.Tensor | None
     first_key: torch.Tensor | None
-    visible: torch.Tensor | None
-    seed: torch.Tensor | None
-    activation: str
+    visible: torch.Tensor | None  # a boolean mask in its place, (batch or 1, 1 or heads, query, key)
+    seed: torch.Tensor | None  # (), from which dropout draws
+    activation: str  # its name in the table
     normalization: str
     scaling: float
     dropout: float
 
 
 _TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", str: "str", float: "float"}
-# The same as arguments of an operator of `torch.library`
 SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionInputs.__annotations__.items())
-# The number of differentiable inputs, which come first, and of inputs that are not tensors, which come last
+# Differentiable inputs come first, inputs that are not tensors last
 _STATES, _OPTIONS = 5, 4
-_NO_SECOND_DERIVATIVE = (
-    "this attention backend has no second derivative; set attn_implementation='eager', which has one"
-)
+_NO_SECOND_DERIVATIVE = "this attention backend has no second derivative; set attn_implementation='eager'"
 
 
 class DifferentiableAttention:
@@ -194,10 +171,8 @@ class DifferentiableAttention:
     def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
         """Returns the output `(batch, query, heads, head_dim)`, from the arguments of a backend's function."""
         mask, visible_count = read_mask(attention_mask, query, key, module.is_causal)
-        if isinstance(mask, Visibility):
-            masks = (mask.last_key, mask.key_is_valid, mask.first_key, None)
-        else:
-            masks = (None, None, None, mask)
+        is_dense = not isinstance(mask, Visibility)
+        masks = (None, None, None, mask) if is_dense else (mask.last_key, mask.key_is_valid, mask.first_key, None)
         dropout = dropout if module.training else 0.0
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))

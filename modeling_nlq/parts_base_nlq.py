@@ -1,7 +1,7 @@
 """The base class of the parts of an attention layer, and what a part may read and change.
 
-A part is a module. Model, configuration, backends, cache, FLOPs and conversion learn everything about it from its
-attributes and methods. `parts_builtin_nlq.py` has the parts that come with NLQ, in the order of their hooks.
+Model, configuration, backends, cache, FLOPs and conversion learn everything about a part from its attributes and
+methods.
 
 Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and
 the tokens of this call), head_dim.
@@ -34,16 +34,11 @@ if TYPE_CHECKING:
 
 
 def own_heads(states: torch.Tensor, mesh: "DeviceMesh | None", dim: int) -> torch.Tensor:
-    """Returns the heads of this process, of a tensor that is equal on all processes, with the heads in order along
-    `dim`.
-    """
+    """Returns the heads of this process, along `dim` of a tensor that is equal on all processes."""
     if mesh is None:
         return states
-    return (
-        DTensor.from_local(states, mesh, [Replicate()], run_check=False)
-        .redistribute(placements=[Shard(dim)])
-        .to_local()
-    )
+    replicated = DTensor.from_local(states, mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(placements=[Shard(dim)]).to_local()
 
 
 def shared_by_heads(parameter: torch.Tensor, mesh: "DeviceMesh | None") -> torch.Tensor:
@@ -82,15 +77,13 @@ class AttentionCall:
     Attributes:
         layer: the attention layer, an `NLQAttention`.
         hidden_states: `(batch, query, hidden)`, its input.
-        token_context: positions, padding and visible-key counts of its tokens. Only parts with `needs_token_context`
-            may read it.
-        first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, or `None`. Only parts
-            with `needs_first_values` may read it.
+        token_context: positions, padding and visible-key counts, for parts with `needs_token_context`.
+        first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, for parts with
+            `needs_first_values`.
         cache: the cache of the call, or `None`.
-        values: `(batch, groups, query, head_dim)`, the values of this call's tokens as they are cached; set after
-            `change_qkv`.
+        values: `(batch, groups, query, head_dim)`, the values of this call's tokens; set after `change_qkv`.
         source: `(batch, key, hidden)`, the tokens of an encoder that keys and values are projected from; empty if the
-            cache has their keys and values already. `None` in self-attention, which projects `hidden_states`.
+            cache has their keys and values already. `None` in self-attention.
         states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after
             the cache.
     """
@@ -125,7 +118,7 @@ class AttentionCall:
         return self.layer.change_mlp(hook, self, *states) if self.layer.parts_with(hook) else states
 
 
-# Methods of this package and of PyTorch that give a module its initial values
+# Methods that give a module its initial values, of this package and of PyTorch
 _RESETS = ("initialize", "reset_parameters", "_reset_parameters")
 
 
@@ -150,8 +143,7 @@ class AttentionPart(nn.Module):
     parameters of its own part only, and calls other modules.
 
     Attributes:
-        name: the field of the configuration that turns it on: neither `None` nor `False`. A user's part is turned on
-            by its name in the field `attention_parts`.
+        name: the field of the configuration that turns it on, or for a user's part its name in `attention_parts`.
         formula: what it computes, in one line.
         source: where the formula comes from.
         needs_token_context: whether its hooks read `call.token_context`.
@@ -161,8 +153,7 @@ class AttentionPart(nn.Module):
         activations: the attention activations that it can have; all if empty.
         causal_only: whether it needs an order of the tokens, so that an encoder (`is_causal=False`) cannot have it.
         needs_own_value: whether it reads `call.values`, which cross-attention lacks.
-        supports_crop: whether tokens can be taken back from a cache. A part that cannot raises `ValueError` where it
-            notices.
+        supports_crop: whether tokens can be taken back from a cache. If not, it raises `ValueError` where it notices.
         state_size: numbers that it keeps in the cache for each token and group of keys.
         start: how `nlq convert` adds it to a trained layer without changing the outputs: `"zero"` sets all its
             parameters to 0; any other text is the reason why it cannot. `start_without_effect` may do something else.
@@ -206,7 +197,7 @@ class AttentionPart(nn.Module):
 
     @classmethod
     def check(cls, config: PreTrainedConfig) -> None:
-        """Raises `ValueError` for a configuration that the part cannot have."""
+        """Raises `ValueError` for the configuration of a layer that the part cannot have."""
 
     @classmethod
     def query_heads(cls, config: PreTrainedConfig) -> int:
@@ -215,56 +206,50 @@ class AttentionPart(nn.Module):
 
     @classmethod
     def product_cost(cls, config: PreTrainedConfig) -> float:
-        """Returns the factor by which the part multiplies the cost of the products with keys and values."""
+        """Returns the factor of the cost of the products with keys and values."""
         return 1.0
 
     @classmethod
     def calls_per_token(cls, config: PreTrainedConfig) -> dict[str, int]:
-        """Returns how often each token passes through a linear layer, by its name in the attention layer; others count
-        once.
-        """
+        """Returns how often each token passes through a linear layer of the attention, where it is not once."""
         return {}
 
     @classmethod
     def refuse_split(cls, config: PreTrainedConfig) -> str | None:
-        """Returns the reason why tensor parallelism cannot give each process some of the heads, if there is one."""
+        """Returns the reason why tensor parallelism cannot give each process some of the heads, or `None`."""
 
     @classmethod
     def refuse_paged(cls, config: PreTrainedConfig) -> str | None:
-        """Returns the reason why continuous batching cannot have the part, with its paged cache, or `None`."""
+        """Returns the reason why continuous batching, with its paged cache, cannot have the part, or `None`."""
         if cls.has_hook("token_state") or cls.has_hook("score_bias") or cls.conv_states(config):
             return "the paged cache has no place for what it keeps, and its keys belong to several texts"
         return "the paged cache has keys and values of other shapes" if cls.has_hook("change_cached_qkv") else None
 
     @classmethod
     def refuse_change(cls, before: PreTrainedConfig, after: PreTrainedConfig) -> str | None:
-        """Returns the reason why a trained layer that keeps the part would compute something else in another
-        configuration.
-        """
+        """Returns the reason why a trained layer would compute something else in another configuration, or `None`."""
 
     @classmethod
     def conv_states(cls, config: PreTrainedConfig) -> int:
-        """Returns of how many convolutions the cache keeps the last tokens, in Transformers' layers for that.
+        """Returns of how many convolutions Transformers' cache layers keep the last tokens. A layer has one such part.
 
-        A layer has one such part. `config.first_conv_state` is the number of its first state there.
+        `config.first_conv_state` is the number of its first state there.
         """
         return 0
 
     @classmethod
     def shard_dim(cls, parameter: str) -> str:
-        """Returns what the rows of a parameter are: heads of `"query"` or of `"key_value"`, or the `"inner"` MLP
-        width.
-        """
+        """Returns what a parameter's rows are: heads of `"query"` or `"key_value"`, or the MLP's `"inner"` width."""
         return "query"
 
     @classmethod
     def split_layers(cls, config: PreTrainedConfig) -> dict[str, str]:
-        """Returns the linear layers that tensor parallelism splits, by their names in the attention layer, and how."""
+        """Returns the linear layers that tensor parallelism splits, by name in the attention layer, and how."""
         return {}
 
     @classmethod
     def layer_modules(cls, config: PreTrainedConfig) -> dict[str, nn.Module]:
-        """Returns modules that the layer itself holds, under names that checkpoints and other programs know."""
+        """Returns modules that the layer itself holds, under names that other programs know."""
         return {}
 
     def initialize(self) -> None:
@@ -275,12 +260,8 @@ class AttentionPart(nn.Module):
         """
         direct = {name for name, _ in self.named_parameters(recurse=False)}
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
-        inner = {
-            name
-            for name, value in tensors.items()
-            if not (name in direct or value.is_meta or getattr(value, "_is_hf_initialized", False))
-        }
-        if inner:
+        loaded = {name for name, v in tensors.items() if v.is_meta or getattr(v, "_is_hf_initialized", False)}
+        if inner := tensors.keys() - direct - loaded:
             inner -= self._default_parameters()
         if not direct | inner:
             return
@@ -308,11 +289,8 @@ class AttentionPart(nn.Module):
             }
             for path, module in list(fresh.named_modules())[1:]:
                 is_ours = hasattr(module, "initialize")
-                bases = (
-                    [type(module)]
-                    if is_ours
-                    else [c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.")]
-                )
+                classes = [type(module)] if is_ours else type(module).__mro__
+                bases = [base for base in classes if is_ours or base.__module__.startswith("torch.nn.")]
                 resets = (getattr(base, name, None) for base in bases for name in _RESETS)
                 parameters = {f"{path}.{name}": value for name, value in module.named_parameters(recurse=False)}
                 if not parameters or (reset := next(filter(None, resets), None)) is None:
@@ -330,9 +308,7 @@ class AttentionPart(nn.Module):
         return names
 
     def scale_keys(self, factor: float) -> None:
-        """Called when a conversion multiplies the keys by `factor`, and the scores by its inverse: keeps the part's
-        output.
-        """
+        """Keeps the part's output when a conversion multiplies the keys by `factor`, and the scores by its inverse."""
 
     def start_without_effect(self, layer: nn.Module) -> str | None:
         """Makes a trained layer compute what it computed without the part, or returns why it cannot."""
@@ -343,10 +319,7 @@ class AttentionPart(nn.Module):
         return None
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
-        """Returns numbers of each head, `(heads,)` by name, that `nlq explore` shows.
-
-        The batch is one text, and `call.values` is set.
-        """
+        """Returns numbers of each head, `(heads,)` by name, that `nlq explore` shows of a batch of one text."""
         return {}
 
     # Default hooks. A layer calls only those that a part overrides
@@ -357,29 +330,21 @@ class AttentionPart(nn.Module):
     def change_qkv(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Changes the new tokens' queries, keys and values `(batch, query, heads or groups, head_dim)`, before
-        positions.
-        """
+        """Changes the new tokens' states `(batch, query, heads or groups, head_dim)`, before positions."""
 
     def token_state(self, call: AttentionCall) -> torch.Tensor:
-        """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`; at least float32 is
-        kept.
-        """
+        """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`, in float32 or more."""
 
     def change_cached_qkv(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Changes queries `(batch, heads, query, head_dim)`, and keys and values of all tokens
-        `(batch, groups, key, ...)`.
-        """
+        """Changes queries `(batch, heads, query, head_dim)`, and all keys and values, `(batch, groups, key, ...)`."""
 
     def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
         """Returns the bias, from the `token_state` of all keys, `(batch, groups, key, state_size)`."""
 
     def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """Changes the scores `(batch, heads, query, key)`, in at least float32; `visible` broadcasts to them, or is
-        `None`.
-        """
+        """Changes the scores `(batch, heads, query, key)`; `visible` broadcasts to them, or is `None`."""
 
     def change_weights(
         self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor
@@ -387,17 +352,12 @@ class AttentionPart(nn.Module):
         """Changes the weights of some queries before they meet the values. A layer has one such part.
 
         Args:
-            call: the call. Only its layer may be read, because the queries may be some of the call's queries.
-            weights: `(batch, heads, query, key)`.
-            own_columns: `(batch, heads, query, ...)`, what the part put after the queries' columns in
-                `change_cached_qkv`.
-            key: `(batch, heads, key, head_dim)`.
+            weights: `(batch, heads, query, key)`, of some of the call's queries. So only `call.layer` may be read.
+            own_columns: `(batch, heads, query, ...)`, what `change_cached_qkv` put after the queries' columns.
         """
 
     def change_returned_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
-        """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns, as the output
-        changes.
-        """
+        """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns."""
 
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
         """Changes the outputs of the heads, `(batch, query, heads, head_dim)`."""
@@ -424,7 +384,6 @@ HOOKS = ("change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOK
 
 def materialized_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
     """Returns what a layer with these parts must hold: nothing, the weights of some queries, or all scores."""
-    parts = list(parts)
     if any(part.has_hook("change_scores") for part in parts):
         return "all"
     return "rows" if any(part.has_hook("change_weights") for part in parts) else None
@@ -437,8 +396,8 @@ _UNITS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
 def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
 
-    In half precision a number takes several columns. Each one holds as much of the rest as its unit allows. The
-    gradient passes through the last column, in units of 1, because in units of 2^16 it would overflow float16.
+    In half precision a number takes several columns, each with as much of the rest as its unit allows. The gradient
+    passes through the last one, in units of 1, because in units of 2^16 it would overflow float16.
     """
     rest, columns = torch.cat(states, dim=-1), []
     for unit in _UNITS.get(dtype, (1.0,))[:-1]:

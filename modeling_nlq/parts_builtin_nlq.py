@@ -1,7 +1,4 @@
-"""The attention parts that come with NLQ, and their table. `NLQConfig` has a field for each of them.
-
-`parts_base_nlq.py` explains the shapes.
-"""
+"""The attention parts that come with NLQ, and their table. `NLQConfig` has a field for each of them."""
 
 import math
 
@@ -12,6 +9,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.utils.import_utils import is_tracing
 
+from .activations_nlq import at_least_float32
 from .cache_nlq import keep_rows_together
 from .masking_nlq import TokenContext
 from .parts_base_nlq import (
@@ -81,8 +79,7 @@ class Canon(AttentionPart):
     """`h + conv(h)` over 4 tokens, at sites that the letters name.
 
     `"A"`: the input of the attention. `"B"`: queries, keys and values, before norms and positions. `"C"`: the input of
-    the MLP. `"D"`: the input of the MLP's activation, and the factor of a gated MLP. The cache keeps 3 tokens for
-    each, in Transformers' own layer for convolutions beside keys and values.
+    the MLP. `"D"`: the input of the MLP's activation, and the factor of a gated MLP.
     """
 
     name = "canon"
@@ -101,8 +98,11 @@ class Canon(AttentionPart):
 
     @classmethod
     def widths(cls, config) -> dict[str, int]:
-        """Returns the number of channels of each convolution of a layer."""
-        heads = {"query": config.num_query_heads} | dict.fromkeys(("key", "value"), config.num_key_value_heads)
+        heads = {
+            "query": config.num_query_heads,
+            "key": config.num_key_value_heads,
+            "value": config.num_key_value_heads,
+        }
         inner = ("mlp_gate", "mlp_inner") if config.mlp_type == "gated" else ("mlp_inner",)
         sites = {
             "A": {"attention_input": config.hidden_size},
@@ -116,9 +116,7 @@ class Canon(AttentionPart):
     def check(cls, config) -> None:
         sites = config.canon
         if not sites or set(sites) - set("ABCD") or list(sites) != sorted(set(sites)):
-            raise ValueError(
-                f"canon={sites!r} must be letters out of 'ABCD', each once and in order, such as 'ABCD' or 'AC'"
-            )
+            raise ValueError(f"canon={sites!r} must be letters out of 'ABCD', each once and in order, such as 'AC'")
 
     @classmethod
     def conv_states(cls, config) -> int:
@@ -134,8 +132,8 @@ class Canon(AttentionPart):
             return states
         if call.token_context.has_own_mask:
             raise ValueError(
-                "canon takes no 4-D attention_mask and no BlockMask, which do not say which tokens come before one; "
-                "give a padding mask (batch, key), or position_ids of packed documents"
+                "canon takes no 4-D attention_mask and no BlockMask, which give the tokens no order; give a padding "
+                "mask (batch, key), or position_ids of packed documents"
             )
         index, earlier, cache_layer = self.state_indices[name], None, None
         if call.cache is not None:
@@ -155,10 +153,7 @@ class Canon(AttentionPart):
         layers, index = call.cache.layers, call.layer.layer_idx
         layer = layers[index] if index < len(layers) else None
         if not hasattr(layer, "update_conv_state"):
-            raise ValueError(
-                f"canon (layer {index}) needs a cache that stores its tokens: make it by "
-                "DynamicCache(config=model.config)"
-            )
+            raise ValueError(f"canon (layer {index}) needs a cache made by DynamicCache(config=model.config)")
         keep_rows_together(layer)
         return layer
 
@@ -180,12 +175,11 @@ class Canon(AttentionPart):
 
 
 class NLQRMSNorm(nn.RMSNorm):
-    """RMSNorm of each head, with one gain for all heads."""
+    """RMSNorm of each head, `(batch, length, heads, head_dim)`, with one gain for all heads."""
 
     tp_mesh = None
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """`(batch, length, heads, head_dim)` -> the same shape."""
         weight = None if self.weight is None else shared_by_heads(self.weight, self.tp_mesh)
         return nn.functional.rms_norm(heads, self.normalized_shape, weight, self.eps)
 
@@ -196,11 +190,10 @@ class NLQAllHeadsRMSNorm(nn.RMSNorm):
     tp_mesh = None
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """As in `NLQRMSNorm`."""
         states = heads.flatten(2)
         if self.tp_mesh is None:
             return super().forward(states).view(heads.shape)
-        dtype = torch.promote_types(heads.dtype, torch.float32)
+        dtype = at_least_float32(heads)
         total = sum_over_processes(states.to(dtype).square().sum(dim=-1, keepdim=True), self.tp_mesh)
         states = states.to(dtype) * torch.rsqrt(total / self.normalized_shape[0] + self.eps)
         if self.weight is not None:
@@ -223,10 +216,9 @@ class NLQL2Norm(nn.Module):
             init.constant_(self.scale, math.sqrt(self.head_dim))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """As in `NLQRMSNorm`."""
         # In float32, because float16 rounds the epsilon that keeps a zero vector at zero to 0
-        dtype = torch.promote_types(heads.dtype, torch.float32)
-        heads = nn.functional.normalize(heads.to(dtype), dim=-1).to(heads.dtype)
+        normed = nn.functional.normalize(heads.to(at_least_float32(heads)), dim=-1)
+        heads = normed.to(heads.dtype)
         return heads if self.scale is None else heads * own_heads(self.scale, self.tp_mesh, dim=0)[:, None]
 
 
@@ -278,19 +270,15 @@ class LengthScaling(AttentionPart):
             )
 
     def change_qkv(self, call: AttentionCall, query, key, value):
-        log_count = (
-            call.token_context.visible_count.clamp(min=1).to(torch.promote_types(query.dtype, torch.float32)).log()
-        )
+        log_count = call.token_context.visible_count.clamp(min=1).to(at_least_float32(query)).log()
         factor = own_heads(self.scale_bias, call.tp_mesh, dim=0) * log_count.transpose(1, 2)  # (batch, query, heads)
         return (query * factor[..., None]).to(query.dtype), key, value
 
 
 class Parallax(AttentionPart):
-    """`(1 + sum_j p_ij t_ij) (p V)_i - ((p * t) V)_i`, with `t = r . k` unscaled, and `r = X W_r` at the query's
-    position.
+    """`(1 + sum_j p_ij t_ij) (p V)_i - ((p * t) V)_i`, with `t = r . k` unscaled, and `r = X W_r`.
 
-    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do, and they can be
-    negative. The second query has as many parameters as a query projection.
+    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do. They can be negative.
     """
 
     name = "parallax"
@@ -381,10 +369,8 @@ class SelectiveAttention(AttentionPart):
         return "all heads read the scores of the first one"
 
     def token_state(self, call: AttentionCall) -> torch.Tensor:
-        query, groups = call.hidden_states, call.layer.config.num_key_value_heads
-        state = query.new_zeros(
-            *query.shape[:2], self.state_size, dtype=torch.promote_types(query.dtype, torch.float32)
-        )
+        states, groups = call.hidden_states, call.layer.config.num_key_value_heads
+        state = states.new_zeros(*states.shape[:2], self.state_size, dtype=at_least_float32(states))
         state[..., 2] = call.token_context.visible_count[:, 0] <= int(call.layer.activation.sees_own_key)
         return state[:, None].expand(-1, groups, -1, -1)
 
@@ -394,9 +380,8 @@ class SelectiveAttention(AttentionPart):
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
         if has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
-                "selective_attention: the cache was cropped, and its sums cannot go back by some tokens, which "
-                "assisted decoding and prompt lookup need; generate without assistant_model and "
-                "prompt_lookup_num_tokens"
+                "selective_attention: the cache was cropped, and its sums cannot go back by some tokens; generate "
+                "without assistant_model and prompt_lookup_num_tokens"
             )
         is_self = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
         selects = nn.functional.relu(scores[:, 0]).masked_fill(is_self | is_first.bool()[:, None], 0.0)
@@ -442,23 +427,21 @@ class ForgetGate(AttentionPart):
 
     @classmethod
     def refuse_change(cls, before, after) -> str | None:
-        is_same = all(
-            getattr(before, name) == getattr(after, name) for name in ("max_position_embeddings", "num_query_heads")
-        )
-        if before.forget_gate == "learned" or is_same:
+        names = ("max_position_embeddings", "num_query_heads")
+        if before.forget_gate == "learned" or all(getattr(before, name) == getattr(after, name) for name in names):
             return None
         return "the rates depend on max_position_embeddings and on the number of query heads"
 
     def token_state(self, call: AttentionCall) -> torch.Tensor:
         batch, length = call.hidden_states.shape[:2]
         if self.proj is None:
-            dtype = torch.promote_types(call.hidden_states.dtype, torch.float32)
-            options = {"base": self.longest / 2.0, "dtype": dtype, "device": call.hidden_states.device}
-            log_gate = -1.0 / (2.0 * torch.logspace(0.0, 1.0, self.num_heads, **options))  # log sigmoid(b) = -1 / T
+            dtype, device = at_least_float32(call.hidden_states), call.hidden_states.device
+            steps = torch.logspace(0.0, 1.0, self.num_heads, base=self.longest / 2.0, dtype=dtype, device=device)
+            log_gate = -1.0 / (2.0 * steps)  # log sigmoid(b) = -1 / T
             log_gate = own_heads(log_gate, call.tp_mesh, dim=0).expand(batch, length, -1)
         else:
             gate = self.proj(call.hidden_states)
-            log_gate = nn.functional.logsigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32)))
+            log_gate = nn.functional.logsigmoid(gate.to(at_least_float32(gate)))
         if call.token_context.is_valid is not None:
             log_gate = log_gate.masked_fill(~call.token_context.is_valid[..., None], 0.0)
         return log_gate.unflatten(-1, (-1, self.state_size)).transpose(1, 2)
@@ -528,9 +511,8 @@ class DifferentialAttention(AttentionPart):
 
     @classmethod
     def refuse_split(cls, config) -> str | None:
-        return (
-            "its pairs of heads are on several processes; use 'v2'" if config.differential_attention == "v1" else None
-        )
+        is_v1 = config.differential_attention == "v1"
+        return "its pairs of heads are on several processes; use 'v2'" if is_v1 else None
 
     @classmethod
     def refuse_paged(cls, config) -> str | None:
@@ -570,18 +552,15 @@ class DifferentialAttention(AttentionPart):
 
     def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
         factor = self._factor(call)
-        return {
-            "factor_of_second_map": factor.mean(dim=(0, 1)) if self.is_v2 else factor.expand(call.layer.num_heads // 2)
-        }
+        factor = factor.mean(dim=(0, 1)) if self.is_v2 else factor.expand(call.layer.num_heads // 2)
+        return {"factor_of_second_map": factor}
 
     def _factor(self, call: AttentionCall) -> torch.Tensor:
         """Returns the factor of the second map: `(batch, query, heads)`, or one number for `"v1"`."""
         if self.is_v2:
             return torch.sigmoid(self.proj(call.hidden_states))
-        first, second = (
-            torch.exp((left * right).sum(dtype=torch.promote_types(left.dtype, torch.float32)))
-            for left, right in ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
-        )
+        pairs = ((self.lambda_q1, self.lambda_k1), (self.lambda_q2, self.lambda_k2))
+        first, second = (torch.exp((query * key).sum(dtype=at_least_float32(query))) for query, key in pairs)
         return first - second + self.lambda_init
 
     def _subtract(self, call: AttentionCall, states: torch.Tensor, dim: int) -> torch.Tensor:
@@ -616,7 +595,7 @@ class ExclusiveAttention(AttentionPart):
 
     def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
         values = call.values.transpose(1, 2)[:, :, :, None]  # (batch, query, groups, 1, head_dim)
-        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        values = values.to(at_least_float32(values))
         # 0 where the value is 0
         direction = nn.functional.normalize(values, dim=-1, eps=torch.finfo(values.dtype).tiny)
         by_group = heads.unflatten(2, (values.shape[2], -1))
@@ -628,9 +607,7 @@ class ExclusiveAttention(AttentionPart):
 
 
 class NLQHeadProjection(nn.Module):
-    """A square matrix for each head's output, the fourth matrix beside query, key and value. It starts as the
-    identity.
-    """
+    """A square matrix for each head's output, beside query, key and value. It starts as the identity."""
 
     tp_mesh = None
 
@@ -642,7 +619,6 @@ class NLQHeadProjection(nn.Module):
         init.copy_(self.weight, torch.eye(self.weight.shape[-1]).expand_as(self.weight))
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """`(batch, query, heads, head_dim)` -> the same shape."""
         return torch.einsum("bqhd,hde->bqhe", heads, own_heads(self.weight, self.tp_mesh, dim=0))
 
 
@@ -685,7 +661,6 @@ class NLQSharedLinear(nn.Linear):
     tp_mesh = None
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """`(..., in_features)` -> `(..., out_features)`."""
         parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
         return nn.functional.linear(states, *(shared_by_heads(parameter, self.tp_mesh) for parameter in parameters))
 
@@ -748,11 +723,7 @@ ATTENTION_PARTS = {part.name: part for part in _IN_ORDER_OF_HOOKS}
 
 
 def parts_of(config: PreTrainedConfig) -> list[type[AttentionPart]]:
-    """Returns the parts of a layer with this configuration: first those that a field turns on, then the user's own.
-
-    Raises:
-        ValueError: for an unknown name in `attention_parts`.
-    """
+    """Returns the parts of a layer with this configuration: first those that a field turns on, then the user's own."""
     values = {name: getattr(config, name) for name in ATTENTION_PARTS}
     parts = [ATTENTION_PARTS[name] for name, value in values.items() if value is not None and value is not False]
     codes = config.attention_parts_code or {}

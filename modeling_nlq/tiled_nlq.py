@@ -1,5 +1,4 @@
-"""`nlq_tiled`: attention for every elementwise activation, and for softmax with a bias, in memory linear in the
-length.
+"""`nlq_tiled`: every elementwise activation, and softmax with a bias, in memory linear in the length.
 
 Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep
 only sums over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as those
@@ -11,9 +10,8 @@ With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G =
     dV = P^T G,    dP = G V^T,    dS = phi'(S) * dP,    dQ = scaling * dS K,    dK = scaling * dS^T Q,
 
 where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T - rowsum(G * O)`. A bias of the scores,
-`query_i - key_j`, has the sums of `dS` over rows and columns as its gradients.
-
-For softmax `P` includes `1 / Z`: backward subtracts `log Z` from the scores.
+`query_i - key_j`, has the sums of `dS` over rows and columns as its gradients. For softmax `P` includes `1 / Z`:
+backward subtracts `log Z` from the scores.
 
 Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, and the queries of a group share its
 keys.
@@ -27,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .activations_nlq import counts_as_zero, exp_, get_attention_activation, zero_limit
+from .activations_nlq import at_least_float32, counts_as_zero, exp_, get_attention_activation, zero_limit
 from .attention_nlq import one_query_attention, one_query_by_pytorch
 from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_operator, in_autocast_precision
 
@@ -108,10 +106,7 @@ class _Tiles:
 
 
 class _TiledCall(_Tiles):
-    """One call of attention: its tiles, and its tensors with the key-value heads folded into the batch.
-
-    The forward and the backward pass build the same object, so they use the same tiles and drop the same weights.
-    """
+    """One call of attention: its tiles, and its tensors with the key-value heads folded into the batch."""
 
     def __init__(self, inputs: AttentionInputs):
         super().__init__(inputs)
@@ -122,7 +117,7 @@ class _TiledCall(_Tiles):
         self.scaling, self.dropout = inputs.scaling, inputs.dropout
         self.seed = None if inputs.seed is None else int(inputs.seed)
         # Float16 has no room for weights that are not normalised yet
-        self.sum_dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+        self.sum_dtype = at_least_float32(inputs.query)
         self.dtype = self.sum_dtype if inputs.query.dtype == torch.float16 else inputs.query.dtype
         self.query = self.by_group(inputs.query).to(self.dtype).contiguous()
         self.key, self.value = (
@@ -220,10 +215,7 @@ class _TiledCall(_Tiles):
         return factors.bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
 
     def delta(self, scaled: torch.Tensor, output: torch.Tensor, inverse_normalizer: torch.Tensor) -> torch.Tensor:
-        """Returns `rowsum(G * O)`, the mean of `G V^T` weighted with `P / Z`, which FlashAttention calls delta.
-
-        It has the shape `(batch * key_value_heads, group, query, 1)`; `scaled` is `G`, with head_dim at the end.
-        """
+        """Returns `rowsum(G * O)`, which FlashAttention calls delta: `(batch * key_value_heads, group, query, 1)`."""
         if output.dtype == self.sum_dtype:
             return (scaled * self.by_group(output.transpose(1, 2))).sum(dim=-1, keepdim=True)
         # `phi' / Z`, the next factor, is unbounded, so the rounding of `G V^T` must cancel: this is the mean of the
@@ -279,9 +271,9 @@ def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and `log Z` of a query tile, `(batch * key_value_heads, group * query tile, ...)`.
+    """Returns the output and `log Z` of a query tile; both are 0 for a query without keys.
 
-    Both are 0 for a query without keys.
+    They are `(batch * key_value_heads, group * query tile, ...)`.
     """
     weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
     total = torch.zeros_like(weighted[..., 0])
@@ -310,9 +302,8 @@ def _tiled_attention_backward(
         call = _TiledCall(inputs)
         if call.is_softmax:
             call.log_normalizer, inverse_normalizer = inverse_normalizer, torch.ones_like(inverse_normalizer)
-        scaled = call.by_group(gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]).to(
-            call.dtype
-        )
+        scaled = gradient.transpose(1, 2).to(call.sum_dtype) * inverse_normalizer[..., None]
+        scaled = call.by_group(scaled).to(call.dtype)
         delta = call.delta(scaled, output, inverse_normalizer) if inputs.normalization == "sum" else None
 
         query_gradient = torch.zeros_like(call.query, dtype=call.sum_dtype)
@@ -339,9 +330,8 @@ def _tiled_attention_backward(
                 call.add_product(key_sum, scores_gradient.transpose(1, 2), call.rows(call.query, i))
                 query_sum = torch.zeros_like(rows, dtype=call.sum_dtype)
                 call.add_product(query_sum, scores_gradient, keys)
-                query_gradient[:, :, start:end] += query_sum.view(
-                    *query_gradient.shape[:2], end - start, query_sum.shape[-1]
-                )
+                shape = (*query_gradient.shape[:2], end - start, query_sum.shape[-1])
+                query_gradient[:, :, start:end] += query_sum.view(shape)
             key_gradient[:, key_start:key_end] = key_sum * call.scaling
             value_gradient[:, key_start:key_end] = value_sum
         query_gradient = (query_gradient * call.scaling).to(query.dtype)
@@ -352,9 +342,8 @@ def _tiled_attention_backward(
 def _new_results(query: torch.Tensor, *others) -> tuple[torch.Tensor, torch.Tensor]:
     """Makes the empty output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
     batch, heads, query_length, head_dim = query.shape
-    inverse_normalizer = query.new_empty(
-        batch, heads, query_length, dtype=torch.promote_types(query.dtype, torch.float32)
-    )
+    dtype = at_least_float32(query)
+    inverse_normalizer = query.new_empty(batch, heads, query_length, dtype=dtype)
     return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
 
 
@@ -385,10 +374,7 @@ _attention = DifferentiableAttention(
 def tiled_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Computes every elementwise activation, and softmax without a sink, in memory linear in the length.
-
-    The arguments are those of `eager_attention_forward`. It returns the output and no weights.
-    """
+    """Computes every elementwise activation, and softmax without a sink. The arguments are `eager`'s."""
     inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)
     return attend_in_tiles(_attention, *inputs), None
 

@@ -41,7 +41,7 @@ def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Ten
 
     def before(layer: NLQAttention, positional: tuple, keywords: dict) -> None:
         *_, token_context = layer_mask(layer, keywords["attention_mask"], *positional)
-        positions = layer.own_positions(keywords.get("position_embeddings"))
+        positions = keywords.get("position_embeddings") if layer.has_rotary_positions else None
         inputs = (*positional, token_context, keywords.get("first_values"), None, keywords.get("source"))
         receive(layer, layer.make_call(*inputs), positions)
 

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from modeling_nlq import AttentionPart, load_attention_parts
 from modeling_nlq.kernels.cpu.build import is_private
-from modeling_nlq.parts_user_nlq import published_text, text_of
+from modeling_nlq.parts_files import published_text, text_of
 
 from .disk import open_file, resolve_user_path
 

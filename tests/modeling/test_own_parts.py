@@ -19,6 +19,7 @@ from modeling_nlq import (
     NLQForConditionalGeneration,
     NLQSeq2SeqConfig,
     load_attention_parts,
+    parts_files,
     parts_user_nlq,
     register_attention_part,
 )
@@ -230,10 +231,10 @@ def test_two_files_of_one_name_live_together(tmp_path):
     ],
 )
 def test_only_imports_are_rewritten(before, imports, after):
-    text = parts_user_nlq.published_text(f"{before}from modeling_nlq import {imports}{after}", "my_idea.py")
+    text = parts_files.published_text(f"{before}from modeling_nlq import {imports}{after}", "my_idea.py")
     names = "AttentionPart as A, ScoreBias" if "\n" in imports else imports
     assert text == f"{before}from .parts_base_nlq import {names}{after}\n"
-    assert parts_user_nlq.published_text(text, "my_idea.py") == text
+    assert parts_files.published_text(text, "my_idea.py") == text
 
 
 def test_a_name_that_nlq_has(tmp_path):
