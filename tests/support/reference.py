@@ -647,3 +647,28 @@ def forward(
     logits = torch.stack([row[0] for row in rows])
     weights = [torch.stack(layer) for layer in zip(*(row[1] for row in rows))]
     return logits, weights
+
+
+def check(model, tolerance=1e-10, visible=None, **inputs):
+    """Logits and weights of a model in float64 are those of the formulas, wherever a token is no padding.
+
+    Weights are compared where the model returns them, which no linear attention does. `visible` is what a 4-D mask of
+    the inputs shows.
+    """
+    layers = [each for layer in model.config.per_layer_config for each in (layer, cross_layer(layer)) if each]
+    has_weights = model.config._attn_implementation in ("eager", "nlq") and all(
+        layer.attention_activation != "linear_attention" for layer in layers
+    )
+    with torch.no_grad():
+        output = model(**inputs, output_attentions=has_weights)
+    inputs.pop("use_cache", None)
+    if visible is not None:
+        inputs["attention_mask"] = None
+    logits, weights = forward(model.config, model.state_dict(), **inputs, visible=visible)
+    mask = inputs.get("attention_mask")
+    is_token = torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()
+    torch.testing.assert_close(output.logits[is_token], logits[is_token], rtol=tolerance, atol=tolerance)
+    if has_weights:
+        for actual, expected in zip((*output.attentions, *output.get("cross_attentions", ())), weights, strict=True):
+            actual, expected = (each.transpose(1, 2)[is_token] for each in (actual, expected))
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
