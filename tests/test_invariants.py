@@ -23,6 +23,7 @@ from modeling_nlq.training.checking import INVARIANTS, OF_DECODERS, TOLERANCE
 
 
 pytestmark = [
+    pytest.mark.thin(2),
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag"),
     pytest.mark.usefixtures("tiny_tiles", "uncompiled", "cpp"),
 ]
@@ -70,8 +71,9 @@ def applies(invariant, implementation, **_):
 
 
 class TestRandomModels:
+    @pytest.mark.thin(1)  # each has an invariant of its own
     @cases(invariant=list(INVARIANTS), allowed=applies)
-    @examples(4, shrinks=False)
+    @examples(3, shrinks=False)
     @given(data=st.data())
     def test_invariants_of_nlq_check_hold(self, draw_model, data, invariant, kind, implementation):
         roles = ["decoder"] if invariant in OF_DECODERS else ["decoder", "encoder"]
@@ -98,7 +100,7 @@ class TestRandomModels:
             torch.testing.assert_close(actual[is_token], expected[is_token], rtol=1e-8, atol=1e-8)
 
     @cases([name for name in (*BACKENDS, "nlq_cpp") if name != "eager"])
-    @examples(4, shrinks=False)
+    @examples(3, shrinks=False)
     @given(data=st.data())
     def test_outputs_and_gradients_are_those_of_eager(self, draw_model, cpp, data, kind, implementation):
         """The outputs alone of `flex_attention`, which has no gradients on the CPU."""
@@ -210,7 +212,7 @@ class TestMasks:
     """A caller's own 4-D masks, which linear layers (`test_linear.py`) and canon layers refuse."""
 
     @cases(allowed=takes_masks)
-    @examples(4, shrinks=False)
+    @examples(2, shrinks=False)
     @given(data=st.data(), seed=st.integers(0, 100), mask_kind=st.sampled_from(["boolean", "additive", "integer"]))
     def test_logits_are_those_of_the_formulas(self, draw_model, data, seed, mask_kind, kind, implementation):
         """A mask of its own for each row, with queries that see nothing."""

@@ -8,13 +8,13 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from support.grids import slow_except
-from support.model_cases import PART_SWITCHES, SWITCHES, parametrize_switches, random_tokens
+from support.model_cases import PART_SWITCHES, SIZES, SWITCHES, parametrize_switches, random_tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQModel, NLQSeq2SeqConfig
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -145,33 +145,6 @@ def test_a_cache_without_a_configuration_keeps_the_gate(make_model):
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {
-            "exclusive_attention": "learned",
-            "value_residual": "learned",
-            "attention_length_scaling": "log",
-            "differential_attention": "v2",
-        },
-        {"parallax": True, "attention_gate": "value", "attention_activation": "softpick"},
-    ],
-    ids=lambda switches: "+".join(switches),
-)
-def test_continuous_batching_generates_the_same_tokens(make_model, switches):
-    """Parts that keep nothing: a request sees as many keys as its own tokens, whatever lies beside it in the paged
-    cache.
-    """
-    model = make_model(vocab_size=31, tie_word_embeddings=False, query_projection="linear", **switches)
-    prompts, options = [[3, 1, 4, 1, 5], [9, 2]], GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    paged = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
-    outputs = model.generate_batch(prompts, generation_config=options, continuous_batching_config=paged).values()
-    found = {tuple(output.prompt_ids): output.generated_tokens for output in outputs}
-    for prompt in prompts:
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, use_cache=False)
-        assert found[tuple(prompt)] == expected[0, len(prompt) :].tolist()
-
-
 class TestRefusals:
     @pytest.mark.parametrize(
         "switches, message",
@@ -284,19 +257,10 @@ class TestCaches:
             )
 
 
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
-
-
 @pytest.mark.parametrize("switches, most", [({}, 32), ({"sliding_window": 5}, 5), ({"sliding_window": 40}, 32)])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_length_scaling_starts_at_1_for_a_query_with_the_most_keys(switches, most, is_causal):
-    config = NLQConfig(**SMALL, attention_length_scaling="log", is_causal=is_causal, **switches)
+    config = NLQConfig(**SIZES, attention_length_scaling="log", is_causal=is_causal, **switches)
     if not is_causal and "sliding_window" in switches:
         most = min(2 * switches["sliding_window"] + 1, 32)
     part = NLQModel(config).layers[0].self_attn.parts["attention_length_scaling"]
@@ -304,9 +268,9 @@ def test_length_scaling_starts_at_1_for_a_query_with_the_most_keys(switches, mos
 
 
 def test_length_scaling_of_cross_attention_starts_at_1_for_the_longest_source():
-    decoder = {**SMALL, "max_position_embeddings": 24, "attention_length_scaling": "log"}
+    decoder = {**SIZES, "max_position_embeddings": 24, "attention_length_scaling": "log"}
     model = NLQForConditionalGeneration(
-        NLQSeq2SeqConfig(encoder={**SMALL, "max_position_embeddings": 7}, decoder=decoder)
+        NLQSeq2SeqConfig(encoder={**SIZES, "max_position_embeddings": 7}, decoder=decoder)
     )
     layer = model.model.decoder.layers[0]
     for attention, most in ((layer.self_attn, 24), (layer.cross_attn, 7)):

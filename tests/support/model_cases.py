@@ -4,7 +4,14 @@ import pytest
 import torch
 from support.reference import NON_NEGATIVE, PHI
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQForMaskedLM, NLQSeq2SeqConfig
+from modeling_nlq import (
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForConditionalGeneration,
+    NLQForMaskedLM,
+    NLQSeq2SeqConfig,
+    configuration_nlq,
+)
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
 
@@ -17,7 +24,8 @@ SIZES = {
     "intermediate_size": 24,
     "max_position_embeddings": 32,
 }
-PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
+
+PROJECTIONS = tuple(configuration_nlq.PROJECTIONS)
 
 
 # What the weights of a layer are: every activation, softmax with each sink, and linear attention with each decay
@@ -244,49 +252,24 @@ LINEAR_SWITCHES = {
         "per_layer_config": {0: {"attention_activation": "softmax", "linear_attention_decay": None}},
     },
 }
+
+
+def _rope(kind: str, theta: float = 10000.0, **options) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **options}}
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 8}
 # Rotary angles are computed in float32 by Transformers, so these agree to about 1e-7 only.
 ROTARY = {
     "default": {},
-    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
-    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-        }
-    },
-    "llama3": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-    },
-    "partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
-    "partial_yarn": {
-        "head_dim": 5,
-        "query_projection": "linear",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-            "partial_rotary_factor": 0.8,
-        },
-    },
-    "proportional": {
-        "rope_parameters": {
-            "rope_type": "proportional",
-            "rope_theta": 50.0,
-            "factor": 2.0,
-            "partial_rotary_factor": 0.5,
-        }
-    },
+    "theta": _rope("default", 50.0),
+    "linear": _rope("linear", factor=4.0),
+    "yarn": _rope("yarn", **_YARN),
+    "llama3": _rope("llama3", factor=8.0, **_LLAMA3),
+    "partial": _rope("default", 100.0, partial_rotary_factor=0.5),
+    "partial_yarn": {"head_dim": 5, "query_projection": "linear", **_rope("yarn", **_YARN, partial_rotary_factor=0.8)},
+    "proportional": _rope("proportional", 50.0, factor=2.0, partial_rotary_factor=0.5),
     "not_in_each_layer": {"per_layer_config": {1: {"position_embedding": "none", "sliding_window": 3}}},
     "qk_norm_rms": {"qk_norm": "rms"},
     "qk_norm_l2": {"qk_norm": "l2", "num_key_value_heads": 2},
