@@ -17,7 +17,7 @@ from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 from modeling_nlq.training.size import measure as measure_model
 
 
-def test_attention(monkeypatch, capsys):
+def test_attention_is_timed(monkeypatch, capsys):
     """Every candidate has its row, and a wrong result none."""
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)
     words = [
@@ -115,7 +115,7 @@ def test_memory_of_a_conversion(monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_generation(monkeypatch, capsys):
+def test_generation_is_timed(monkeypatch, capsys):
     """Every candidate has its row, and the reference the ratio 1."""
     shape = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     setting = generation.Setting(2, 8, 3, "gpt2", shows_prompt=True)
@@ -130,7 +130,7 @@ def test_generation(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_parts(monkeypatch, capsys):
+def test_parts_are_timed(monkeypatch, capsys):
     """Every part has its row, beside the model without it."""
     monkeypatch.setattr(parts.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too
     monkeypatch.setattr(

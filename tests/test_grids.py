@@ -24,7 +24,7 @@ def values_of(parameters, quick):
 
 @pytest.mark.parametrize("strength", [1, 2])
 @pytest.mark.parametrize("allowed", [None, is_allowed], ids=["all", "some"])
-def test_cover(strength, allowed):
+def test_covers_hold_every_combination(strength, allowed):
     options = {} if allowed is None else {"allowed": allowed}
     parameters = grid(AXES, strength=strength, **options)
     product = [

@@ -35,7 +35,7 @@ def snippets(document: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", document.read_text(), flags=re.DOTALL)
 
 
-def test_snippets(run, tmp_path, monkeypatch, capsys):
+def test_snippets_run(run, tmp_path, monkeypatch, capsys):
     shutil.copytree(run[0], tmp_path / "runs" / "demo")
     monkeypatch.chdir(tmp_path)
     names = {}
@@ -101,7 +101,7 @@ def test_snippets_of_the_other_side(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_notebook(tmp_path, monkeypatch):
+def test_notebook_runs(tmp_path, monkeypatch):
     cells = json.loads((DOCUMENTS / "quickstart.ipynb").read_text())["cells"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")

@@ -240,7 +240,7 @@ def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
 def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     tokens = _tokens(1, length)
     alone = _logits(model, tokens)[0]
-    has_window = model.model.layers[0].self_attn.sliding_window is not None
+    has_window = any(layer.self_attn.sliding_window is not None for layer in model.model.layers)
     for start, word in ((0, "before"), (length, "after"), (length // 2, "between")):
         if word == "between" and (length < 2 or has_window):  # a window counts padding, too
             continue
@@ -324,11 +324,10 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, f
 
 
 def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    layer = model.model.layers[0].self_attn
-    if layer.activation.kind == "linear" or layer.sliding_window is not None:
-        return
-    if not all(part.supports_crop for part in layer.parts.values()):
-        return
+    for layer in (layer.self_attn for layer in model.model.layers):
+        is_one_way = layer.activation.kind == "linear" or not all(part.supports_crop for part in layer.parts.values())
+        if is_one_way or layer.sliding_window is not None:
+            return
     tokens = _tokens(1, length)
     expected = _logits(model, tokens)
     cache = DynamicCache(config=model.config)
@@ -340,7 +339,7 @@ def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float
 
 
 def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if model.model.layers[0].self_attn.activation.kind == "linear":
+    if any(layer.self_attn.activation.kind == "linear" for layer in model.model.layers):
         return
     tokens = _tokens(_rows(length), length)
     expected = _with_gradients(model, tokens)

@@ -150,7 +150,7 @@ def test_opens_on_what_is_worth_seeing(open_page, explored):
     opened.shows("#panels h3", max(patterns)[1])
 
 
-def test_losses(open_page, explored):
+def test_losses_of_a_selected_token_are_shown(open_page, explored):
     _, done = explored
     opened = open_page(explored[0])
     for token in (1, 5, len(done.tokens) - 1):
@@ -177,7 +177,7 @@ def test_numbers_of_heads(open_page, explored):
                 assert float(shown[name]) == pytest.approx(values[head].item(), rel=1e-3), (layer, head, name)
 
 
-def test_weights(open_page, explored):
+def test_a_cell_shows_its_weight(open_page, explored):
     _, done = explored
     opened = open_page(explored[0])
     page, layer = opened.page, done.models[0].layers[0]
@@ -236,7 +236,7 @@ def test_keys_move_the_selection(open_page, explored):
     assert {"colour", "quantity", "together", "SPAN", "BUTTON"} <= reached
 
 
-def test_colours(open_page, explored):
+def test_the_text_is_coloured_by_the_choice(open_page, explored):
     """The text follows the choice, and the selected row of attention."""
     opened = open_page(explored[0])
     page = opened.page

@@ -10,7 +10,7 @@ from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, SWITCHES, random
 
 
 @pytest.mark.parametrize("activation, query", CASES)
-def test_offloading(activation, query, trained, tmp_path):
+def test_an_offloaded_model_computes_the_same(activation, query, trained, tmp_path):
     """One layer on disk, and all of them fetched for each call."""
     folder = trained(activation, query)
     model = load(folder)

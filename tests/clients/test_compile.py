@@ -16,7 +16,7 @@ def forget_graphs():
 
 
 @pytest.mark.parametrize("activation, query", WITH_WEIGHTS)
-def test_compile(activation, query, trained):
+def test_compiled_losses_and_gradients_are_the_same(activation, query, trained):
     """Losses and gradients. `aot_eager` traces both passes as every compiler does, and generates no code."""
     gradients = []
     for compiled in (False, True):

@@ -113,7 +113,7 @@ def test_interrupted_run_ends_alike(recipe, tuned, tmp_path):
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_comparison(llama, recipe, tmp_path):
+def test_a_comparison_trains_adapters(llama, recipe, tmp_path):
     fields = {
         "recipe": {**yaml.safe_load(recipe.read_text()), "lora": None, "record_stability": False},
         "baseline": "whole",

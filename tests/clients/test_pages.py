@@ -24,7 +24,7 @@ def folder(trained, tmp_path, monkeypatch):
     return tmp_path / "runs" / "counting"
 
 
-def test_export(folder, capsys):
+def test_page_of_exports_runs(folder, capsys):
     onnx, runtime, executorch = blocks("export.md")
     exec(compile(onnx, "export.md", "exec"), {})
     capsys.readouterr()
@@ -35,7 +35,7 @@ def test_export(folder, capsys):
     assert "torch.Size([1, 8, 300])" in capsys.readouterr().out
 
 
-def test_serving(folder, tmp_path, capsys):
+def test_page_of_serving_runs(folder, tmp_path, capsys):
     request, batch = blocks("serving.md")
     with server(tmp_path / "log", package=False) as client:
         address = str(client.base_url).removesuffix("/v1/")
@@ -46,7 +46,7 @@ def test_serving(folder, tmp_path, capsys):
     assert set(capsys.readouterr().out.splitlines()) == expected
 
 
-def test_distributed(folder, tmp_path):
+def test_page_of_distributed_models_runs(folder, tmp_path):
     (script,) = blocks("distributed.md")
     (tmp_path / "split.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "split.py"]

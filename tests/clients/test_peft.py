@@ -80,7 +80,7 @@ def documented_names() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("query", PROJECTIONS)
-def test_names(query):
+def test_documented_names_adapt_their_layers(query):
     assert documented_names().keys() == PROJECTIONS.keys()
     of_query = documented_names()[query]
 
@@ -100,7 +100,7 @@ def test_names(query):
 
 
 @pytest.mark.parametrize("activation, query", CASES)
-def test_lora(activation, query, trained, tmp_path):
+def test_an_adapter_of_all_layers_is_saved_and_loaded(activation, query, trained, tmp_path):
     check_round_trip(trained(activation, query), LoraConfig(target_modules="all-linear", **LORA), tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_head_projection(trained, tmp_path):
     assert len(model.base_model.targeted_parameter_names) == SIZES["num_hidden_layers"]
 
 
-def test_ia3(trained, tmp_path):
+def test_ia3_scales_keys_values_and_the_mlp(trained, tmp_path):
     """Keys and values are scaled, and the input of the MLP's last layer."""
     model = check_round_trip(trained("sigmoid", "nonlinear"), IA3Config(task_type="CAUSAL_LM"), tmp_path)
     assert adapted_layers(model) == {"self_attn.k_proj", "self_attn.v_proj", "mlp.fc2"}

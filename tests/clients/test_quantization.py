@@ -19,7 +19,7 @@ def linear_layers(model) -> list[str]:
 
 
 @pytest.mark.parametrize("activation, query", CASES)
-def test_torchao(activation, query, trained, tmp_path):
+def test_every_linear_layer_is_quantized(activation, query, trained, tmp_path):
     """Every linear layer is quantized, those of `f` too, and nothing else changes."""
     folder = trained(activation, query)
     by_hand = load(folder)

@@ -25,7 +25,7 @@ def expected(folder, pooling: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("activation, query", CASES)
-def test_encode(activation, query, trained, tmp_path):
+def test_embeddings_are_pooled_tokens(activation, query, trained, tmp_path):
     """A padded batch, a saved copy, and the pooling that sentence-transformers chooses for a decoder."""
     folder = trained(activation, query)
     transformer = Transformer(str(folder))

@@ -44,7 +44,7 @@ def mean_loss(folder) -> float:
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("activation, query", CASES)
-def test_sft(activation, query, adapter, trained, tmp_path):
+def test_sft_keeps_packed_texts_apart(activation, query, adapter, trained, tmp_path):
     """Padded texts, and texts packed into one row, which must not see each other."""
     folder, first = trained(activation, query), {}
     for packing in (False, True):
@@ -65,7 +65,7 @@ def test_sft(activation, query, adapter, trained, tmp_path):
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("activation, query", CASES)
-def test_dpo(activation, query, adapter, trained, tmp_path):
+def test_dpo_trains_and_saves(activation, query, adapter, trained, tmp_path):
     folder = trained(activation, query)
     pairs = {"prompt": ["one two "] * 8, "chosen": ["three four"] * 8, "rejected": ["nine nine"] * 8}
     trainer = DPOTrainer(

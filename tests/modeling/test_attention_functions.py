@@ -83,7 +83,7 @@ def computes(backend, case, dtype=torch.float32, **others):
     },
     allowed=computes,
 )
-def test_formulas(backend, case, layout, dtype):
+def test_every_backend_computes_the_formulas(backend, case, layout, dtype):
     module, states = module_for(layout, case), layout.states(dtype)
     actual, expected = run(backend, layout, module, states), expected_of(layout, *case[:2], states, sink=module.sink)
     assert [tensor.dtype for tensor in actual[:4]] == [dtype] * 4

@@ -48,7 +48,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("backend", [*ATTENTION_BACKENDS, "owner/kernel"])
     @pytest.mark.parametrize("name", CAN)
-    def test_by_name(self, name, backend):
+    def test_a_backend_by_name_computes_the_activation_or_is_refused(self, name, backend):
         # Messages do not offer the name that continuous batching sets
         can = self.CAN[name] | {"paged|eager"} | ({"owner/kernel"} if name == "softmax" else set())
         if backend in can:
@@ -64,7 +64,7 @@ class TestChoice:
         assert set(choices.split(", ")) == {"nlq", *self.CAN[name]}
 
     @pytest.mark.parametrize("name", CAN)
-    def test_automatic(self, name):
+    def test_automatic_choice_on_a_gpu(self, name):
         automatic = self.AUTOMATIC.get(name, "nlq_tiled")
         call = {"device": torch.device("cuda"), "dtype": torch.float32, "queries": 9, "head_dim": 8}
         assert find_backend("nlq", [0], self.asked(name, **call)) == automatic
@@ -93,7 +93,7 @@ class TestChoice:
         )
 
     @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])
-    def test_weights(self, backend):
+    def test_backends_without_weights_are_refused(self, backend):
         with pytest.raises(
             ValueError, match=r"the weights that output_attentions=True asks for .* use one of nlq, eager$"
         ):

@@ -73,6 +73,15 @@ CASES = {
     "mixed": {"attention_activation": "relu", "per_layer_config": {1: {"attention_activation": "softmax"}}},
     "window": {"sliding_window": 6},
     "window_of_sigmoid": {"attention_activation": "sigmoid", "sliding_window": 6},
+    # Parts that keep nothing in the cache: a request sees as many keys as its own tokens
+    "parts": {
+        "query_projection": "linear",
+        "exclusive_attention": "learned",
+        "value_residual": "learned",
+        "attention_length_scaling": "log",
+        "differential_attention": "v2",
+    },
+    "parts_of_weights": {"parallax": True, "attention_gate": "value", "attention_activation": "softpick"},
 }
 
 

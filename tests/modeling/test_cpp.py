@@ -52,7 +52,7 @@ def attend(*inputs):
 class TestOneQuery:
     @combinations(BUILT_IN)
     @pytest.mark.parametrize("masked", [None, "rows", "heads"])
-    def test_formulas(self, activation, normalization, masked):
+    def test_one_query_computes_the_formulas(self, activation, normalization, masked):
         for batch, heads, key_value_heads, keys, head_dim in SIZES:
             states = one_query(batch, heads, key_value_heads, keys, head_dim)
             visible = torch.ones(batch, heads, 1, keys, dtype=torch.bool)
@@ -100,7 +100,7 @@ class TestOneQuery:
 @needs_compiler
 @pytest.mark.usefixtures("no_grad")
 class TestOperators:
-    def test_vmap(self):
+    def test_vmap_of_the_loss_equals_a_loop(self):
         logits, targets, weights = torch.randn(3, 5, 7), torch.randint(7, (3, 5)), torch.rand(3, 5)
         found = torch.func.vmap(loss_and_gradient)(logits, targets, weights)
         expected = [loss_and_gradient(*row) for row in zip(logits, targets, weights)]
@@ -221,7 +221,7 @@ class TestBuild:
         monkeypatch.setattr("grp.getgrgid", lambda number: group)
         assert build.is_private(tmp_path) == is_private
 
-    def test_command(self, monkeypatch, capsys):
+    def test_command_builds_or_says_why_not(self, monkeypatch, capsys):
         monkeypatch.setenv("NLQ_CPP", "0")
         assert main(["build"]) == 0 and "NLQ_CPP=0" in capsys.readouterr().out
         monkeypatch.delenv("NLQ_CPP")

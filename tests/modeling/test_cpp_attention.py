@@ -85,7 +85,7 @@ class TestAgreement:
         assert cpp_passes == BOTH
 
     @two_dtypes
-    def test_strides(self, cpp_passes, dtype):
+    def test_any_strides_give_the_same(self, cpp_passes, dtype):
         """Any order of axes in memory, and an expanded gradient."""
         layout = LAYOUTS["grouped_queries"]
         module, states = layer_for(layout, "sigmoid"), layout.states(dtype, head_dim=6)
@@ -123,7 +123,7 @@ class TestSoftmax:
         assert output[0, 3, 0].isnan().all() and output.isnan().sum() == 4
 
     @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
-    def test_model(self, cpp_passes, precision):
+    def test_nlq_trains_softmax_in_cpp(self, cpp_passes, precision):
         """`nlq` trains softmax by these kernels, and decodes by PyTorch's."""
         torch.manual_seed(0)
         model = NLQForCausalLM._from_config(tiny_config(), attn_implementation="nlq")
@@ -157,7 +157,7 @@ def values_and_slopes(activation, scores, dtype=torch.float32):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 class TestFunctions:
-    def test_exact(self, cpp_passes, activation):
+    def test_functions_and_slopes_have_few_roundings(self, cpp_passes, activation):
         """The relative error of weights is that of a few roundings, also near 0 and where they nearly vanish."""
         magnitudes = torch.cat([torch.logspace(-30, 1.9, 2000), torch.linspace(0.01, 87, 4000)])
         scores = torch.cat([magnitudes, -magnitudes, torch.zeros(1)])
@@ -228,7 +228,7 @@ def test_where_cpp_cannot_compute(cpp_passes, monkeypatch, reason):
 class TestTransforms:
     """What PyTorch does with the operators: transformations, modes, compilation, and its own checks."""
 
-    def test_opcheck(self, cpp_allowed):
+    def test_operators_pass_opcheck(self, cpp_allowed):
         if not cpp_allowed:
             pytest.skip("needs a C++ compiler")
         for layout, dtype in (
@@ -247,7 +247,7 @@ class TestTransforms:
             inputs = (torch.randn_like(results[0]), query, key, value, *results, bias, *masks, *options)
             torch.library.opcheck(cpu_ops.operators.attention_backward.default, inputs)
 
-    def test_vmap(self, cpp_allowed):
+    def test_vmap_of_gradients_equals_a_loop(self, cpp_allowed):
         states = [torch.randn(3, 2, 4, 9, 8) for _ in range(3)]
 
         def loss(query, key, value):

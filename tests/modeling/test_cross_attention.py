@@ -1,13 +1,13 @@
-"""Cross-attention, and encoders with decoders: formulas, backends, caches, other models, heads and refusals."""
+"""Cross-attention, and encoders with decoders: generation, other models, heads and refusals.
 
-import random
+`test_invariants.py` compares random decoders with the formulas, and their backends with eager.
+"""
 
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from support import reference
 from support.attention_cases import mask_of
-from support.model_cases import BLOCKS, PROJECTIONS, VOCABULARY, random_tokens
+from support.model_cases import SIZES, VOCABULARY, make_model, random_tokens
 from transformers import (
     AutoModelForSeq2SeqLM,
     BartConfig,
@@ -28,151 +28,33 @@ from transformers import (
 from modeling_nlq import (
     AttentionPart,
     NLQConfig,
-    NLQForCausalLM,
-    NLQForConditionalGeneration,
     NLQForSequenceClassification,
     NLQModel,
-    NLQSeq2SeqConfig,
     register_attention_part,
 )
-from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
 
 pytestmark = pytest.mark.thin(4)
 
 
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-}
-SIZES |= {"max_position_embeddings": 64}
 SOURCE_MASK = mask_of("1111000", "0101111")
 TARGET_MASK = mask_of("000111111", "111111111")
-
-
-def far_from_initial(model, dtype=torch.float64):
-    model = model.to(dtype).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
-
-def decoder(dtype=torch.float64, **switches):
-    """A decoder with cross-attention, whose parameters are all far from their initial values."""
-    set_seed(0)
-    return far_from_initial(NLQForCausalLM(NLQConfig(**{**SIZES, "add_cross_attention": True, **switches})), dtype)
 
 
 def source(width=16, dtype=torch.float64, length=7):
     return torch.randn(2, length, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def attention_switches(chance: random.Random, groups: int, widths_agree: bool) -> dict:
-    """Switches that self-attention and cross-attention may have."""
-    activation = chance.choice([name for name in ATTENTION_ACTIVATIONS if name != "stick_breaking"])
-    row = ATTENTION_ACTIVATIONS[activation]
-    projections = PROJECTIONS if groups == 4 and widths_agree else ("linear", "bottleneck", "upcycled")
-    normalizations = [None, "length", "none", *(["sum"] if row.non_negative else [])] if row.is_elementwise else [None]
-    return {
-        "attention_activation": activation,
-        "attention_normalization": chance.choice(normalizations),
-        "query_projection": chance.choice(PROJECTIONS),
-        "key_projection": chance.choice(projections),
-        "value_projection": chance.choice(projections),
-        "qk_norm": chance.choice([None, "rms", "rms_all_heads", "l2"]),
-        "attention_gate": chance.choice([None, "headwise", "elementwise"]),
-        "head_projection": chance.random() < 0.3,
-        "attention_output_activation": chance.choice([None, None, "gelu"]),
-    }
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
-def random_switches(seed: int) -> dict:
-    chance = random.Random(seed)
-    groups, width = chance.choice([1, 2, 4]), chance.choice([16, 20])
-    switches = {
-        **attention_switches(chance, groups, width == 16),
-        "num_key_value_heads": groups,
-        "cross_attention_hidden_size": width,
-        "position_embedding": chance.choice(["learned", "none"]),
-        "use_bias": chance.random() < 0.5,
-        **chance.choice(list(BLOCKS.values())),
-    }
-    if chance.random() < 0.6:
-        switches["cross_attention"] = attention_switches(chance, groups, width == 16)
-    both = {"attention_sink": "learned", "parallax": True, "attention_length_scaling": "log"}
-    both |= {"differential_attention": chance.choice(["v1", "v2"])}
-    own = {
-        "exclusive_attention": "learned",
-        "value_residual": "learned",
-        "forget_gate": "learned",
-        "sliding_window": 3,
-    }
-    own |= {"canon": "ABCD", "selective_attention": True, "attention_gate": "value"}
-    for name, value in (both | own).items():
-        if chance.random() < 0.25:
-            switches = _with_if_allowed(switches, {name: value})
-        if name in both and "cross_attention" in switches and chance.random() < 0.25:
-            switches = _with_if_allowed(switches, {"cross_attention": {**switches["cross_attention"], name: value}})
-    return switches
-
-
-def _with_if_allowed(switches: dict, more: dict) -> dict:
-    try:
-        NLQConfig(**{**SIZES, "add_cross_attention": True, **switches, **more})
-    except (ValueError, StrictDataclassError):
-        return switches
-    return {**switches, **more}
-
-
-@pytest.mark.thin(5)
-@pytest.mark.parametrize(
-    "seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 300))]
-)
-def test_random_decoders(seed):
-    """Logits and weights are those of the formulas; the steps of a cache, and a pair alone, are those of the whole."""
-    switches = random_switches(seed)
-    try:
-        model = decoder(**switches)
-    except (ValueError, StrictDataclassError) as error:
-        pytest.fail(f"{switches}: {error}")
-    encoded = source(model.config.cross_attention_hidden_size)
-    input_ids, mask = random_tokens(2, 9), TARGET_MASK
-    inputs = {"encoder_hidden_states": encoded, "encoder_attention_mask": SOURCE_MASK}
-    model.set_attn_implementation("eager")
-    has_weights = all(layer.attention_activation != "linear_attention" for layer in model.config.attention_configs)
-    with torch.no_grad():
-        output = model(input_ids, attention_mask=mask, output_attentions=has_weights, **inputs)
-        logits, weights = reference.forward(model.config, model.state_dict(), input_ids, mask, **inputs)
-        is_token, layers = mask.bool(), model.config.num_hidden_layers
-        close = {"rtol": 1e-9, "atol": 1e-9}
-        torch.testing.assert_close(output.logits[is_token], logits[is_token], **close)
-        if has_weights:
-            for actual, expected in zip((*output.attentions, *output.cross_attentions), weights, strict=True):
-                actual, expected = (each.transpose(1, 2)[is_token] for each in (actual, expected))
-                torch.testing.assert_close(actual, expected, **close)
-        assert len(weights) == 2 * layers
-        cache, steps = None, []
-        for start, end in ((0, 5), (5, 6), (6, 9)):
-            step = model(
-                input_ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True, **inputs
-            )
-            cache = step[1]
-            steps.append(step.logits)
-        torch.testing.assert_close(torch.cat(steps, dim=1)[is_token], output.logits[is_token], **close)
-        alone = model(input_ids[:1, 3:], encoder_hidden_states=encoded[:1, :4])
-        torch.testing.assert_close(alone.logits[0], output.logits[0, 3:], **close)
+def decoder(**switches):
+    return make_model(torch.float64, None, **{"add_cross_attention": True, **switches})
 
 
 def pair(dtype=torch.float64, encoder=None, tied=True, **switches):
-    """An encoder and a decoder, whose parameters are all far from their initial values."""
-    set_seed(0)
-    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    halves = {"encoder": {**SIZES, **(encoder or {})}, "decoder": {**SIZES, **tokens, **switches}}
-    return far_from_initial(NLQForConditionalGeneration(NLQSeq2SeqConfig(**halves, tie_word_embeddings=tied)), dtype)
+    halves = {"encoder": encoder or {}, "decoder": {**TOKENS, **switches}}
+    return make_model(dtype, None, **halves, tie_word_embeddings=tied)
 
 
 GENERATED = {
@@ -222,7 +104,7 @@ class TestGeneration:
         assert 0 not in lengths  # quantized layers and some adapters fail without tokens
 
     @pytest.mark.slow
-    def test_compiled_steps(self):
+    def test_compiled_steps_generate_the_same_tokens(self):
         model = pair(torch.float32, sliding_window=3, cross_attention={"attention_activation": "sigmoid"})
         inputs = {
             "input_ids": random_tokens(2, 7),
@@ -258,17 +140,20 @@ class TestOtherModels:
     """Weights copied by hand."""
 
     @pytest.mark.parametrize("model_class", [PegasusForConditionalGeneration, BartForConditionalGeneration])
-    def test_pegasus_and_bart(self, model_class):
+    def test_equals_pegasus_and_bart(self, model_class):
         set_seed(0)
         is_bart = model_class is BartForConditionalGeneration
-        sizes = {"vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 64, "scale_embedding": False}
+        sizes = {"vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 32, "scale_embedding": False}
         for half in ("encoder", "decoder"):
             sizes |= {f"{half}_layers": 2, f"{half}_attention_heads": 4, f"{half}_ffn_dim": 24}
         tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "forced_eos_token_id": None}
         config = (BartConfig if is_bart else PegasusConfig)(
             **sizes, **tokens, decoder_start_token_id=1, attn_implementation="eager"
         )
-        theirs = far_from_initial(model_class(config))
+        theirs = model_class(config).double().eval()
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                parameter.add_(0.2 * torch.randn_like(parameter))
         theirs.tie_weights()
         block = {"use_bias": True, "query_projection": "linear", "norm_position": "post" if is_bart else "pre"}
         block |= {"embedding_norm": is_bart}
@@ -302,7 +187,7 @@ class TestOtherModels:
             options |= {"max_new_tokens": 9, "do_sample": False, "no_repeat_ngram_size": 1}
             assert model.generate(**inputs, **options).equal(theirs.generate(**inputs, **options))
 
-    def test_stock_composites(self):
+    def test_stock_composites_generate_and_train(self):
         """A decoder in Transformers' own classes, whose caches are stock; and an encoder in their other slot."""
         set_seed(0)
         text = {"vocab_size": VOCABULARY, "hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -341,45 +226,12 @@ class TestOtherModels:
             )
 
 
-@pytest.mark.usefixtures("small_tiles", "cpp_allowed", "uncompiled")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:_compile flag")
-@pytest.mark.parametrize("queries", [1, 9])
-@pytest.mark.parametrize("mask", [None, SOURCE_MASK], ids=["plain", "padded"])
-@pytest.mark.parametrize(
-    "implementation, activation",
-    [
-        *(("sdpa", "softmax"), ("nlq_rows", "softmax"), ("nlq_cpp", "softmax"), ("nlq_rows", "entmax15")),
-        *((name, activation) for name in ("nlq_tiled", "nlq_cpp") for activation in ("sigmoid", "squared", "relu")),
-        *(("flex_attention", activation) for activation in ("softmax", "squared")),
-        ("nlq", "sigmoid"),
-    ],
-)
-def test_backends_equal_eager(implementation, activation, mask, queries):
-    """Outputs, and gradients but of `flex_attention`, which has none on the CPU."""
-    switches = {"attention_activation": activation, "num_key_value_heads": 2, "query_projection": "linear"}
-    model = decoder(torch.float32, **switches, cross_attention_hidden_size=20)
-    input_ids, encoded = random_tokens(2, queries), source(20, torch.float32).requires_grad_()
-    has_gradients = implementation != "flex_attention"
-
-    def results(name):
-        model.set_attn_implementation(name)
-        with torch.set_grad_enabled(has_gradients):
-            logits = model(
-                input_ids, encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=False
-            ).logits
-            inputs = [encoded, *model.parameters()]
-            return [logits, *(torch.autograd.grad(logits.square().mean(), inputs) if has_gradients else ())]
-
-    for actual, expected in zip(results(implementation), results("eager")):
-        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(
     "implementation, activation", [("sdpa", "softmax"), ("nlq_tiled", "sigmoid"), ("flex_attention", "sigmoid")]
 )
-def test_pairs_on_a_gpu(implementation, activation):
+def test_pairs_equal_eager_on_a_gpu(implementation, activation):
     """Gradients beside those of `eager`; tokens with a compiled static cache beside those of the CPU."""
     wide = {"hidden_size": 64, "num_key_value_heads": 2, "attention_activation": activation}
     model, inputs = (
@@ -401,24 +253,16 @@ def test_pairs_on_a_gpu(implementation, activation):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("seed", range(12))
-def test_a_padded_pair_equals_the_pair_alone(seed):
-    """Through encoder and decoder, with random switches of both; tokens come one by one from a static cache too."""
-    switches = random_switches(seed) | {"cross_attention_hidden_size": None}
-    own = random_switches(seed + 100)
-    encoder = {name: own[name] for name in ("attention_activation", "attention_normalization", "qk_norm")}
-    model = pair(encoder=encoder, **{name: value for name, value in switches.items() if value is not None})
-    input_ids, target = random_tokens(2, 7), random_tokens(2, 9)
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_padded_pair_equals_the_pair_alone(name):
+    """Through encoder and decoder."""
+    model, input_ids, target = pair(**GENERATED[name]), random_tokens(2, 7), random_tokens(2, 9)
     masks = {"attention_mask": SOURCE_MASK, "decoder_attention_mask": TARGET_MASK}
     logits = model(input_ids, decoder_input_ids=target, **masks).logits
     for row in range(2):
         is_read, is_token = SOURCE_MASK[row].bool(), TARGET_MASK[row].bool()
         alone = model(input_ids[row, is_read][None], decoder_input_ids=target[row, is_token][None]).logits[0]
         torch.testing.assert_close(logits[row, is_token], alone, rtol=1e-9, atol=1e-9)
-    if not (switches.get("selective_attention") or switches.get("canon")):
-        inputs = {"inputs": input_ids, "attention_mask": SOURCE_MASK, "do_sample": False, "max_new_tokens": 5}
-        static = model.generate(**inputs, cache_implementation="static", disable_compile=True)
-        assert static.equal(model.generate(**inputs, use_cache=False))
 
 
 def test_a_classifier_sees_the_source():
@@ -435,7 +279,7 @@ def test_backend_names_the_layer():
         model.set_attn_implementation("sdpa")
 
 
-def test_own_parts():
+def test_own_parts_where_cross_attention_names_them():
     """Only where `cross_attention` names them, and none that needs the decoder's tokens, MLP or state."""
 
     class Doubled(AttentionPart):
@@ -467,25 +311,6 @@ def test_own_parts():
         (ValueError, StrictDataclassError), match="inner_test_part needs the decoder's own tokens or its MLP"
     ):
         decoder(cross_attention={"attention_parts": ["inner_test_part"]})
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant):
-    """The encoder gets its gradients through every layer of the decoder."""
-    model, inputs = (
-        pair().train(),
-        {"input_ids": random_tokens(2, 7), "attention_mask": SOURCE_MASK, "labels": random_tokens(2, 5)},
-    )
-
-    def gradients():
-        model.zero_grad()
-        model(**inputs).loss.backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    expected = gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    for actual, wanted in zip(gradients(), expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.slow
@@ -560,11 +385,11 @@ class TestRefusals:
             ),
         ],
     )
-    def test_configurations(self, switches, message):
+    def test_configurations_are_refused_by_name(self, switches, message):
         with pytest.raises((ValueError, StrictDataclassError), match=message):
             NLQConfig(**{**SIZES, "add_cross_attention": True, **switches})
 
-    def test_calls(self):
+    def test_inputs_are_refused_by_name(self):
         model, input_ids, encoded = decoder(), random_tokens(2, 4), source()
         plain = decoder(add_cross_attention=False)
         packed = {"position_ids": torch.tensor([[0, 1, 0, 1]]), "encoder_hidden_states": encoded}

@@ -76,7 +76,7 @@ GROUPS = groups(list(KINDS), 6)
         for kinds in GROUPS
     ],
 )
-def test_prompt(kinds, make_model):
+def test_an_exported_prompt_runs_with_other_sizes(kinds, make_model):
     """Exported with one padding and length, run with others."""
     layers = {
         index: {**KINDS[kind], "query_projection": PROJECTIONS[index % len(PROJECTIONS)]}
@@ -102,7 +102,7 @@ RICH = {
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 2])  # a mask of ones in the sample is not taken for "no padding"
 @pytest.mark.parametrize("name", [*PART_SWITCHES, "rich"])
-def test_parts(make_model, name, padding):
+def test_exported_parts_run_with_other_sizes(make_model, name, padding):
     model = make_model(implementation="nlq", use_cache=False, **{**PART_SWITCHES, "rich": RICH}[name])
     program = export(model, batch_of(2, 5, padding=padding))
     assert operators(program) == {"aten"}

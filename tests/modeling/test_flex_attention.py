@@ -63,7 +63,7 @@ class TestHere:
         },
         strength=1,
     )
-    def test_formulas(self, monkeypatch, activation, normalization, name):
+    def test_outputs_are_those_of_the_formulas(self, monkeypatch, activation, normalization, name):
         """The uncompiled function does return a log-sum-exp: the natural logarithm that the formula takes it for."""
         if normalization != "sum":
             monkeypatch.setattr(attention_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
@@ -85,7 +85,7 @@ class TestHere:
         ],
         ids=["length", "sink", "gradients"],
     )
-    def test_refusals(self, module, refused):
+    def test_what_the_cpu_lacks_is_refused(self, module, refused):
         with pytest.raises(ValueError) as error, torch.enable_grad():
             run_flex(LAYOUTS["causal"], module, LAYOUTS["causal"].states())
         assert str(error.value) == (
@@ -102,12 +102,12 @@ class TestElsewhere:
         monkeypatch.setattr(attention_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
 
     @parametrize_grid({"activation, normalization": COMBINATIONS, "layout": FLEX_LAYOUTS}, strength=1)
-    def test_formulas(self, activation, normalization, layout):
+    def test_gradients_are_those_of_the_formulas(self, activation, normalization, layout):
         states = layout.states()
         actual = results(run_flex(layout, layer_for(layout, activation, normalization), states), states)
         check(actual, expected_of(layout, activation, normalization, states), 1e-5)
 
-    def test_masks(self):
+    def test_visible_keys_are_counted_where_needed(self):
         """The number of visible keys is needed by some normalisers only."""
         layout = LAYOUTS["causal"]
         states, mask = layout.states(), block_mask(layout)

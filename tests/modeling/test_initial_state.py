@@ -36,7 +36,7 @@ class TestInitialState:
             assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
             assert abs(parameter.mean().item()) < 0.05 * expected, name
 
-    def test_vectors(self):
+    def test_vectors_begin_at_0_or_1(self):
         switches = {
             "query_projection": "upcycled",
             "key_projection": "bottleneck",

@@ -55,7 +55,7 @@ class TestDecay:
         torch.testing.assert_close(attention.self_attn.decay_bias.double(), expected, rtol=1e-6, atol=1e-6)
         assert (attention.self_attn.log_decay < 0).all()
 
-    def test_parameters(self, make_model):
+    def test_only_learned_decay_has_parameters(self, make_model):
         models = {kind: make_model(implementation=None, **MODELS[kind]) for kind in MODELS}
         assert {model.config._attn_implementation for model in models.values()} == {"nlq"}
         shapes = {
@@ -74,7 +74,7 @@ class TestDecay:
 class TestCache:
     @all_models
     @both_caches
-    def test_counts_tokens(self, make_model, switches, make_cache, tokens):
+    def test_a_cache_counts_tokens(self, make_model, switches, make_cache, tokens):
         model, is_static = make_model(**switches), make_cache is BOTH_CACHES["static"]
         cache = make_cache(model)
         assert cache.get_seq_length() == 0
@@ -88,30 +88,12 @@ class TestCache:
         assert (cache.is_compileable, cache.get_max_length()) == (is_static, 24 if is_static else -1)
         assert cache.is_croppable is False
 
-    @pytest.mark.parametrize("kind, cache_name", [(kind, name) for kind in MODELS for name in BOTH_CACHES])
-    def test_rows(self, make_model, kind, cache_name, tokens):
-        """Rows moved in the cache go on as those rows do."""
-        model = make_model(implementation="nlq", **MODELS[kind])
-        operations = {"reorder_cache": (torch.tensor([1, 0]), [1, 0])}
-        # Transformers' static keys and values know no other operation
-        if cache_name == "dynamic" or kind in ("linear", "fixed", "learned"):
-            operations["batch_repeat_interleave"] = (3, [0, 0, 0, 1, 1, 1])
-            operations["batch_select_indices"] = (torch.tensor([1, 1, 0]), [1, 1, 0])
-        for name, (argument, rows) in operations.items():
-            cache = fill(model, BOTH_CACHES[cache_name], tokens[:, :5])
-            getattr(cache, name)(argument)
-            check_continuation(model, cache, tokens[rows], 5, [3, 1])
-        if len(operations) > 1:
-            cache = fill(model, BOTH_CACHES[cache_name], tokens[:, :5])
-            cache.batch_select_indices(torch.tensor([False, True]))
-            check_continuation(model, cache, tokens[1:], 5, [3, 1])
-
     # Transformers' dynamic keys and values stay where they are after a reset, as zeros
     @pytest.mark.parametrize(
         "kind, cache_name",
         [*((kind, "static") for kind in MODELS), *((kind, "dynamic") for kind in ("linear", "learned"))],
     )
-    def test_reset(self, make_model, kind, cache_name, tokens):
+    def test_a_reset_forgets_all_tokens(self, make_model, kind, cache_name, tokens):
         model = make_model(implementation="nlq", **MODELS[kind])
         cache = fill(model, BOTH_CACHES[cache_name], tokens.flip(1))
         for _ in range(2):
@@ -120,7 +102,7 @@ class TestCache:
             check_continuation(model, cache, tokens, 0, [1, 8])
 
     @both_caches
-    def test_memory(self, make_model, make_cache):
+    def test_memory_does_not_grow_with_the_length(self, make_model, make_cache):
         """A square and a row for each head in float32, for any length: no view of a longer tensor, and no graph."""
         for switches in MODELS.values():
             model = make_model(implementation="nlq", max_position_embeddings=500, **switches)
@@ -135,7 +117,7 @@ class TestCache:
                     assert layer.keys is None and layer.values is None
                     assert all(part.grad_fn is None for part in layer.get_state())
 
-    def test_layers(self, make_model):
+    def test_each_layer_has_the_cache_of_its_kind(self, make_model):
         """One kind of layer for each; a model without linear layers is what it was."""
         config = make_model(**MODELS["linear_first"]).config
         assert config.layer_types == [cache_nlq.LAYER_TYPE, "full_attention"]
@@ -148,7 +130,7 @@ class TestCache:
 
 class TestTraining:
     @all_models
-    def test_over_several_calls(self, make_model, switches, tokens):
+    def test_gradients_pass_through_the_cache(self, make_model, switches, tokens):
         """The last call's loss reaches the first through the cache; one that is filled but not read changes no
         gradient.
         """
@@ -163,7 +145,7 @@ class TestTraining:
             torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
     @all_models
-    def test_autocast(self, make_model, switches, tokens):
+    def test_autocast_keeps_sums_in_float32(self, make_model, switches, tokens):
         """Sums and the state stay in float32, and decoding agrees with one pass."""
         model = make_model(implementation="nlq", **switches).train()
         expected, cache = model(tokens, labels=tokens), DynamicCache(config=model.config)
@@ -187,7 +169,7 @@ class TestTraining:
 
 
 class TestMasks:
-    def test_dense_mask_is_refused(self, make_model, tokens):
+    def test_a_dense_mask_is_refused(self, make_model, tokens):
         visible = torch.ones(2, 1, 9, 9).tril().bool()
         message = r"attn_implementation='linear_attention' \(layer 1\) takes no 4-D mask"
         for implementation in ("eager", "nlq"):
@@ -206,7 +188,7 @@ class TestMasks:
 
 
 class TestRefusals:
-    def test_output_attentions(self, make_model, tokens):
+    def test_output_attentions_is_refused(self, make_model, tokens):
         for kind, layer in (("linear", 0), ("linear_first", 0), ("linear_last", 1)):
             model = make_model(implementation="nlq", **MODELS[kind])
             where = rf"attention_activation=.linear_attention. \(layer {layer}.*\)"
@@ -218,7 +200,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("kind", ["linear", "linear_first", "linear_last"])
     @pytest.mark.parametrize("how", ["prompt_lookup", "assistant", "linear_assistant"])
-    def test_assisted_decoding(self, make_model, kind, how):
+    def test_assisted_decoding_is_refused(self, make_model, kind, how):
         model, softmax = make_model(**MODELS[kind]), make_model(num_hidden_layers=1)
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         options |= {"prompt_lookup_num_tokens": 3} if how == "prompt_lookup" else {"assistant_model": softmax}
@@ -231,7 +213,7 @@ class TestRefusals:
             assert words in str(caught.value)
 
     @pytest.mark.parametrize("kind", MODELS)
-    def test_caches_of_other_models(self, make_model, kind, tokens):
+    def test_caches_of_other_models_are_refused(self, make_model, kind, tokens):
         model, softmax = make_model(**MODELS[kind]), make_model()
         layer = int(kind == "linear_last")
         message = rf"'linear_attention' \(layer {layer}\) needs a cache that stores its state.*\(config=model.config\)"

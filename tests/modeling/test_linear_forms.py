@@ -36,7 +36,7 @@ class TestForms:
     """Outputs and gradients of the three forms are those of the formula."""
 
     @parametrize_grid({"decay": tuple(DECAYS), "layout": SELF_LAYOUTS, "positions": ("none", "rope")})
-    def test_float64(self, decay, layout, positions):
+    def test_every_form_computes_the_formula(self, decay, layout, positions):
         states, logits = layout.states(torch.float64), decay_logits(decay, layout)
         rotary = Rotary(layout) if positions == "rope" else None
         inputs = inputs_of(states, logits)
@@ -54,7 +54,7 @@ class TestForms:
             "form": FORMS,
         }
     )
-    def test_precision(self, decay, dtype, form):
+    def test_half_precision_is_rounded_once(self, decay, dtype, form):
         """Computed in float32 whatever the inputs are, and rounded once, at the end."""
         layout = LAYOUTS["packed_grouped_queries"]
         states, logits = layout.states(dtype), decay_logits(decay, layout, torch.float32)
@@ -151,13 +151,13 @@ class TestState:
 
 
 class TestFeatureMap:
-    def test_formula(self):
+    def test_feature_map_is_the_formula(self):
         """Exact in float32 too: `exp`, not `1 + (exp - 1)`, in which all that is below 1e-7 is rounded to 0."""
         states = torch.linspace(-80, 10, 901, dtype=torch.float64)
         torch.testing.assert_close(feature_map(states), reference.psi(states), rtol=1e-12, atol=0)
         torch.testing.assert_close(feature_map(states.float()).double(), reference.psi(states), rtol=2e-5, atol=0)
 
-    def test_gradient(self):
+    def test_gradient_of_the_feature_map_is_the_formula(self):
         states = torch.tensor([-90.0, -5.0, -1e-3, 1e-3, 5.0, 1e4], dtype=torch.float64, requires_grad=True)
         gradient = torch.autograd.grad(feature_map(states).sum(), states)[0]
         torch.testing.assert_close(gradient, torch.where(states < 0, states.exp(), 1.0).detach())
@@ -179,7 +179,7 @@ class TestNoNaN:
     @pytest.mark.parametrize(
         "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
     )
-    def test_extremes(self, dtype, decay, form):
+    def test_extreme_states_stay_finite(self, dtype, decay, form):
         layout = LAYOUTS["packed_grouped_queries"]
         for query_sign, key_sign in itertools.product((1e3, -1e3), repeat=2):
             query, key, value = layout.states(dtype)

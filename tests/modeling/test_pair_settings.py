@@ -95,7 +95,7 @@ def test_a_whole_half_and_a_width():
     ],
 )
 @pytest.mark.parametrize("way", ["constructor", "from_pretrained", "model"])
-def test_refusals(way, given, message, saved):
+def test_fields_are_refused_by_name(way, given, message, saved):
     with pytest.raises((ValueError, StrictDataclassError), match=message):
         WAYS[way](saved, **given)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from support.grids import slow_except
-from support.model_cases import PART_SWITCHES, parametrize_switches, random_tokens
+from support.model_cases import PART_SWITCHES, SIZES, SWITCHES, parametrize_switches, random_tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQModel, NLQSeq2SeqConfig
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
@@ -28,12 +28,13 @@ from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS, ShortConvolution
 pytestmark = pytest.mark.thin(3)
 
 
-def test_table_is_complete():
-    for name, part in ATTENTION_PARTS.items():
-        assert part.name == name
-        assert name in NLQConfig.__dataclass_fields__
-        assert part.formula
-        assert issubclass(part, AttentionPart)
+@pytest.mark.parametrize("name", ATTENTION_PARTS)
+def test_every_part_has_a_field_a_formula_and_a_case(name):
+    """The tests of formulas, gradients, caches and exports take their parts from the cases."""
+    part = ATTENTION_PARTS[name]
+    assert part.name == name and part.formula and issubclass(part, AttentionPart)
+    assert name in NLQConfig.__dataclass_fields__
+    assert any(switches.get(name) for switches in (*PART_SWITCHES.values(), *SWITCHES.values()))
 
 
 def checkpoint_attention(model):
@@ -62,10 +63,13 @@ CHECKPOINTINGS = (
         **{f"{name}_everywhere": {"attention_activation": name} for name in ATTENTION_ACTIVATIONS},
         "window": {"sliding_window": 3},
         "hybrid": {"num_hidden_layers": 3, "per_layer_config": {1: {"attention_activation": "linear_attention"}}},
+        "pair": {"decoder": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}},
     }
 )
-def test_gradient_checkpointing(make_model, switches):
-    """A layer that is computed again finds no cache that has grown. Values of the first layer reach all others."""
+def test_gradient_checkpointing_changes_no_gradient(make_model, switches):
+    """A layer that is computed again finds no cache that has grown. Values of the first layer, and of an encoder,
+    reach all others.
+    """
     tokens, gradients = random_tokens(2, 6), []
     for enable in (None, *CHECKPOINTINGS):
         model = make_model(torch.float64, implementation="nlq", **switches).train()
@@ -77,20 +81,6 @@ def test_gradient_checkpointing(make_model, switches):
         gradients.append([parameter.grad for parameter in model.parameters()])
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_except(("forget_gate_of_sigmoid", "all_parts"), ("forget_gate_of_sigmoid",)))
-@pytest.mark.filterwarnings("error:.*lru_cache")
-def test_compiles_without_a_break(make_model, name):
-    model, tokens = make_model(implementation="nlq", **PART_SWITCHES[name]), random_tokens(2, 6)
-    torch.compiler.reset()
-    found = []
-    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
-        logits = function(tokens, use_cache=False).logits
-        loss = function(tokens, labels=tokens, use_cache=False).loss
-        found.append([logits, *torch.autograd.grad(loss, list(model.parameters()))])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_hidden_states_and_signed_weights(make_model):
@@ -146,40 +136,13 @@ def test_what_is_left_of_exclusive_attention_in_bfloat16(switches, part, how):
     assert (logits - expected).abs().max() < 0.1 * expected.std()
 
 
-def test_cache_without_a_configuration(make_model):
+def test_a_cache_without_a_configuration_keeps_the_gate(make_model):
     """What a forget gate keeps lies beside the keys, so every cache of keys and values has a place for it."""
     model, tokens = make_model(**PART_SWITCHES["all_parts"]), random_tokens(2, 7)
     with torch.no_grad():
         expected, cache = model(tokens, use_cache=False).logits, DynamicCache()
         parts = [model(tokens[:, start:end], past_key_values=cache).logits for start, end in ((0, 3), (3, 4), (4, 7))]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {
-            "exclusive_attention": "learned",
-            "value_residual": "learned",
-            "attention_length_scaling": "log",
-            "differential_attention": "v2",
-        },
-        {"parallax": True, "attention_gate": "value", "attention_activation": "softpick"},
-    ],
-    ids=lambda switches: "+".join(switches),
-)
-def test_continuous_batching(make_model, switches):
-    """Parts that keep nothing: a request sees as many keys as its own tokens, whatever lies beside it in the paged
-    cache.
-    """
-    model = make_model(vocab_size=31, tie_word_embeddings=False, query_projection="linear", **switches)
-    prompts, options = [[3, 1, 4, 1, 5], [9, 2]], GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
-    paged = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
-    outputs = model.generate_batch(prompts, generation_config=options, continuous_batching_config=paged).values()
-    found = {tuple(output.prompt_ids): output.generated_tokens for output in outputs}
-    for prompt in prompts:
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, use_cache=False)
-        assert found[tuple(prompt)] == expected[0, len(prompt) :].tolist()
 
 
 class TestRefusals:
@@ -209,11 +172,11 @@ class TestRefusals:
             ({"attention_parts": ["unknown_part"]}, r"'unknown_part' \(code None\) is unknown"),
         ],
     )
-    def test_configuration(self, switches, message):
+    def test_configurations_are_refused_by_name(self, switches, message):
         with pytest.raises(StrictDataclassError, match=message):
             NLQConfig(**{"query_projection": "linear", "num_attention_heads": 4, "hidden_size": 16, **switches})
 
-    def test_backend(self, make_model):
+    def test_a_backend_without_a_bias_is_refused(self, make_model):
         with pytest.raises(
             ValueError, match=r"flash_attention_2' cannot .* with a bias .* use one of nlq, eager, sdpa"
         ):
@@ -222,7 +185,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "name", ["forget_gate_learned", "differential_v1", "canon", "selective", "stick_breaking"]
     )
-    def test_continuous_batching(self, make_model, name):
+    def test_continuous_batching_is_refused(self, make_model, name):
         model = make_model(**PART_SWITCHES[name])
         with pytest.raises(ValueError, match="has no continuous batching"):
             model.generate_batch([[1, 2, 3]])
@@ -240,8 +203,8 @@ def test_convolution_is_that_of_pytorch(earlier):
     assert torch.equal(latest, states[:, -3:])
 
 
-@pytest.mark.parametrize("name", ["canon", "value_gate", "selective", "parallax"])
-def test_gradients(make_model, name):
+@pytest.mark.parametrize("name", slow_except(tuple(PART_SWITCHES), ("canon", "value_gate", "selective", "parallax")))
+def test_gradients_are_finite_differences(make_model, name):
     """`gradcheck` of the inputs, through both layers."""
     model = make_model(torch.float64, **PART_SWITCHES[name])
     embeddings = torch.randn(1, 5, 16, dtype=torch.float64, requires_grad=True)
@@ -252,7 +215,7 @@ class TestCaches:
     """What generation does to a cache, for parts that keep something there."""
 
     @pytest.mark.parametrize("implementation", ["sdpa", "nlq"])
-    def test_padding_and_a_static_cache(self, make_model, implementation):
+    def test_padding_in_a_static_cache_is_passed_over(self, make_model, implementation):
         """Transformers asks for a mask in advance, and a part needs to know which tokens are padding."""
         model = make_model(implementation=implementation, canon="AC", query_projection="linear")
         tokens = random_tokens(2, 9)
@@ -265,24 +228,8 @@ class TestCaches:
         alone = model.generate(tokens[:1, 6:], use_cache=False, **options)
         assert torch.equal(padded[0, 9:], alone[0, 3:])
 
-    @pytest.mark.parametrize("name", ["canon", "canon_and_window", "canon_of_linear_attention", "selective"])
-    def test_rows(self, make_model, name):
-        model, tokens = make_model(torch.float64, **PART_SWITCHES[name]), random_tokens(3, 9)
-        order = torch.tensor([2, 0, 1])
-        with torch.no_grad():
-            expected = model(tokens, use_cache=False).logits[:, 5:]
-            selected, repeated = (DynamicCache(config=model.config) for _ in range(2))
-            model(tokens[:, :5], past_key_values=selected)
-            selected.batch_select_indices(order)
-            actual = model(tokens[order, 5:], past_key_values=selected).logits
-            torch.testing.assert_close(actual, expected[order])
-            model(tokens[:1, :5], past_key_values=repeated)
-            repeated.batch_repeat_interleave(3)
-            ending = tokens[:1, 5:].expand(3, -1)
-            torch.testing.assert_close(model(ending, past_key_values=repeated).logits, expected[:1].expand(3, -1, -1))
-
     @pytest.mark.parametrize("switches", [{"forget_gate": "learned"}, {"selective_attention": True}], ids=str)
-    def test_prefill_in_chunks_of_a_static_cache(self, make_model, switches):
+    def test_prefill_in_chunks_generates_the_same_tokens(self, make_model, switches):
         """Transformers makes keys in advance then, as wide as a head."""
         model, tokens = make_model(query_projection="linear", **switches), random_tokens(2, 9)
         options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -292,7 +239,7 @@ class TestCaches:
         )
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-    def test_states_beside_the_keys(self, dtype):
+    def test_states_come_back_from_columns_of_the_keys(self, dtype):
         """Also numbers above 65504, the largest of float16."""
         states = [torch.tensor([[[[0.0, 1e-3, -12345.678, 3e6]]]]), torch.randn(1, 1, 1, 1) * 1e5]
         parts = [SimpleNamespace(name=str(index), state_size=state.shape[-1]) for index, state in enumerate(states)]
@@ -310,19 +257,10 @@ class TestCaches:
             )
 
 
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
-
-
 @pytest.mark.parametrize("switches, most", [({}, 32), ({"sliding_window": 5}, 5), ({"sliding_window": 40}, 32)])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_length_scaling_starts_at_1_for_a_query_with_the_most_keys(switches, most, is_causal):
-    config = NLQConfig(**SMALL, attention_length_scaling="log", is_causal=is_causal, **switches)
+    config = NLQConfig(**SIZES, attention_length_scaling="log", is_causal=is_causal, **switches)
     if not is_causal and "sliding_window" in switches:
         most = min(2 * switches["sliding_window"] + 1, 32)
     part = NLQModel(config).layers[0].self_attn.parts["attention_length_scaling"]
@@ -330,9 +268,9 @@ def test_length_scaling_starts_at_1_for_a_query_with_the_most_keys(switches, mos
 
 
 def test_length_scaling_of_cross_attention_starts_at_1_for_the_longest_source():
-    decoder = {**SMALL, "max_position_embeddings": 24, "attention_length_scaling": "log"}
+    decoder = {**SIZES, "max_position_embeddings": 24, "attention_length_scaling": "log"}
     model = NLQForConditionalGeneration(
-        NLQSeq2SeqConfig(encoder={**SMALL, "max_position_embeddings": 7}, decoder=decoder)
+        NLQSeq2SeqConfig(encoder={**SIZES, "max_position_embeddings": 7}, decoder=decoder)
     )
     layer = model.model.decoder.layers[0]
     for attention, most in ((layer.self_attn, 24), (layer.cross_attn, 7)):

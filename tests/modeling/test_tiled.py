@@ -160,7 +160,7 @@ class TestPyTorch:
             (("causal", "bfloat16"), ("packed", "float32"), ("mask_of_one_row", "float32")),
         ),
     )
-    def test_compile(self, name, dtype):
+    def test_compiled_results_are_the_same_bits(self, name, dtype):
         states = LAYOUTS[name].states(getattr(torch, dtype))
         function = self.function(LAYOUTS[name], "sigmoid")
         expected, actual = (results(call(*states), states) for call in (function, compiled(function)))
@@ -171,7 +171,7 @@ class TestPyTorch:
         assert torch.equal(compiled(function)(*frozen), expected[0])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-    def test_autocast(self, dtype):
+    def test_autocast_rounds_the_inputs(self, dtype):
         layout = LAYOUTS["left_padding"]
         states = layout.states()
         with torch.autocast("cpu", dtype):
@@ -183,7 +183,7 @@ class TestPyTorch:
         assert equal(actual, [other.to(one.dtype) for one, other in zip(actual, expected)])
 
     @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not_reentrant", "reentrant"])
-    def test_checkpointing(self, use_reentrant):
+    def test_checkpointing_drops_the_same_weights(self, use_reentrant):
         states = LAYOUTS["causal"].states()
         function = self.function(LAYOUTS["causal"], "relu", dropout=0.3)
         torch.manual_seed(1)
@@ -202,7 +202,7 @@ class TestPyTorch:
         },
         strength=1,
     )
-    def test_operators(self, name, dropout, dtype):
+    def test_operators_pass_opcheck(self, name, dropout, dtype):
         layout = LAYOUTS[name]
         states = [tensor.detach() for tensor in layout.states(getattr(torch, dtype))]
         mask, count = read_mask(layout.mask(), *states[:2])

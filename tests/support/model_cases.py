@@ -1,16 +1,48 @@
-"""Switches of whole models, by name, and the activations with the normalisers that each allows."""
+"""Switches of whole models, by name, and the kinds of attention weights, from the table of activations."""
 
 import pytest
 import torch
 from support.reference import NON_NEGATIVE, PHI
 
+from modeling_nlq import (
+    NLQConfig,
+    NLQForCausalLM,
+    NLQForConditionalGeneration,
+    NLQForMaskedLM,
+    NLQSeq2SeqConfig,
+    configuration_nlq,
+)
+from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
-VOCABULARY = 13  # of the models that `make_model` makes
-PROJECTIONS = ("linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled")
-# Every allowed normaliser of every activation; None is the activation's own.
-ROW_BY_ROW = ("softmax", "sparsemax", "entmax15", "softpick", "stick_breaking")
+
+VOCABULARY = 13
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}
+
+PROJECTIONS = tuple(configuration_nlq.PROJECTIONS)
+
+
+# What the weights of a layer are: every activation, softmax with each sink, and linear attention with each decay
+ROW_BY_ROW = [name for name, row in ATTENTION_ACTIVATIONS.items() if row.kind in ("simplex", "row")]
+SOFTMAX_KINDS = {"softmax": {"attention_activation": "softmax"}} | {
+    f"softmax_sink_{sink}": {"attention_activation": "softmax", "attention_sink": sink} for sink in ("zero", "learned")
+}
+ELEMENTWISE_KINDS = {name: {"attention_activation": name} for name in PHI}
+ROW_KINDS = {name: {"attention_activation": name} for name in ROW_BY_ROW}
+LINEAR_KINDS = {
+    name: {"attention_activation": "linear_attention", "linear_attention_decay": decay}
+    for name, decay in {"linear": None, "linear_fixed": "fixed", "linear_learned": "learned"}.items()
+}
+KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **ROW_KINDS, **LINEAR_KINDS}
+# Every allowed normaliser of every activation; None is the activation's own
 NORMALIZATIONS = {
-    **dict.fromkeys(ROW_BY_ROW, (None, "sum")),
+    **dict.fromkeys(("softmax", *ROW_BY_ROW), (None, "sum")),
     "stick_breaking": (None, "none"),
     **{name: (None, "length", "none", *(["sum"] if name in NON_NEGATIVE else [])) for name in PHI},
     **dict.fromkeys(("gelu_new", "hardswish", "laplace", "mish", "quick_gelu", "relu6"), (None,)),
@@ -220,67 +252,56 @@ LINEAR_SWITCHES = {
         "per_layer_config": {0: {"attention_activation": "softmax", "linear_attention_decay": None}},
     },
 }
-# What the weights of a layer are: every activation, softmax with each sink, and linear attention with each decay.
-SOFTMAX_KINDS = {
-    "softmax": {"attention_activation": "softmax"},
-    "softmax_sink_zero": {"attention_activation": "softmax", "attention_sink": "zero"},
-    "softmax_sink_learned": {"attention_activation": "softmax", "attention_sink": "learned"},
-}
-ELEMENTWISE_KINDS = {name: {"attention_activation": name} for name in PHI}
-ROW_KINDS = {name: {"attention_activation": name} for name in ("sparsemax", "entmax15", "softpick", "stick_breaking")}
-LINEAR_KINDS = {
-    "linear": {"attention_activation": "linear_attention", "linear_attention_decay": None},
-    "linear_fixed": {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"},
-    "linear_learned": {"attention_activation": "linear_attention", "linear_attention_decay": "learned"},
-}
+
+
+def _rope(kind: str, theta: float = 10000.0, **options) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **options}}
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 8}
 # Rotary angles are computed in float32 by Transformers, so these agree to about 1e-7 only.
 ROTARY = {
     "default": {},
-    "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
-    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-        }
-    },
-    "llama3": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-    },
-    "partial": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
-    "partial_yarn": {
-        "head_dim": 5,
-        "query_projection": "linear",
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-            "partial_rotary_factor": 0.8,
-        },
-    },
-    "proportional": {
-        "rope_parameters": {
-            "rope_type": "proportional",
-            "rope_theta": 50.0,
-            "factor": 2.0,
-            "partial_rotary_factor": 0.5,
-        }
-    },
+    "theta": _rope("default", 50.0),
+    "linear": _rope("linear", factor=4.0),
+    "yarn": _rope("yarn", **_YARN),
+    "llama3": _rope("llama3", factor=8.0, **_LLAMA3),
+    "partial": _rope("default", 100.0, partial_rotary_factor=0.5),
+    "partial_yarn": {"head_dim": 5, "query_projection": "linear", **_rope("yarn", **_YARN, partial_rotary_factor=0.8)},
+    "proportional": _rope("proportional", 50.0, factor=2.0, partial_rotary_factor=0.5),
     "not_in_each_layer": {"per_layer_config": {1: {"position_embedding": "none", "sliding_window": 3}}},
     "qk_norm_rms": {"qk_norm": "rms"},
     "qk_norm_l2": {"qk_norm": "l2", "num_key_value_heads": 2},
     "squared": {"attention_activation": "squared"},
 }
+
+
+def make_model(dtype=torch.float32, implementation="eager", seed=0, model_class=None, **switches):
+    """Makes a small model with random biases, gains and sinks, which its initial state would hide.
+
+    Without a `model_class` it is an `NLQForCausalLM`; with `is_causal=False` an `NLQForMaskedLM`; and with `decoder`,
+    and perhaps `encoder`, an `NLQForConditionalGeneration` of these halves.
+    """
+    if "decoder" in switches:
+        halves = {name: {**SIZES, **switches.pop(name, {})} for name in ("encoder", "decoder")}
+        config = NLQSeq2SeqConfig(**halves, **switches, attn_implementation=implementation)
+        model_class = NLQForConditionalGeneration
+    else:
+        config = NLQConfig(**{**SIZES, **switches}, attn_implementation=implementation)
+        model_class = model_class or (NLQForCausalLM if config.is_causal else NLQForMaskedLM)
+    model = model_class(config).to(dtype).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            if ".lambda_" in name:  # these begin with random numbers
+                parameter.copy_(0.3 * noise)
+            elif parameter.ndim == 1:
+                parameter.add_(0.3 * noise)
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model
 
 
 def parametrize_switches(cases):

@@ -47,37 +47,22 @@ FUNCTIONS = {
     None: lambda x: x,
 }
 
-# The attention activations, and functions of Transformers that the tests use as such. Softmax is apart: its sum needs
-# a maximum.
-PHI = {
-    "sigmoid": lambda s: 1 / (1 + torch.exp(-s)),
-    "relu": lambda s: torch.where(s > 0, s, 0.0),
-    "relu_squared": lambda s: torch.where(s > 0, s * s, 0.0),
-    "squared": lambda s: s * s,
-    "softplus": lambda s: torch.logaddexp(s, torch.zeros_like(s)),
-    "tanh": lambda s: 2 / (1 + torch.exp(-2 * s)) - 1,
-    "identity": lambda s: s,
-    "gelu": lambda s: s * (1 + torch.erf(s / math.sqrt(2))) / 2,
-    "silu": lambda s: s / (1 + torch.exp(-s)),
-    "leaky_relu": lambda s: torch.where(s > 0, s, 0.01 * s),
+# The attention activations of one score: the function, the default normaliser, and whether it is never negative. The
+# last rows are functions of Transformers that the tests use as such, without a row in the table of activations.
+ELEMENTWISE = {
+    "sigmoid": (lambda s: 1 / (1 + torch.exp(-s)), "none", True),
+    "relu": (lambda s: torch.where(s > 0, s, 0.0), "length", True),
+    "relu_squared": (lambda s: torch.where(s > 0, s * s, 0.0), "length", True),
+    "squared": (lambda s: s * s, "sum", True),
+    "softplus": (lambda s: torch.logaddexp(s, torch.zeros_like(s)), "sum", True),
+    "tanh": (lambda s: 2 / (1 + torch.exp(-2 * s)) - 1, "length", False),
+    "identity": (lambda s: s, "length", False),
+    "gelu": (lambda s: s * (1 + torch.erf(s / math.sqrt(2))) / 2, None, False),
+    "silu": (lambda s: s / (1 + torch.exp(-s)), None, False),
+    "leaky_relu": (lambda s: torch.where(s > 0, s, 0.01 * s), None, False),
 }
-NON_NEGATIVE = ("sigmoid", "relu", "relu_squared", "squared", "softplus")
-# The default normaliser of each row of the table.
-CANONICAL_NORMALIZATION = {
-    "softmax": "sum",
-    "sigmoid": "none",
-    "relu": "length",
-    "relu_squared": "length",
-    "squared": "sum",
-    "softplus": "sum",
-    "tanh": "length",
-    "identity": "length",
-    "sparsemax": "sum",
-    "entmax15": "sum",
-    "linear_attention": "sum",
-    "softpick": "sum",
-    "stick_breaking": "none",
-}
+PHI = {name: function for name, (function, *_) in ELEMENTWISE.items()}
+NON_NEGATIVE = tuple(name for name, (*_, is_non_negative) in ELEMENTWISE.items() if is_non_negative)
 
 # Projections of a row onto the simplex, by the bisection of another package than computes them in the model.
 PROJECTED = {
@@ -102,6 +87,12 @@ def stick_breaking(scores):
 
 
 OF_A_ROW = {**PROJECTED, "softpick": softpick, "stick_breaking": stick_breaking}
+# The default normaliser of each row of the table. Softmax is apart, because its sum needs a maximum
+CANONICAL_NORMALIZATION = {
+    **{name: normalization for name, (_, normalization, _) in ELEMENTWISE.items() if normalization},
+    **dict.fromkeys(("softmax", *OF_A_ROW, "linear_attention"), "sum"),
+    "stick_breaking": "none",
+}
 
 
 def phi(name, normalization, scores, count):
@@ -647,3 +638,28 @@ def forward(
     logits = torch.stack([row[0] for row in rows])
     weights = [torch.stack(layer) for layer in zip(*(row[1] for row in rows))]
     return logits, weights
+
+
+def check(model, tolerance=1e-10, visible=None, **inputs):
+    """Logits and weights of a model in float64 are those of the formulas, wherever a token is no padding.
+
+    Weights are compared where the model returns them, which no linear attention does. `visible` is what a 4-D mask of
+    the inputs shows.
+    """
+    layers = [each for layer in model.config.per_layer_config for each in (layer, cross_layer(layer)) if each]
+    has_weights = model.config._attn_implementation in ("eager", "nlq") and all(
+        layer.attention_activation != "linear_attention" for layer in layers
+    )
+    with torch.no_grad():
+        output = model(**inputs, output_attentions=has_weights)
+    inputs.pop("use_cache", None)
+    if visible is not None:
+        inputs["attention_mask"] = None
+    logits, weights = forward(model.config, model.state_dict(), **inputs, visible=visible)
+    mask = inputs.get("attention_mask")
+    is_token = torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()
+    torch.testing.assert_close(output.logits[is_token], logits[is_token], rtol=tolerance, atol=tolerance)
+    if has_weights:
+        for actual, expected in zip((*output.attentions, *output.get("cross_attentions", ())), weights, strict=True):
+            actual, expected = (each.transpose(1, 2)[is_token] for each in (actual, expected))
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)

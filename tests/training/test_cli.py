@@ -151,14 +151,14 @@ def test_every_command_has_help(command, capsys):
 
 
 @pytest.mark.parametrize("words, completed", [("nlq tra", "train\n"), ("nlq train demo --engine ", "local\nray\n")])
-def test_completion(words, completed):
+def test_options_are_completed(words, completed):
     environment = {"_NLQ_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     code = f"import os; os.environ |= {environment}; import nlq; nlq.main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout == completed
 
 
-def test_params(capsys):
+def test_params_prints_a_table_of_sizes(capsys):
     assert main(["params", "tiny-linear", "tiny-identity", "--match", "tiny-linear"]) == 0
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[0][:2] == ["model", "parameters"]

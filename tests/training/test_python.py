@@ -16,7 +16,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 @pytest.mark.slow
-def test_examples(corpus, tmp_path, monkeypatch, capsys):
+def test_examples_of_the_page_run(corpus, tmp_path, monkeypatch, capsys):
     text = DOCUMENT.read_text()
     shutil.copy(corpus, tmp_path / "corpus.jsonl")
     write_task(tmp_path)

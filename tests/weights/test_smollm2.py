@@ -95,13 +95,13 @@ def words(switches) -> str:
 
 
 class TestLlama:
-    def test_size(self, nlq, llama, tokenizer):
+    def test_size_and_chat_template_are_llamas(self, nlq, llama, tokenizer):
         assert nlq.num_parameters() == llama.num_parameters() == 134_515_008
         messages = [{"role": "user", "content": "Hello"}]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert rendered.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 
-    def test_back(self, llama, llama_folder, measured):
+    def test_conversion_back_gives_the_same_bits(self, llama, llama_folder, measured):
         back = LlamaForCausalLM.from_pretrained(llama_folder)
         theirs, ours = llama.state_dict(), back.state_dict()
         assert theirs.keys() == ours.keys()
@@ -124,7 +124,7 @@ class TestLlama:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
     @pytest.mark.parametrize("implementation", ["eager", None], ids=["eager", "default"])
     @pytest.mark.parametrize("is_padded", [False, True], ids=["one_text", "padded"])
-    def test_logits(self, is_padded, implementation, dtype, folder, make_llama, tokenizer, measured):
+    def test_logits_are_llamas(self, is_padded, implementation, dtype, folder, make_llama, tokenizer, measured):
         """Padding takes positions in Llama's class and none here, so rotary angles are those of other numbers."""
         batch = tokenizer(PROMPTS if is_padded else "\n".join(PROMPTS), padding=is_padded, return_tensors="pt")
         options = {} if implementation is None else {"attn_implementation": implementation}
@@ -142,7 +142,7 @@ class TestLlama:
             measured("the same, Llama in bfloat16", "Llama in float32", rounding)
             assert error < 2 * rounding
 
-    def test_gradients(self, folder, make_llama, batch, tokenizer, measured):
+    def test_gradients_are_llamas(self, folder, make_llama, batch, tokenizer, measured):
         """They differ less than those of Llama's class in float32 and float64."""
         names, gradients = {"input_layernorm": "self_attn_norm", "post_attention_layernorm": "mlp_norm"}, []
         for model in (NLQForCausalLM.from_pretrained(folder), make_llama(), make_llama().double()):
@@ -167,7 +167,7 @@ class TestLlama:
     @pytest.mark.parametrize(
         "kind", ["greedy", "padded", "beams", "assisted", "prompt lookup", "static cache", "sampled"]
     )
-    def test_generation(self, kind, nlq, llama, tokenizer, measured):
+    def test_generated_tokens_are_llamas(self, kind, nlq, llama, tokenizer, measured):
         texts = PROMPTS if kind == "padded" else PROMPTS[1:2]
         inputs, generated = tokenizer(texts, padding=True, return_tensors="pt"), []
         for model, other in ((nlq, llama), (llama, nlq)):
@@ -186,7 +186,7 @@ class TestLlama:
         measured(f"generation of 40 tokens, {kind}", "Llama", "the same tokens")
 
     @pytest.mark.timeout(3600)
-    def test_perplexity(self, nlq, llama, tokenizer, measured):
+    def test_perplexity_is_llamas(self, nlq, llama, tokenizer, measured):
         """Of the standard library's files, in windows."""
         ids: list[int] = []
         for document in python_documents("python-stdlib", ""):
@@ -220,7 +220,7 @@ class TestChanged:
         measured(words(switches), words(before) or "the converted model, eager", error)
         assert error < LIMIT if (switches, before) in ROUNDED else error == 0
 
-    def test_upcycled(self, folder, llama, batch, tmp_path, measured, capsys):
+    def test_an_upcycled_model_keeps_the_logits(self, folder, llama, batch, tmp_path, measured, capsys):
         """By the command, into a folder, and back to the same bits without `f`."""
         assert run_nlq("convert", folder, tmp_path / "upcycled", "--upcycle") == 0
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "upcycled", attn_implementation="eager").eval()
@@ -242,7 +242,7 @@ class TestChanged:
 
 
 class TestOtherPrograms:
-    def test_lora(self, folder, llama_folder, batch, measured):
+    def test_an_adapter_learns_the_same(self, folder, llama_folder, batch, measured):
         """PEFT: the same adapter, trained on the same text."""
         config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
         models = [
@@ -266,7 +266,7 @@ class TestOtherPrograms:
         measured("losses of 5 steps of LoRA (PEFT)", "Llama", error)
         assert error < LIMIT
 
-    def test_torchao(self, folder, llama_folder, batch, measured):
+    def test_quantized_logits_are_near_llamas(self, folder, llama_folder, batch, measured):
         options = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "attn_implementation": "eager"}
         ours, theirs = (
             AutoModelForCausalLM.from_pretrained(each, **options).eval() for each in (folder, llama_folder)
@@ -277,7 +277,7 @@ class TestOtherPrograms:
         measured("logits, int8 weights (torchao), eager", "Llama, int8 weights", error)
         assert error < LIMIT
 
-    def test_served(self, folder, llama, tokenizer, tmp_path, measured):
+    def test_a_server_generates_the_same_text(self, folder, llama, tokenizer, tmp_path, measured):
         """`transformers serve`, without this package."""
 
         def expected(text):
@@ -292,7 +292,7 @@ class TestOtherPrograms:
         measured("`transformers serve` without this package, completion and chat", "Llama, greedy", "the same text")
 
     @pytest.mark.timeout(3600)
-    def test_onnx(self, nlq, llama, tokenizer, tmp_path, measured):
+    def test_onnx_generates_the_same_tokens(self, nlq, llama, tokenizer, tmp_path, measured):
         ids = [tokenizer(prompt, return_tensors="pt").input_ids[0] for prompt in PROMPTS]
         programs = export(nlq, left_padded(ids[:2]), tmp_path)
         error, tokens = decode_greedily(llama, *programs, ids, steps=8)
@@ -300,5 +300,5 @@ class TestOtherPrograms:
         measured("logits of ONNX Runtime, prompt and 8 decoded tokens", "Llama", error)
         assert error < 10 * LIMIT
 
-    def test_record(self, folder):
+    def test_the_record_names_the_quantisation(self, folder):
         assert json.loads((folder / "conversion.json").read_text())["dequantised"] == "Q4_1"

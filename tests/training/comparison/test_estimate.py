@@ -50,7 +50,7 @@ def test_a_large_batch_is_timed_by_a_part(make_file, monkeypatch, tmp_path, capf
 
 
 class TestOutput:
-    def test_times(self, make_file, step):
+    def test_times_are_those_of_measured_steps(self, make_file, step):
         models = {"base": None, "wide": {"switches": {"intermediate_size": 1024}, "learning_rates": [1e-2]}}
         comparison = load_plan(make_file(training=TRAINING, models=models, learning_rates=[1e-3, 1e-2], seeds=[0, 1]))
         *_, of_scale, total = describe_estimate(comparison)
@@ -58,7 +58,7 @@ class TestOutput:
         assert of_scale == f"time on this machine: about {duration(run)} a run of base, {duration(runs)} in all"
         assert total.startswith("times are for one run at a time, by the throughput")
 
-    def test_ladder(self, make_file, step, capsys, tmp_path):
+    def test_a_ladder_is_estimated_by_scale(self, make_file, step, capsys, tmp_path):
         scales = {"small": {"switches": {"hidden_size": 16}, "seeds": [0]}, "large": {"switches": {"hidden_size": 64}}}
         rates = {"start": 1e-2, "factor": 2}
         file = make_file(training=TRAINING, scales=scales, learning_rates=rates, seeds=[0, 1, 2])

@@ -43,7 +43,7 @@ class TestSearch:
         assert len(tried) <= 4 + math.ceil(abs(offset))
         assert all(above / below == pytest.approx(factor, rel=1e-4) for below, above in itertools.pairwise(tried))
 
-    def test_limit(self):
+    def test_a_search_stops_at_its_limit(self):
         rates = Rates(start=1e-3, factor=2, limit=5)
         losses = search(rates, bowl(1.0))
         assert sorted(losses) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3] and rates.boundary(losses) == "largest"

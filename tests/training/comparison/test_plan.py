@@ -46,7 +46,7 @@ class TestPlan:
         )
 
     @pytest.mark.parametrize("match", ["parameters", "flops"])
-    def test_match(self, make_file, match):
+    def test_models_are_matched_in_size(self, make_file, match):
         models = {
             "base": {"switches": {"query_projection": "linear"}},
             "identity": {"switches": {"query_projection": "identity"}},

@@ -198,7 +198,7 @@ SCALES = {
         ("ladder", {"scales": SCALES, "models": dict.fromkeys(("base", "good", "edge", "bad")), "seeds": [0, 1, 2]}),
     ],
 )
-def test_golden(report, name, fields):
+def test_reports_are_those_of_the_golden_files(report, name, fields):
     """Searches, lists, interim analyses and a ladder, with models that are better, diverge, or have rates at the
     boundary.
     """
@@ -387,7 +387,7 @@ def test_status_gives_a_terminal_no_controls(make_file, tmp_path, capsys):
     )
 
 
-def test_warnings(outcome, tmp_path):
+def test_each_warning_is_said_once(outcome, tmp_path):
     """Each is said once in every text, before the outcome."""
     found = changed(
         changed(outcome.largest, same_tokens=False, added_seeds=[3, 4]), "good", kernels=["by cpp", "by tiled"]

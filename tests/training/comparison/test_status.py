@@ -21,7 +21,7 @@ def write_progress(folder, name, **fields):
 
 
 class TestStatus:
-    def test_finished(self, finished, capsys):
+    def test_status_of_a_finished_comparison(self, finished, capsys):
         folder, _, file = finished
         assert main(["compare", file, "--output_dir", str(folder), "--status"]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -82,7 +82,9 @@ class TestEngines:
             (["--engine", "ray"], "the engine 'ray' needs Ray: pip install modeling-nlq[ray]"),
         ],
     )
-    def test_comparison(self, make_file, tmp_path, monkeypatch, capsys, options, message):
+    def test_a_comparison_refuses_options_in_one_line(
+        self, make_file, tmp_path, monkeypatch, capsys, options, message
+    ):
         monkeypatch.setattr(ray_jobs, "ray", None)
         assert main(["compare", make_file(), "--output_dir", str(tmp_path / "results"), *options]) == 1
         assert capsys.readouterr().err == f"nlq: error: {message}\n"
@@ -92,7 +94,7 @@ class TestEngines:
         with pytest.raises(ValueError, match="engine='slurm' must be 'local' or 'ray'"):
             compare(make_file(), tmp_path, engine="slurm")
 
-    def test_training(self, recipe_file, tmp_path, monkeypatch):
+    def test_training_refuses_options_in_one_line(self, recipe_file, tmp_path, monkeypatch):
         monkeypatch.setattr(ray_jobs, "ray", None)
         folder = tmp_path / "run"
         for options, message in (

@@ -183,6 +183,6 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
         ),
     ],
 )
-def test_refused(make_file, fields, message):
+def test_plans_that_cannot_stop_are_refused(make_file, fields, message):
     with pytest.raises(ValueError, match=message):
         load_plan(make_file(**{"seeds": [0, 1, 2, 3], "stop": "early", **fields}))

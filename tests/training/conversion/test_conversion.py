@@ -139,7 +139,7 @@ class TestConvert:
             assert layer["value_projection"] == "upcycled"
         assert_same_function(loaded, gpt2_model)
 
-    def test_lossy(self, make_model, tmp_path, capsys):
+    def test_a_lossy_conversion_is_refused_unless_allowed(self, make_model, tmp_path, capsys):
         make_model(query_projection="linear", attention_sink="learned").save_pretrained(tmp_path / "source")
         message = nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target", "--to", "gpt2")
         assert "attention_sink" in message

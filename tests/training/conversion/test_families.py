@@ -52,7 +52,7 @@ def test_every_family_has_two_shapes_or_more():
 
 class TestSameModel:
     @every_case
-    def test_logits(self, name):
+    def test_logits_are_those_of_the_family(self, name):
         theirs = shared_family_model(name)
         with Frozen(theirs):
             ours = to_nlq(theirs)
@@ -128,7 +128,7 @@ GENERATION = {
         if not is_encoder(name)
     ],
 )
-def test_generation(name, options):
+def test_generated_tokens_are_those_of_the_family(name, options):
     theirs = make_family_model(name, eos_token_id=None)
     tokens, mask = random_tokens(2, 6, 29), torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
     choices = {"max_new_tokens": 3 * WINDOW, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 2}
@@ -148,7 +148,7 @@ HEADS = {
 
 @one_of_each
 @pytest.mark.parametrize("head", HEADS)
-def test_heads(name, head):
+def test_heads_are_converted(name, head):
     labels = {"num_labels": 3} if "classification" in head else {}
     try:
         theirs = make_family_model(name, HEADS[head], **labels)
@@ -190,7 +190,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name, options, named", REFUSED, ids=[named for *_, named in REFUSED])
-def test_refused(name, options, named):
+def test_fields_without_a_counterpart_are_refused(name, options, named):
     config, family = make_config(name, **options), FAMILIES[family_of(name)]
     lost = family.not_read(config)
     try:
@@ -275,7 +275,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name, switches", KEPT.values(), ids=KEPT)
-def test_switches(name, switches):
+def test_upcycling_keeps_the_function(name, switches):
     ours = to_nlq(shared_family_model(name))
     with Frozen(ours):
         new = upcycle(ours, switches)

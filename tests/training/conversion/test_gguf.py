@@ -70,7 +70,7 @@ def llama(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_families(name, tmp_path):
+def test_outputs_and_tokens_are_those_of_the_family(name, tmp_path):
     """Outputs and tokens are equal, and so are the weights after a conversion back."""
     model, cut = make(name), "qwen2" if name.startswith("qwen") else "smollm"
     tokenizer = make_tokenizer(cut)
@@ -91,7 +91,7 @@ def test_every_architecture_is_tested():
 
 
 @pytest.mark.parametrize("quantisation", ["Q4_1", "Q8_0", "BF16"])
-def test_quantised(quantisation, llama, tmp_path, capsys):
+def test_quantised_weights_are_those_of_llama_cpp(quantisation, llama, tmp_path, capsys):
     """The weights equal what llama.cpp's package computes, and the command says that they were dequantised."""
     file = llama(quantisation=quantisation, types={"blk.0.attn_q.weight": "F32"})  # told even if some are not
     assert run_nlq("convert", file, tmp_path / "nlq") == 0
@@ -112,7 +112,7 @@ def test_quantised(quantisation, llama, tmp_path, capsys):
         assert np.array_equal(model.get_submodule(ours).weight.detach().numpy(), written[f"{theirs}.weight"])
 
 
-def test_tokenizer(llama, tmp_path):
+def test_the_tokenizer_of_the_folder_is_kept(llama, tmp_path):
     """Tokens, chat template and token ids, from the folder that holds the file."""
     llama()
     assert run_nlq("convert", tmp_path, tmp_path / "nlq") == 0
@@ -133,7 +133,7 @@ def test_no_eos(llama, tmp_path):
 
 
 @pytest.mark.parametrize("adds_bos", [None, True, False])
-def test_pieces(adds_bos, llama, tmp_path):
+def test_pieces_begin_with_bos_as_the_file_says(adds_bos, llama, tmp_path):
     """Tokens of SentencePiece, with a BOS token unless the file says otherwise."""
     tokenizer = make_pieces()
     fields = {} if adds_bos is None else {"tokenizer.ggml.add_bos_token": adds_bos}
@@ -167,7 +167,7 @@ class TestRefused:
         return run
 
     @pytest.mark.parametrize("share", [0, 0.01, 0.999])
-    def test_truncated(self, share, llama, fails):
+    def test_a_truncated_file_is_refused(self, share, llama, fails):
         file = llama()
         content = file.read_bytes()
         file.write_bytes(content[: int(len(content) * share)])
@@ -217,7 +217,7 @@ class TestRefused:
             ({"tokenizer": None}, "the tokenizer cannot be rebuilt ("),
         ],
     )
-    def test_fields(self, options, words, llama, fails):
+    def test_wrong_fields_are_refused_by_name(self, options, words, llama, fails):
         assert words in fails(llama(**options))
 
     def test_nothing_to_read(self, llama, tmp_path):

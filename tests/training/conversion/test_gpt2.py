@@ -63,7 +63,7 @@ def make(make_model):
         "dtype, tolerance": {"float64": (torch.float64, 1e-10), "float32": (torch.float32, 1e-5)},
     }
 )
-def test_exact(make, switches, use_bias, dtype, tolerance):
+def test_exact_switches_keep_the_logits(make, switches, use_bias, dtype, tolerance):
     nlq = make(dtype=dtype, use_bias=use_bias, **switches)
     with Frozen(nlq):
         gpt2 = from_nlq(nlq, "gpt2")
@@ -74,7 +74,7 @@ def test_exact(make, switches, use_bias, dtype, tolerance):
 
 
 @parametrize_cases("switches", INEXACT)
-def test_inexact(make, switches):
+def test_inexact_switches_are_refused_unless_allowed(make, switches):
     nlq = make(use_bias=True, **switches)
     name, value = next(iter(next(iter(switches.get("per_layer_config", {1: switches}).values())).items()))
     with Frozen(nlq), pytest.raises(ValueError, match=rf"{name}\W+{value}"):
@@ -88,13 +88,13 @@ def test_inexact(make, switches):
 
 @parametrize_cases("switches", IMPOSSIBLE)
 @pytest.mark.parametrize("allow_lossy", [False, True], ids=["exactly", "lossy"])
-def test_impossible(make, switches, allow_lossy):
+def test_impossible_switches_are_refused(make, switches, allow_lossy):
     ((name, value),) = switches.items()
     with pytest.raises(ValueError, match=rf"{name}\W+{value}"):
         from_nlq(make(**switches), "gpt2", allow_lossy=allow_lossy)
 
 
-def test_configuration(make):
+def test_fields_of_the_configuration_are_kept(make):
     options = {"embedding_dropout": 0.15, "residual_dropout": 0.25, "attention_dropout": 0.35, "hidden_act": "silu"}
     options |= {"initializer_range": 0.05, "layer_norm_eps": 1e-4, "eos_token_id": [3, 4], "use_cache": False}
     config = from_nlq(make(**options), "gpt2").config

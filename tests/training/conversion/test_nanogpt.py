@@ -48,7 +48,7 @@ class TestPaper:
             "n_embd, num_heads": [(12, 3), (12, 1), (15, 3), (6, 6), (7, 1)],
         }
     )
-    def test_logits(self, mode, tied, use_bias, prefix, n_embd, num_heads):
+    def test_logits_are_those_of_the_paper(self, mode, tied, use_bias, prefix, n_embd, num_heads):
         options = {"query_mode": mode, "tie_weights": tied, "bias": use_bias, "n_embd": n_embd, "num_heads": num_heads}
         checkpoint = make_checkpoint(prefix, **options)
         original = copy.deepcopy(checkpoint)
@@ -62,19 +62,19 @@ class TestPaper:
     # A missing scale is 1/8; `None` is 1/sqrt(head size), which differs for heads of 4
     @pytest.mark.parametrize("scale", [None, 0.31, 1, 0.0, "missing"], ids=str)
     @pytest.mark.parametrize("mode", KINDS)
-    def test_scale(self, mode, scale):
+    def test_the_scale_is_that_of_the_checkpoint(self, mode, scale):
         checkpoint = make_checkpoint(query_mode=mode, scale=scale, without=["scale"] if scale == "missing" else [])
         assert_same_as_paper(from_paper(checkpoint), checkpoint)
 
     @pytest.mark.parametrize("name", [name for name in PAPER if name in paper_reference.DEFAULTS and name != "scale"])
-    def test_defaults(self, name):
+    def test_missing_arguments_have_the_defaults(self, name):
         others = {"n_layer": 1} if name in ("n_embd", "mlp_hidden_size") else {}  # kept small
         checkpoint = make_checkpoint(**others, without=[name])
         model = from_paper(checkpoint)
         assert_same_as_paper(model, checkpoint)
         assert model.config.residual_dropout == (0.0 if name == "dropout" else 0.15)
 
-    def test_configuration(self):
+    def test_sizes_are_those_of_the_checkpoint(self):
         config = from_paper(make_checkpoint(query_mode="residual_gelu")).config
         assert (config.vocab_size, config.hidden_size) == (17, 12)
         assert (config.num_hidden_layers, config.num_attention_heads) == (2, 3)
@@ -96,7 +96,7 @@ class TestPaper:
 
     @pytest.mark.parametrize("use_bias", [False, True])
     @pytest.mark.parametrize("prefix", ["", "_orig_mod."], ids=["plain", "compiled"])
-    def test_nanogpt(self, prefix, use_bias):
+    def test_checkpoints_of_nanogpt_are_converted(self, prefix, use_bias):
         """nanoGPT's own: other names, no scale, queries as in GPT-2."""
         checkpoint = paper_reference.random_checkpoint({**NANOGPT, "bias": use_bias}, prefix)
         model = from_paper(checkpoint)
@@ -106,7 +106,7 @@ class TestPaper:
 
 
 @pytest.mark.parametrize("name, value", [("query_mode", "residual_relu"), ("num_heads", 5), ("dropout", 1.5)])
-def test_argument(name, value):
+def test_wrong_arguments_are_refused_by_name(name, value):
     checkpoint = make_checkpoint()
     checkpoint["model_args"][name] = value
     with pytest.raises((ValueError, StrictDataclassError), match=f"{name}|attention_scaling|num_attention_heads"):
@@ -130,7 +130,7 @@ def test_fork_of_nanogpt():
         "shape": ("transformer.wte.weight", (18, 12)),
     },
 )
-def test_tensor(name, shape):
+def test_wrong_tensors_are_refused_by_name(name, shape):
     checkpoint = make_checkpoint("_orig_mod.", query_mode="residual_gelu", tie_weights=False)
     if shape is None:
         del checkpoint["model"][f"_orig_mod.{name}"]
@@ -174,7 +174,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize("old_format", [False, True], ids=["zip", "old_format"])
-def test_file(tmp_path, old_format):
+def test_a_file_is_read_in_both_formats(tmp_path, old_format):
     checkpoint = make_checkpoint("_orig_mod.", query_mode="residual_gelu")
     torch.save(checkpoint, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=not old_format)
     found = read_checkpoint(tmp_path / "ckpt.pt")
@@ -192,7 +192,7 @@ def test_bad_file(tmp_path, write, named, capsys):
 
 
 @pytest.mark.parametrize("mode", KINDS)
-def test_converted(tmp_path, mode):
+def test_a_converted_folder_loads(tmp_path, mode):
     checkpoint = make_checkpoint(
         "_orig_mod.", query_mode=mode, tie_weights=mode != "residual", bias=mode == "identity"
     )

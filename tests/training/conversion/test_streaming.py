@@ -67,7 +67,9 @@ def no_model_in_memory(monkeypatch):
 
 @one_of_each
 class TestThereAndBack:
-    def test_folder(self, sources, family, name, tmp_path, no_model_in_memory):
+    def test_a_folder_is_converted_without_a_model_in_memory(
+        self, sources, family, name, tmp_path, no_model_in_memory
+    ):
         source, theirs = sources / family, shared_family_model(name)
         before = snapshot(source)
         assert run_nlq("convert", source, tmp_path / "nlq") == 0
@@ -98,7 +100,7 @@ class TestThereAndBack:
         assert not list((tmp_path / "back").glob("*.py"))
         assert type(language_model_class(name).from_pretrained(tmp_path / "back")) is type(theirs)
 
-    def test_upcycled(self, sources, family, name, tmp_path, no_model_in_memory):
+    def test_an_upcycled_folder_keeps_the_function(self, sources, family, name, tmp_path, no_model_in_memory):
         assert run_nlq("convert", sources / family, tmp_path / "target", "--upcycle") == 0
         model = language_model_class(name).from_pretrained(tmp_path / "target")
         assert_same_function(model, shared_family_model(name), length=LENGTH)
@@ -160,7 +162,7 @@ def test_copy_of_tied_embeddings(sources, tmp_path, capsys, no_model_in_memory):
     assert "tie_word_embeddings=True, and yet lm_head.weight differs from model.embed_tokens.weight" in message
 
 
-def test_compared(sources, tmp_path):
+def test_the_conversion_is_compared_with_its_source(sources, tmp_path):
     theirs = shared_family_model(ONE_OF_EACH["llama"])
     done = convert(sources / "llama", tmp_path / "target", upcycle=True, switches={"attention_gate": "headwise"})
     assert 0.0 <= done.difference < 1e-5 and done.not_compared is None
@@ -227,7 +229,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage, named", DAMAGES.values(), ids=DAMAGES)
-def test_damaged(sources, tmp_path, capsys, damage, named):
+def test_damaged_files_are_refused_by_name(sources, tmp_path, capsys, damage, named):
     source = shutil.copytree(sources / "llama", tmp_path / "source")
     damage(source)
     before = snapshot(tmp_path)

@@ -240,7 +240,7 @@ def test_low_precision(make_source, dtype):
 
 
 @parametrize_cases("gpt2_class, nlq_class", HEADS)
-def test_heads(gpt2_class, nlq_class):
+def test_heads_are_kept(gpt2_class, nlq_class):
     labels = {"num_labels": 3} if "Classification" in gpt2_class.__name__ else {}
     source = to_nlq(make_gpt2(gpt2_class, dtype=torch.float64, **labels))
     model = upcycle(source, {"query_projection": "upcycled", "attention_gate": "headwise"})
@@ -366,7 +366,7 @@ REFUSED = {
 
 
 @parametrize_cases("source, switches", REFUSED)
-def test_refused(make_source, source, switches):
+def test_switches_without_a_start_are_refused(make_source, source, switches):
     source = make_source(source)
     with Frozen(source), pytest.raises(ValueError) as error:
         upcycle(source, switches)
@@ -445,7 +445,7 @@ def chosen_with_layers(max_size):
 @pytest.mark.slow
 @given(source=chosen_with_layers(4), switches=chosen_with_layers(3))
 @examples(150)
-def test_anything(make_source, source, switches):
+def test_any_switch_is_refused_or_keeps_the_outputs(make_source, source, switches):
     """Any switches of any model are refused, or changed without changing the outputs."""
     try:
         source = make_source(source, torch.float64)

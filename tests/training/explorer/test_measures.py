@@ -32,7 +32,7 @@ def entropy(_, row):
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1000), signed=st.booleans())
-def test_rows(seed, signed):
+def test_measures_are_those_of_each_row(seed, signed):
     weights = random_weights(seed, signed=signed)
     tensor = torch.from_numpy(weights)
     close(measures.entropies(tensor), by_rows(weights, entropy))
@@ -84,7 +84,7 @@ def test_repeated_tokens():
     assert tokens == measures.repeated_tokens(20, [0, 3], 50)[0].tolist()
 
 
-def test_losses(make_model):
+def test_losses_are_those_of_the_logits(make_model):
     model, ids = make_model(attention_activation="sigmoid"), torch.randint(13, (1, 9))
     logits = model(ids).logits[0].double()
     expected = [-(logits[i] - logits[i].logsumexp(-1))[ids[0, i + 1]].item() for i in range(8)]
@@ -96,7 +96,7 @@ def test_losses(make_model):
 @pytest.mark.parametrize(
     "switches", [{}, {"attention_activation": "linear_attention"}, {"attention_gate": "elementwise"}]
 )
-def test_ablations(make_model, monkeypatch, switches):
+def test_ablations_are_those_of_zeroed_heads(make_model, monkeypatch, switches):
     model, ids = make_model(**switches), torch.randint(13, (1, 12))
     monkeypatch.setattr(measures, "_TOKENS_AT_ONCE", 3 * 12)
     found = measures.ablations(model, ids, [4, 4])

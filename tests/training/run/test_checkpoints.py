@@ -129,7 +129,7 @@ class TestCheckpoints:
             ("checksums.json", b"[", "is damaged (.*checksums.json"),
         ],
     )
-    def test_faults(self, name, content, fault, run, tmp_path):
+    def test_faults_of_a_checkpoint_are_named(self, name, content, fault, run, tmp_path):
         folder = shutil.copytree(run[0] / "checkpoint-8", tmp_path / "checkpoint-8")
         assert fault_of(folder) is None
         (folder / name).unlink()

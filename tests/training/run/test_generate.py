@@ -13,7 +13,7 @@ from modeling_nlq import NLQForCausalLM, NLQForSequenceClassification
 from nlq import main
 
 
-def test_generate(run, capsys):
+def test_generate_continues_the_prompt(run, capsys):
     assert main(["generate", str(run[0]), "import json", "--max_new_tokens", "5"]) == 0
     first = capsys.readouterr().out
     assert first.startswith("import json")

@@ -211,7 +211,9 @@ class TestRun:
             (["train", "RECIPE", "--mask_probability", "1"], "mask_probability=1.0 must be between 0 and 1"),
         ],
     )
-    def test_refusals(self, encoder_run, recipe_file, tmp_path, capsys, arguments, message):
+    def test_wrong_recipes_are_refused_in_one_line(
+        self, encoder_run, recipe_file, tmp_path, capsys, arguments, message
+    ):
         AutoTokenizer.from_pretrained(encoder_run[0], mask_token=None).save_pretrained(tmp_path / "plain")
         recipe = yaml.safe_load(recipe_file.read_text())
         (tmp_path / "masked.yaml").write_text(yaml.safe_dump({**recipe, **MASKED, "model": "tiny-linear"}))

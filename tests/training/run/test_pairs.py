@@ -34,7 +34,7 @@ def pair_run(pairs_recipe, tmp_path_factory):
     return folder, train(pairs_recipe, output_dir=folder, explore=True)
 
 
-def test_run(pair_run, capsys):
+def test_a_run_of_pairs_generates(pair_run, capsys):
     folder, metrics = pair_run
     assert (
         metrics.data.steps == 40
@@ -64,7 +64,7 @@ def test_run(pair_run, capsys):
     assert "nlq_seq2seq" in error
 
 
-def test_pages(pair_run, run):
+def test_pages_show_source_and_target(pair_run, run):
     """Of the run, of a text and what is generated for it, and of a text with a target."""
     folder, _ = pair_run
     assert '"source": [' in (folder / "explore.html").read_text()
@@ -78,7 +78,7 @@ def test_pages(pair_run, run):
         explore(run[0], text="one", target="two", output=None)
 
 
-def test_published(pair_run, pairs_recipe, tmp_path, capsys):
+def test_exactly_its_files_are_published(pair_run, pairs_recipe, tmp_path, capsys):
     """Exactly its files, with the code of both halves and of a part of the user's own, which checkpoints have too."""
     recipe = json.loads(pairs_recipe.read_text())
     (tmp_path / "pair_idea.py").write_text(DISTANCE.replace('"distance"', '"pair_idea"'))
@@ -193,7 +193,7 @@ def test_initial_values():
     assert not any(parameter.eq(7.0).any() for parameter in model.parameters())
 
 
-def test_size():
+def test_size_counts_both_halves():
     config = load_config("tiny-seq2seq", PAIR_SWITCHES)
     size, width = measure(config, 24), 32
     own = measure(load_config("tiny-seq2seq", {**PAIR_SWITCHES, "decoder": {**HALF, "cross_attention": False}}), 24)
@@ -224,7 +224,7 @@ def test_built_in_corpus():
         ({"switches": {"encoder": 3}}, "encoder=3 must be the switches that differ there"),
     ],
 )
-def test_refusals(pairs_recipe, tmp_path, fields, message):
+def test_wrong_recipes_are_refused_by_name(pairs_recipe, tmp_path, fields, message):
     content = json.loads(pairs_recipe.read_text())
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps({**content, **fields}))

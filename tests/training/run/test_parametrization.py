@@ -201,7 +201,7 @@ class TestRecipe:
             ),
         ],
     )
-    def test_refused(self, recipe_file, tmp_path, fields, message):
+    def test_wrong_fields_are_refused_before_a_run(self, recipe_file, tmp_path, fields, message):
         with pytest.raises(ValueError, match=message):
             train(recipe_file, output_dir=tmp_path / "run", **fields)
         assert not (tmp_path / "run").exists()

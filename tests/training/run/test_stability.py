@@ -155,7 +155,7 @@ class TestStatistics:
             assert record["largest_weight"] == pytest.approx(weights.max().item(), rel=1e-5)
 
     @pytest.mark.parametrize("layout", ["plain", "window", "packed"])
-    def test_encoders(self, make_model, monkeypatch, layout):
+    def test_measures_of_an_encoder_see_later_keys(self, make_model, monkeypatch, layout):
         """A query of an encoder sees keys beyond its own chunk of queries."""
         sizes = {
             **make_model().config.to_dict(),

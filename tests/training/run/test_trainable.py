@@ -109,7 +109,7 @@ def test_nothing_else_is_trained(tuned, upcycled):
     assert last < first
 
 
-def test_record(tuned, upcycled, recipe_file, capsys):
+def test_the_run_records_what_was_trained(tuned, upcycled, recipe_file, capsys):
     """The run folder says how much was trained, and of which conversion."""
     folder, metrics, _ = tuned
     assert json.loads((folder / "conversion.json").read_text()) == json.loads(
@@ -204,7 +204,7 @@ class TestBadInput:
         self.check(tune, tmp_path / "run", capsys, "'old'", trainable="old")
 
     @pytest.mark.parametrize("environment", [{}, {"ACCELERATE_USE_FSDP": "true"}], ids=["one process", "fsdp"])
-    def test_lora(self, environment, recipe_file, tune, tmp_path, capsys, monkeypatch):
+    def test_lora_is_refused_by_name(self, environment, recipe_file, tune, tmp_path, capsys, monkeypatch):
         """What is refused with or without PEFT; tests/clients/test_lora.py trains."""
         monkeypatch.setattr("modeling_nlq.training.run.lora.find_spec", lambda name: None)
         for name, value in environment.items():
@@ -251,7 +251,7 @@ class TestAdapter:
         assert sorted(whole_modules(model, names)) == [f"model.layers.{name}" for name in sorted(found)]
 
 
-def test_cost(upcycled):
+def test_frozen_matrices_cost_two_thirds(upcycled):
     """A frozen matrix has no gradient of its own, which is a third of its operations."""
     config = load_config(str(upcycled))
     new = json.loads((upcycled / "conversion.json").read_text())["added"]

@@ -27,7 +27,7 @@ def times(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.name != files.LOCK_FILE}
 
 
-def test_divergence():
+def test_divergence_is_half_a_nat_above_chance():
     """Half a nat above a model that knows nothing is not yet divergence."""
     assert [has_diverged(math.log(50) + more, 50) for more in (-1.0, 0.4, 0.6, math.nan)] == [False, False, True, True]
 
@@ -75,7 +75,7 @@ class TestRun:
         assert metrics.machine.tokens_per_second == pytest.approx(metrics.data.tokens_seen / metrics.machine.seconds)
         assert metrics.machine.peak_memory > 2**20
 
-    def test_card(self, run):
+    def test_the_card_has_the_results(self, run):
         card = ModelCard.load(run[0] / "README.md")
         assert card.data.library_name == "transformers" and "nlq" in card.data.tags
         results = {result.metric_type: result.metric_value for result in card.data.eval_results}
@@ -133,7 +133,7 @@ class TestRun:
         assert main([*arguments, "--learning_rate", "0.5"]) == 1
         assert "holds a run of another recipe" in capsys.readouterr().err
 
-    def test_streaming(self, recipe_file, tmp_path):
+    def test_streaming_trains_and_evaluates(self, recipe_file, tmp_path):
         stream = {"streaming": True, "max_validation_documents": 3, "max_steps": 2, "save_strategy": "no"}
         metrics = train(recipe_file, output_dir=tmp_path / "run", **stream)
         assert metrics.data.steps == 2 and math.isfinite(metrics.losses.validation.loss)

@@ -36,7 +36,7 @@ NAMES = [f"f{index}" for index in range(15)]
 
 @settings(max_examples=10, deadline=None)
 @given(count=st.integers(2, 15))
-def test_designs(count):
+def test_designs_are_balanced(count):
     design = make_design(NAMES[:count])
     rows = design.rows
     assert design.factors == [*NAMES[:count], RATE]
@@ -242,7 +242,7 @@ def _switch(**switches):
         ({"factors": {"a+b": _switch(norm_type="rmsnorm"), "c": {}}}, r"factor 'a\+b': the name must be another one"),
     ],
 )
-def test_refused(make_screening, fields, message):
+def test_wrong_screenings_are_refused_by_name(make_screening, fields, message):
     with pytest.raises(ValueError, match=message):
         load_plan(make_screening(**fields))
 

@@ -250,7 +250,7 @@ class TestBadInput:
 
     @pytest.mark.thin(3)
     @pytest.mark.parametrize("name", DAMAGES)
-    def test_folder(self, name, copy_run, refuses):
+    def test_damaged_folders_are_refused(self, name, copy_run, refuses):
         folder, (damage, words) = copy_run(), DAMAGES[name]
         damage(folder)
         refuses(folder, "anna/bad", words=words)
