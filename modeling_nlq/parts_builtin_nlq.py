@@ -278,7 +278,8 @@ class LengthScaling(AttentionPart):
 class Parallax(AttentionPart):
     """`(1 + sum_j p_ij t_ij) (p V)_i - ((p * t) V)_i`, with `t = r . k` unscaled, and `r = X W_r`.
 
-    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do. They can be negative.
+    That is, the weights become `(1 + sum_k p_ik t_ik - t_ij) p_ij`. Weights that sum to 1 still do, and can be
+    negative.
     """
 
     name = "parallax"

@@ -18,8 +18,8 @@ from modeling_nlq.training.comparison.on_ray import RayEngine
 from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
+from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 

@@ -8,7 +8,7 @@ from typing import Any
 def through_json(value: Any) -> Any:
     """What a JSON file gives back of `value`. Asserts that `value` has only plain types, no NaN, and loses nothing."""
     loaded = json.loads(json.dumps(value, allow_nan=False))
-    assert {type(leaf) for leaf in _leaves(value)} <= {str, int, float, bool, type(None)}
+    assert all(leaf is None or isinstance(leaf, str | int | float) for leaf in _leaves(value))
     assert list(_leaves(loaded)) == list(_leaves(value))
     return loaded
 

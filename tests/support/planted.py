@@ -8,8 +8,8 @@ from pathlib import Path
 from support.inline_engine import finished_future
 
 from modeling_nlq.training.comparison.comparison import Run, Scale
+from modeling_nlq.training.result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.result import Attention, Data, Evaluation, Losses, Machine, RunResult
 
 
 class Interrupted(Exception):

@@ -24,8 +24,8 @@ from modeling_nlq.training import evaluate, publish, train
 from modeling_nlq.training.api import describe_results, load_plan
 from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 
@@ -34,7 +34,7 @@ DATA = TESTS / "data" / "made_before_run_results"
 MADE_IN = "/tmp/example"
 # What a run in an older `results.json` does not say
 UNKNOWN = re.compile(
-    r".*/result/(size|attention/kernels|data/(trained_on|fingerprint|\w+_tokens)|losses/\w+/\w*perplexity).*"
+    r".*/result/(size|attention/kernels|data/(trained_on|fingerprint|\w+_tokens)|losses/\w+/\w*perplexity|losses/validation/(bits_per_byte|token_accuracy)).*"
 )
 # What the clock, the memory and the installed packages decide
 VARYING = re.compile(r".*(seconds|runtime|_per_second|_time|^peak_memory|^kernels|^versions|^device)$")

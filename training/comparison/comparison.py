@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..result import RunResult
 from ..run.recipe import Recipe, emulated_bf16
-from ..run.result import RunResult
 from ..size import Size
 from ..text import align
 from .config import ComparisonConfig, ModelConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..files import STATE_FILE, read_json
+from ..result import RunResult
 from ..run.objectives import Objective, objective_in
-from ..run.result import RunResult
 from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
 from ..values import from_json

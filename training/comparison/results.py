@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..files import METRICS_FILE
-from ..run.result import RunResult
+from ..result import RunResult
 from .comparison import Run
 from .config import SINGLE
 

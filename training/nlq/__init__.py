@@ -317,8 +317,8 @@ def evaluate(
     trust_remote_code: bool = _TRUST_REMOTE_CODE,
 ) -> None:
     """Measure loss, perplexity, bits per byte and token accuracy on text, or downstream tasks."""
+    from modeling_nlq.training.result import Evaluation
     from modeling_nlq.training.run.evaluation import evaluate
-    from modeling_nlq.training.run.result import Evaluation
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align, unescape
 

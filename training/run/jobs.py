@@ -10,9 +10,9 @@ from typing import Protocol
 from tqdm.auto import tqdm
 
 from ..files import LOG
+from ..result import RunResult
 from ..text import one_line
 from .recipe import Recipe
-from .result import RunResult
 from .run_folder import FolderIsLocked, RunProgress
 from .unattended import RunFailed, beside
 

@@ -20,12 +20,12 @@ import modeling_nlq
 
 from ..disk import atomic_dir, make_folder, read_bytes, resolve_user_path
 from ..files import PROGRESS, TOKENIZER, read_json
+from ..result import RunResult
 from ..text import first_line, one_line
 from ..values import from_json
 from .data import prepare_data, save_blocks
 from .documents import load_documents
 from .recipe import Recipe
-from .result import RunResult
 from .run_folder import RunProgress
 from .unattended import RunFailed, beside, run_in_subprocess
 

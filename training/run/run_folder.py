@@ -45,8 +45,8 @@ from ..files import (
     write_yaml,
     yaml_text,
 )
+from ..result import RunResult
 from .recipe import Recipe, without_defaults
-from .result import RunResult
 
 
 # Seconds to wait for other processes that share a comparison, and claim its folder at the same moment

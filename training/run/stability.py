@@ -173,13 +173,13 @@ class StabilityCallback(TrainerCallback):
         control.should_log = should_log
 
 
-def read_stability(log_history: list[dict[str, float]]) -> dict[int, dict[str, list[tuple[int, float]]]]:
+def read_stability(log_history: list[dict[str, float]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Reads the curves in Trainer's `log_history`: by layer and quantity, `(optimizer step, value)` in order."""
-    curves: dict[int, dict[str, list[tuple[int, float]]]] = {}
+    curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for entry in log_history:
         for key in filter(lambda key: key.startswith(_PREFIX), entry):
             layer, quantity = key.removeprefix(_PREFIX).split("/")
-            curves.setdefault(int(layer), {}).setdefault(quantity, []).append((entry["step"], entry[key]))
+            curves.setdefault(layer, {}).setdefault(quantity, []).append((entry["step"], entry[key]))
     return curves
 
 

@@ -6,9 +6,9 @@ from typing import Any, get_type_hints
 
 from ..files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
 from ..models import read_record
+from ..result import RunResult
 from ..values import from_json
 from .recipe import Recipe
-from .result import RunResult
 
 
 # The fields of a recipe that say which documents were trained on, and how held-out ones are evaluated

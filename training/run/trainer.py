@@ -35,6 +35,7 @@ from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 from ..disk import atomic_dir, write_text
 from ..files import CARD_FILE, CONVERSION_FILE, PLOT_FILE, STATE_FILE
 from ..models import initialize_by_name, source_named
+from ..result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from ..sharing.card import base_model_of, render
 from ..sharing.scrub import without_folders
 from ..size import ModelKind, Size, auto_class_of, listed, measure, size_of, vocabulary_of
@@ -47,7 +48,6 @@ from .objectives import objective_of
 from .parametrization import completep_factors, scale_initial_values
 from .recipe import Recipe, check_recipe, conflicts_of_lengths, emulated_bf16
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
-from .result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from .run_folder import RunFolder
 from .stability import StabilityCallback
 from .trained_on import record_run

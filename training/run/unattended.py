@@ -21,9 +21,9 @@ from transformers import TrainerCallback
 
 from ..disk import delete, open_file, write_text
 from ..files import LOG, PROGRESS
+from ..result import RunResult
 from ..text import one_line
 from .recipe import Recipe
-from .result import RunResult
 from .run_folder import FolderIsLocked, RunFolder, RunProgress
 from .trainer import train_recipe
 

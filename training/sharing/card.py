@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
 
 from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format
-from ..run.result import RunResult
+from ..result import RunResult
 from ..size import Size, context_of, parts_in, positions_of
 from ..text import code, plain, printable
 from .scrub import without_folders

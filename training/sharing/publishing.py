@@ -51,7 +51,7 @@ from ..files import (
     read_json,
     read_yaml,
 )
-from ..run.result import RunResult
+from ..result import RunResult
 from ..size import check_parameters, size_of
 from ..text import Markdown, one_line
 from .adapter import whole_modules, write_adapter

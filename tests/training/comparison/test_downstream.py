@@ -93,7 +93,7 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     ("tasks", "message"),
     [
         (["nlq_brackets"], "there is no task 'nlq_brackets'; `lm-eval ls tasks` lists all"),
-        ("arc_easy", "tasks='arc_easy' must be a list of names of tasks"),
+        ("arc_easy", "tasks='arc_easy' must be a list"),
     ],
 )
 def test_bad_input(make_file, small_index, tasks, message):

@@ -11,7 +11,7 @@ import torch
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison import estimate
-from modeling_nlq.training.comparison.estimate import describe_estimate, machine_warning
+from modeling_nlq.training.comparison.estimate import describe_estimate
 from modeling_nlq.training.comparison.inference import smallest_difference
 from modeling_nlq.training.run import recipe
 from modeling_nlq.training.text import duration
@@ -101,6 +101,6 @@ def test_smallest_difference(seeds, stop, alpha):
 def test_bf16_that_the_cpu_emulates(make_file, monkeypatch, is_native):
     monkeypatch.setattr(recipe.torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_native)
-    warning = machine_warning(load_plan(make_file(training={**TRAINING, "bf16": True})))
+    warning = load_plan(make_file(training={**TRAINING, "bf16": True})).machine_warning
     assert warning is None if is_native else warning.startswith("bf16=True: this CPU has no instructions for bfloat16")
-    assert machine_warning(load_plan(make_file(training=TRAINING))) is None
+    assert load_plan(make_file(training=TRAINING)).machine_warning is None

@@ -8,7 +8,7 @@ from support.paths import REPOSITORY
 
 from modeling_nlq.training.comparison.figures import draw_bowls, draw_improvements, draw_losses
 from modeling_nlq.training.comparison.outcome import Outcome, read_outcome
-from modeling_nlq.training.run.result import Evaluation
+from modeling_nlq.training.result import Evaluation
 
 
 RESULTS = REPOSITORY / "docs" / "results" / "ladder" / "activations" / "results.json"

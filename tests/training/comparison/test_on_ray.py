@@ -18,10 +18,10 @@ from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.disk import files_below
 from modeling_nlq.training.files import read_json
+from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run import checkpoints, trainer, unattended
 from modeling_nlq.training.run.ray_jobs import share_batch, share_data
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.result import RunResult
 
 
 RUN = "runs/twin/rate-0.01-seed-2"

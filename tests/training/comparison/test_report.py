@@ -20,6 +20,7 @@ from support.planted import PlantedEngine
 from support.runs import change_json
 
 from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.config import SINGLE
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
 from modeling_nlq.training.comparison.outcome import (
     History,
@@ -225,7 +226,7 @@ def test_results_are_read_as_they_were_written(outcome, tmp_path):
         2.0,
     ]
     content = json.loads(to_json(outcome))
-    del content["scales"][""]["models"]["base"]["runs"][0]["seed"]
+    del content["scales"][SINGLE]["models"]["base"]["runs"][0]["seed"]
     file.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"results\.json: .*models\.base\.runs\.0\.seed is missing$"):
         read_outcome(file)
@@ -529,8 +530,8 @@ _INTERVAL = re.compile(r"([-+]?\d+\.\d+)(?: %)? \[([-+]?\d+\.\d+), ([-+]?\d+\.\d
 # Contrasts that the page calls computed after the fact: folder, scale, the models that are better and those that are
 # worse
 _CONTRASTS = [
-    ("softmax", "", ["softplus, sum", "softplus, length"], ["relu, sum", "relu, length"]),
-    ("softmax", "", ["softplus, sum", "relu, sum"], ["softplus, length", "relu, length"]),
+    ("softmax", SINGLE, ["softplus, sum", "softplus, length"], ["relu, sum", "relu, length"]),
+    ("softmax", SINGLE, ["softplus, sum", "relu, sum"], ["softplus, length", "relu, length"]),
     ("queries-mlp", "197k", ["nonlinear"], ["identity, wider MLP"]),
     ("ladder/blocks", "83k", ["post norm with relu after sums"], ["post norm"]),
     ("ladder/blocks", "25k", ["scaled fourth matrix"], ["fourth matrix"]),

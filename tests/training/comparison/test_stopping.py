@@ -17,7 +17,7 @@ from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
 from modeling_nlq.training.comparison.results import RunStore
 from modeling_nlq.training.comparison.run import run_comparison
-from modeling_nlq.training.run.result import Data, Evaluation, Losses, RunResult
+from modeling_nlq.training.result import Data, Evaluation, Losses, RunResult
 
 
 def losses_of(differences, baseline=None):

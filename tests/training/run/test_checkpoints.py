@@ -14,9 +14,9 @@ from transformers.utils import logging
 
 from modeling_nlq.training import train
 from modeling_nlq.training.disk import make_empty_folder
+from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run import checkpoints
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
-from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 

@@ -18,8 +18,8 @@ from support.runs import logged_losses
 from modeling_nlq.configuration import find
 from modeling_nlq.training import train
 from modeling_nlq.training.conversion.converting import convert
+from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
-from modeling_nlq.training.run.result import RunResult
 
 
 SHARDED, FULL = "SHARDED_STATE_DICT", "FULL_STATE_DICT"

@@ -15,8 +15,8 @@ from transformers import Trainer
 from transformers.models.auto import modeling_auto
 
 from modeling_nlq.training import files, train
+from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run.record import has_diverged
-from modeling_nlq.training.run.result import RunResult
 from nlq import main
 
 

@@ -17,7 +17,7 @@ from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.models import load_config
-from modeling_nlq.training.run.result import Attention, Data, Evaluation, Losses, RunResult
+from modeling_nlq.training.result import Attention, Data, Evaluation, Losses, RunResult
 from modeling_nlq.training.sharing.card import render
 from modeling_nlq.training.sharing.scrub import without_folders
 from modeling_nlq.training.size import measure

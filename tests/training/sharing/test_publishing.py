@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.run.result import RunResult
+from modeling_nlq.training.result import RunResult
 from nlq import main
 
 

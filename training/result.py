@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..disk import write_text
-from ..files import METRICS_FILE, read_json
-from ..size import Size
-from ..values import Value, from_json, to_json
+from .disk import write_text
+from .files import METRICS_FILE, read_json
+from .size import Size
+from .values import Value, from_json, to_json
 
 
 VERSION = 1
