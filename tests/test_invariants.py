@@ -127,7 +127,7 @@ class TestRandomModels:
     @cases()
     @examples(2, shrinks=False)
     @given(data=st.data())
-    def test_loading_gives_back_the_same_bits(self, draw_model, data, kind, implementation):
+    def test_loading_gives_back_the_same_weights(self, draw_model, data, kind, implementation):
         model, input_ids = draw_model(data, kind, implementation), torch.arange(9)[None]
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
@@ -136,8 +136,10 @@ class TestRandomModels:
         saving_adds = {"_name_or_path", "architectures", "dtype"}
         assert {name for name in before | after if before.get(name) != after.get(name)} <= saving_adds
         assert type(other) is NLQForCausalLM and other.state_dict().keys() == model.state_dict().keys()
+        assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in other.state_dict().items())
         with torch.no_grad():
-            assert torch.equal(other(input_ids).logits, model(input_ids).logits)
+            # Loaded weights are aligned as the file is, and matrix products may round otherwise
+            torch.testing.assert_close(other(input_ids).logits, model(input_ids).logits, rtol=1e-6, atol=1e-6)
 
 
 boundary_sets = st.sets(st.integers(1, 5), max_size=3)

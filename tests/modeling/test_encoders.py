@@ -175,7 +175,7 @@ class TestRefusals:
     def test_another_direction_of_a_made_model_is_refused(self):
         model = encoder(NLQModel)
         model.config.is_causal = True
-        with pytest.raises(ValueError, match="is_causal=True: this model was made with is_causal=False; make it anew"):
+        with pytest.raises(ValueError, match="is_causal=True: the model was made with is_causal=False; make it anew"):
             model(random_tokens(1, 4))
 
     def test_an_own_part_with_an_order_is_refused(self):
