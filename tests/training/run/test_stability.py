@@ -232,13 +232,13 @@ def test_records_of_a_run(run, recipe_file, tmp_path):
     _, blocks, _ = prepare_data(load_recipe(recipe_file), folder)
     probe = BlockCollator(0, restart=True)(list(itertools.islice(blocks["validation"].dataset, 2)))
     expected = attention_statistics(NLQForCausalLM.from_pretrained(folder), probe["input_ids"], probe["position_ids"])
-    assert list(curves) == [0, 1]
+    assert list(curves) == ["0", "1"]
     for layer, last in zip(curves.values(), expected, strict=True):
         assert set(layer) == set(last)
         for name, points in layer.items():
             assert [step for step, _ in points] == [1, 3, 6, 8], name
             assert points[-1][1] == pytest.approx(last[name], rel=1e-5), name
-    assert curves[0]["entropy"][0][1] != curves[0]["entropy"][-1][1]
+    assert curves["0"]["entropy"][0][1] != curves["0"]["entropy"][-1][1]
 
 
 def noisy_curve(**changes):
