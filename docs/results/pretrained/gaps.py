@@ -4,22 +4,22 @@ Models of one seed see the same tokens in the same order, so losses are compared
 computed before the step, so the first one is the loss without training.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from modeling_nlq.training.comparison.figures import model_styles, save
+from modeling_nlq.training.comparison.figures import model_styles
+from modeling_nlq.training.comparison.outcome import ScaleOutcome, read_outcome
 
 
 FOLDER = Path(__file__).parent
 
 
-def losses(results: dict, model: str) -> np.ndarray:
+def losses(results: ScaleOutcome, model: str) -> np.ndarray:
     """Training losses in nats per token, `(seed, step)`."""
-    runs = sorted(results["models"][model]["runs"], key=lambda run: run["seed"])
-    return np.array([[loss for _, loss in run["history"]["train_loss"]] for run in runs])
+    runs = sorted(results.models[model].runs, key=lambda run: run.seed)
+    return np.array([[loss for _, loss in run.history.train_loss] for run in runs])
 
 
 def tokens_until(gap: np.ndarray, share: float, tokens: np.ndarray) -> str:
@@ -29,15 +29,16 @@ def tokens_until(gap: np.ndarray, share: float, tokens: np.ndarray) -> str:
 
 
 def main() -> None:
-    results = json.loads((FOLDER / "results.json").read_text())
-    reference, styles = losses(results, results["baseline"]), model_styles(results["baseline"], results["models"])
-    tokens = np.arange(reference.shape[1]) * results["tokens_per_run"] // reference.shape[1]
+    results = read_outcome(FOLDER / "results.json").largest
+    reference = losses(results, results.baseline)
+    styles = model_styles(results.baseline, results.models)
+    tokens = np.arange(reference.shape[1]) * results.tokens_per_run // reference.shape[1]
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     print("| model | before training | mean of the last 5 steps | half closed after | nine tenths closed after |")
     print("|---|---:|---:|---:|---:|")
-    for name in results["models"]:
-        if name == results["baseline"]:
+    for name in results.models:
+        if name == results.baseline:
             continue
         gaps = losses(results, name) - reference
         mean = gaps.mean(axis=0)
@@ -62,7 +63,7 @@ def main() -> None:
     )
     axes.grid(alpha=0.25)
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    save(figure, FOLDER / "gaps.png")
+    figure.savefig(FOLDER / "gaps.png", dpi=150)
 
 
 if __name__ == "__main__":
