@@ -24,6 +24,8 @@ def read_comparison(file: ComparisonFile) -> Comparison:
     for name, scale in plan.scales.items():
         entry = file.config.scale_configs[name]
         source = file.config.source_of(name, file.source)
+        for model, variant in scale.variants.items():
+            _check_overrides(file.overrides, variant.config, f"{source}: model {model!r}")
         recipe = with_sections({**file.recipe, **entry.recipe_fields()}, entry, file.recipe_source)
         recipe_source = file.recipe_source if file.config.scales is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
@@ -37,6 +39,14 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         in_order = {name: file.config.scales[name] for name in scales}
         config = dataclasses.replace(file.config, recipe=recipe, scales=in_order)
     return Comparison(plan.name, config, scales, file.command)
+
+
+def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig, source: str) -> None:
+    """Raises `ValueError` for a field of the command line that a model sets, and which would not change it."""
+    names = overrides.keys() & {*config.recipe_fields(), *(config.training or {})}
+    names |= overrides.get("switches", {}).keys() & (config.switches or {}).keys()
+    if names:
+        raise ValueError(f"command line: {', '.join(sorted(names))}: {source} sets that; change it in the file")
 
 
 def read_shared_recipe(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Recipe:

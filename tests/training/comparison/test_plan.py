@@ -184,6 +184,18 @@ class TestBadInput:
             load_plan(of_gpt2, {"record_stability": False, "attn_implementation": "nlq"})
         load_plan(of_gpt2, {"record_stability": False, "attn_implementation": "sdpa"})
 
+    @pytest.mark.parametrize(
+        ("model", "overrides", "names"),
+        [
+            ({"training": {"weight_decay": 0.1}}, {"weight_decay": 0.2}, "weight_decay"),
+            ({"switches": {"mlp_bias": True}}, {"switches": {"mlp_bias": False, "use_bias": False}}, "mlp_bias"),
+            ({"parametrization": "completep"}, {"parametrization": "standard"}, "parametrization"),
+        ],
+    )
+    def test_field_of_the_command_line_that_a_model_sets_is_refused(self, make_file, model, overrides, names):
+        with pytest.raises(ValueError, match=rf"command line: {names}: .*model 'own' sets that"):
+            load_plan(make_file(models={"base": None, "own": model}), overrides)
+
     def test_match_of_saved_weights(self, make_file, run, recipe_file):
         """It would change their shape."""
         models = {"base": None, "narrow": {"switches": {"query_projection": "nonlinear", "intermediate_size": 100}}}
