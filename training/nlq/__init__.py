@@ -98,16 +98,23 @@ class _Command(TyperCommand):
             return 130
 
 
+class _EscapingFormatter(logging.Formatter):
+    def __init__(self, formatter: logging.Formatter):
+        super().__init__()
+        self.formatter = formatter
+
+    def format(self, record: logging.LogRecord) -> str:
+        from modeling_nlq.training.text import printable
+
+        return printable(re.sub(r"\x1b\[[0-9;]*m", "", self.formatter.format(record)))  # without Transformers' colors
+
+
 def _escape_logs() -> None:
     """Escapes control characters in log lines, because names in them may come from somebody else's file."""
-    from modeling_nlq.training.text import printable
-
-    class Formatter(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without Transformers' colors
-
-    for handler in (logging.lastResort, *logging.getLogger("transformers").handlers):
-        handler.setFormatter(Formatter())
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for handler in (logging.lastResort, *(handler for each in loggers for handler in getattr(each, "handlers", ()))):
+        if not isinstance(handler.formatter, _EscapingFormatter):
+            handler.setFormatter(_EscapingFormatter(handler.formatter or logging.Formatter()))
 
 
 def _say(text: str, **options: Any) -> None:
@@ -472,6 +479,18 @@ def main(words: list[str] | None = None) -> int:
 
     An error is printed in one line. NLQ_TRACEBACK=1 raises it, to show which library it comes from.
     """
+    before = os.environ.get("PYTHONSAFEPATH")
+    # Processes of this package and of libraries run `python -c`, which would import from the working directory
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        return _run(words)
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+def _run(words: list[str] | None) -> int:
     try:
         return typer.main.get_command(app).main(words, prog_name="nlq", standalone_mode=False) or 0
     except typer.TyperException as error:
