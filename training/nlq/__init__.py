@@ -98,23 +98,17 @@ class _Command(TyperCommand):
             return 130
 
 
-class _EscapingFormatter(logging.Formatter):
-    def __init__(self, formatter: logging.Formatter):
-        super().__init__()
-        self.formatter = formatter
-
-    def format(self, record: logging.LogRecord) -> str:
-        from modeling_nlq.training.text import printable
-
-        return printable(re.sub(r"\x1b\[[0-9;]*m", "", self.formatter.format(record)))  # without Transformers' colors
-
-
 def _escape_logs() -> None:
     """Escapes control characters in log lines, because names in them may come from somebody else's file."""
+    from modeling_nlq.training.text import printable
+
+    class Formatter(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without Transformers' colors
+
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for handler in (logging.lastResort, *(handler for each in loggers for handler in getattr(each, "handlers", ()))):
-        if not isinstance(handler.formatter, _EscapingFormatter):
-            handler.setFormatter(_EscapingFormatter(handler.formatter or logging.Formatter()))
+        handler.setFormatter(Formatter())
 
 
 def _say(text: str, **options: Any) -> None:
@@ -485,7 +479,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         return _run(words)
     finally:
-        del os.environ["PYTHONSAFEPATH"]
+        os.environ.pop("PYTHONSAFEPATH", None)
         if before is not None:
             os.environ["PYTHONSAFEPATH"] = before
 
