@@ -188,6 +188,7 @@ def _make_run(job: dict[str, Any]) -> RunResult:
         raise RunFailed(f"failed: {host} does not see {job['data']}; --output_dir must be a folder that all nodes see")
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
+    os.environ["PYTHONSAFEPATH"] = "1"  # its processes import nothing from the directory that follows
     with suppress(OSError):
         os.chdir(job["cwd"])  # relative paths in a recipe lead to the same files
     return run_in_subprocess(job["recipe"], job["data"], job["threads"], pace=_PACE, patience=_PATIENCE)
