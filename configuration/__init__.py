@@ -57,16 +57,15 @@ def find(kind: str, name: str) -> Path:
 
     Args:
         kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`.
-        name: a name without folder and suffix, or the path of a file.
+        name: a name without folder and suffix, or the path of a file; a file of a shipped name needs its folder.
 
     Raises:
         ValueError: if there is neither such a name nor such a file.
     """
+    if name in names(kind):
+        return _ROOT / kind / f"{name}{_SUFFIXES[kind]}"
     if Path(name).is_file():
         return Path(name)
-    path = _ROOT / kind / f"{name}{_SUFFIXES[kind]}"
-    if path.is_file():
-        return path
     other = next((other for other in _SUFFIXES if name in names(other)), None)
     hint = suggestion(name, names(kind), is_short=True) if other is None else f"it is one of the {other}"
     for near in (Path(f"{name}{_SUFFIXES[kind]}"), Path(name) / f"{kind.removesuffix('s')}{_SUFFIXES[kind]}"):

@@ -24,7 +24,7 @@ from transformers.utils.hub import extract_commit_hash
 from modeling_nlq import NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import check_kernels
 
-from ..configuration import find, suggestion
+from ..configuration import find, names, suggestion
 from .disk import check_no_symlinks, open_file, read_text, resolve_user_path, safe_join
 from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml, relative_imports
 from .size import ModelKind, kind_of, listed
@@ -34,6 +34,8 @@ from .trust import run_parts
 
 def is_saved_model(name: str) -> bool:
     """Tells whether a name is that of a saved model, a folder or a Hub name, instead of a configuration."""
+    if name in names("models"):
+        return False
     return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
 
 

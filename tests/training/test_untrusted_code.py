@@ -137,7 +137,9 @@ def test_part_files_that_are_links(name, tmp_path):
 
 def test_log_lines():
     """Names of tensors and files, which a terminal must not act on."""
+    library = logging.getLogger("some.library")
+    library.addHandler(logging.StreamHandler())
     assert main(["params", "tiny-linear"]) == 0
     record = logging.makeLogRecord({"msg": "\x1b[31mthe \x1b]0;%s\x07\nfox", "args": ("title",)})
-    for handler in (logging.lastResort, *logging.getLogger("transformers").handlers):
+    for handler in (logging.lastResort, *logging.getLogger("transformers").handlers, *library.handlers):
         assert handler.format(record) == "the \\x1b]0;title\\x07\nfox"

@@ -158,6 +158,7 @@ def environment_of_one_run() -> Iterator[None]:
     for name in before:
         if name.startswith(_LAUNCHER_VARIABLES):
             del os.environ[name]
+    os.environ["PYTHONSAFEPATH"] = "1"  # `python -c`, by which they start, would import from the working directory
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
+from matplotlib import rc_context, rcParamsDefault
 
 from ..disk import delete, read_bytes, write_text
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
@@ -78,6 +79,7 @@ _EARLY = (
 )
 
 
+@rc_context(rcParamsDefault)  # not a `matplotlibrc` of the working directory, which may run LaTeX
 def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
 

@@ -14,7 +14,16 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 import modeling_nlq
 
-from ..disk import add_to_manifest, atomic_dir, delete, files_below, read_manifest, resolve_user_path, write_text
+from ..disk import (
+    add_to_manifest,
+    atomic_dir,
+    delete,
+    files_below,
+    not_in_manifest,
+    read_manifest,
+    resolve_user_path,
+    write_text,
+)
 from ..files import (
     CARD_FILE,
     CONVERSION_FILE,
@@ -130,10 +139,7 @@ def convert(
     with RunFolder(target, plan=None).held():
         card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
         model = {path.relative_to(target).as_posix() for path in files_in(target, (*_MODEL, *card))}
-        written = read_manifest(target)
-        add_to_manifest(target, sorted(model))  # --overwrite allows to replace them
-        older = model if written is None else model.intersection(written)
-        return _convert(source, target, to, switches, tokenizer, allow_lossy, older)
+        return _convert(source, target, to, switches, tokenizer, allow_lossy, model)
 
 
 def _convert(
@@ -143,9 +149,13 @@ def _convert(
     switches: dict[str, Any],
     tokenizer: str | None,
     allow_lossy: bool,
-    older: set[str],
+    existing: set[str],
 ) -> Conversion:
-    """Converts as `convert` does, while the lock of the target is held, and deletes files of the older model."""
+    """Converts as `convert` does, while the lock of the target is held, and deletes files of the older model.
+
+    `existing` lists the files there that a model may have. Those that are missing in a manifest are the user's: the
+    new model may replace them, but they are not deleted.
+    """
     try:
         opened, gguf = _open(source, allow_lossy)
         draft = _change(opened, to, switches, allow_lossy)
@@ -200,6 +210,9 @@ def _convert(
         card = render(name, new.config, size_of(new), conversion=content, has_tokenizer=record.has_tokenizer)
         card.save(folder / CARD_FILE)
         written = files_below(folder)
+        known = read_manifest(target)
+        older = existing if known is None else existing.intersection(known)
+        add_to_manifest(target, sorted(not_in_manifest(target, older | existing.intersection(written))))
     for file in older.difference(written):
         delete(target / file)
     return record

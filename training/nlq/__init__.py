@@ -106,7 +106,8 @@ def _escape_logs() -> None:
         def format(self, record: logging.LogRecord) -> str:
             return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without Transformers' colors
 
-    for handler in (logging.lastResort, *logging.getLogger("transformers").handlers):
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for handler in (logging.lastResort, *(handler for each in loggers for handler in getattr(each, "handlers", ()))):
         handler.setFormatter(Formatter())
 
 
@@ -472,6 +473,18 @@ def main(words: list[str] | None = None) -> int:
 
     An error is printed in one line. NLQ_TRACEBACK=1 raises it, to show which library it comes from.
     """
+    before = os.environ.get("PYTHONSAFEPATH")
+    # Processes of this package and of libraries run `python -c`, which would import from the working directory
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        return _run(words)
+    finally:
+        os.environ.pop("PYTHONSAFEPATH", None)
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
+
+
+def _run(words: list[str] | None) -> int:
     try:
         return typer.main.get_command(app).main(words, prog_name="nlq", standalone_mode=False) or 0
     except typer.TyperException as error:

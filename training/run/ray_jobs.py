@@ -6,9 +6,10 @@ is lost, Ray starts it again on another node, where it resumes from the last che
 
 import os
 import socket
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,15 +120,17 @@ def connected_to_ray() -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this, Ray retries a run that ran out of memory without end
     os.environ.setdefault("RAY_task_oom_retries", "0")
-    try:
-        # Runs print into their logs
-        ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"no cluster of Ray answers: {first_line(error)}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with tempfile.TemporaryDirectory() as empty:  # Ray's processes import from the directory where it starts
+        try:
+            # Runs print into their logs
+            with chdir(empty):
+                ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"no cluster of Ray answers: {first_line(error)}") from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 # What the driver prepares
@@ -185,6 +188,7 @@ def _make_run(job: dict[str, Any]) -> RunResult:
         raise RunFailed(f"failed: {host} does not see {job['data']}; --output_dir must be a folder that all nodes see")
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
+    os.environ["PYTHONSAFEPATH"] = "1"  # its processes import nothing from the directory that follows
     with suppress(OSError):
         os.chdir(job["cwd"])  # relative paths in a recipe lead to the same files
     return run_in_subprocess(job["recipe"], job["data"], job["threads"], pace=_PACE, patience=_PATIENCE)

@@ -4,10 +4,14 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import chdir
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -44,6 +48,7 @@ def evaluate_tasks(
         ValueError: for a model or a task that cannot be loaded, or a number out of range.
     """
     _require_lm_eval()
+    import evaluate
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -51,10 +56,15 @@ def evaluate_tasks(
     check_number("batch_size", batch_size, 1)
     loaded, tokenizer = load_model(str(model), trust_remote_code, [ModelKind.DECODER], "lm_eval")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
-    manager, specs, single = _load_tasks(tasks, str(model))
     wrapped = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=batch_size)
     options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": False}
-    results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
+    with (
+        # They call git and pip in the working directory, which run what its files say
+        patch.multiple("lm_eval.evaluator", get_git_commit_hash=lambda: None, add_env_info=lambda results: None),
+        patch("evaluate.load", _from_hub(evaluate.load)),
+    ):
+        manager, specs, single = _load_tasks(tasks, str(model))
+        results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
     counts = results["n-samples"]
     return {**results, "chance": {name: _chance(task, counts[name]["effective"]) for name, task in single.items()}}
 
@@ -148,12 +158,28 @@ def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]
     from lm_eval.tasks import TaskManager
 
     tasks = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
-    has_names = not all(Path(name).is_file() for name in tasks)  # to read lm_eval's list of names takes seconds
+    has_names = not all(map(_is_task_file, tasks))  # to read lm_eval's list of names takes seconds
     manager = TaskManager(include_defaults=has_names, metadata={"pretrained": model})
     for name in tasks:
-        if name not in manager.all_tasks and not Path(name).is_file():
+        if name not in manager.all_tasks and not _is_task_file(name):
             raise ValueError(f"there is no task {name!r}; `lm-eval ls tasks` lists all, or name a YAML file")
     return tasks, manager
+
+
+def _is_task_file(name: str) -> bool:
+    """Tells whether a task is a file; a file that could have the name of one of lm_eval's tasks needs its folder."""
+    return Path(name).is_file() and (os.path.dirname(name) != "" or name.endswith((".yaml", ".yml")))
+
+
+def _from_hub(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `evaluate.load` ignore a folder in the working directory that has the name of a metric."""
+
+    def load_metric(path: str, *arguments: Any, **options: Any) -> Any:
+        is_name = not (path.startswith(("/", ".")) or path.endswith(".py"))
+        with tempfile.TemporaryDirectory() as empty, chdir(empty if is_name and os.path.exists(path) else "."):
+            return load(path, *arguments, **options)
+
+    return load_metric
 
 
 def _chance(task: Any, count: int) -> float | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
+from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
 from transformers import (
     PreTrainedModel,
@@ -360,6 +361,7 @@ def _write_results(run: _Run, result: RunResult) -> None:
     result.save(folder)
 
 
+@rc_context(rcParamsDefault)  # not a `matplotlibrc` of the working directory, which may run LaTeX
 def plot_losses(log_history: list[dict[str, float]], path: Path, title: str, unit: str) -> None:
     """Draws training and validation loss over steps, in nats per `unit`, as a PNG."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")

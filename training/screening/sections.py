@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
@@ -71,6 +72,7 @@ _INTERACTIONS = (
 )
 
 
+@rc_context(rcParamsDefault)
 def write_report(results: ScreeningOutcome, folder: Path) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all."""
     figures = []

@@ -147,13 +147,25 @@ def publish_space(
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
     text = read_bytes(page)
     title = re.search(r"<title>(.*?)</title>", text.decode(errors="replace"))
-    if title is None:
-        raise ValueError(f"{page} is no page of `nlq explore`")
+    if title is None or not _is_page(text.decode(errors="replace")):
+        raise ValueError(f"{page} is no page of `nlq explore` as this version makes it")
     settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": text}
     check_for_traces(page.parent, contents)
     return _send(repo_id, contents, private, revision, dry_run, "space")
+
+
+def _is_page(text: str) -> bool:
+    """Tells whether a text is the template of `nlq explore` with texts and numbers in it, and no other script."""
+    folder = Path(__file__).parents[1] / "explorer"
+    names = ("page.html", "explorer.css", "explorer.js")
+    page, style, script = ((folder / name).read_text(encoding="utf-8") for name in names)
+    forms = {"style": re.escape(style), "script": re.escape(script), "notes": r'(?:<p class="soft">[^<]*</p>\n)*'}
+    checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
+    forms["together"] = f"(?:<label>{checkbox} same head in both models</label>\n)?"
+    pattern = re.sub(r"\\\$(\w+)", lambda match: forms.get(match[1], "[^<]*"), re.escape(page))
+    return re.fullmatch(pattern, text) is not None
 
 
 def _copy(folder: Path, target: Path, open_files: ExitStack) -> None:

@@ -18,6 +18,7 @@ _PATH = re.compile(
     rf"|(?:\bfile:/+{_NAME}|(?<![\w./\\~*)\]}}>$<^-])(?:~(?:[A-Za-z_][\w.-]*)?)?/+{_NAME})(?:/+{_NAME})*/*"
 )
 _TOKEN = re.compile(r"(?<![A-Za-z0-9])hf_(?:[a-z]+_)?[A-Za-z0-9]{30,}")
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2}))")  # of a character, in JSON, YAML and Python
 _PASSWORD = re.compile(r"(?:https?://|://[^\s/?#@:{\"'`<>]+:)[^\s/?#@{\"'`<>]+@")
 # A path may be an entry of a vocabulary, so these files are searched for tokens alone
 _LISTS_OF_TOKENS = {*VOCABULARIES, "added_tokens.json", "merges.txt"}
@@ -63,6 +64,7 @@ def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
         text = data.replace(b"\0", b"").decode(errors="replace")  # UTF-16 has zeros between letters
         for number, line in enumerate(text.splitlines(), start=1):
             problem = None
+            line = _ESCAPE.sub(lambda match: chr(int(match[1] or match[2], 16)), line)
             if _TOKEN.search(line) or (token and token in line):
                 problem = "holds what looks like a token of Hugging Face"
             elif name not in _LISTS_OF_TOKENS and _PASSWORD.search(line):

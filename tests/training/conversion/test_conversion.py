@@ -283,6 +283,16 @@ class TestConvertFaults:
         assert run_nlq("convert", source, nlq_folder, "--overwrite") == 0
         assert all((nlq_folder / name).exists() for name in names)
 
+    @pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "mine.jinja", "pytorch_model-2.bin", "README.md"])
+    def test_overwriting_twice(self, source, nlq_folder, tmp_path, name):
+        """A file that the new model lacks, and that nlq did not write, is not its own later either."""
+        target = tmp_path / "target"
+        assert run_nlq("convert", source, target) == 0
+        (target / name).write_text("mine")
+        for arguments in ([source], [nlq_folder, "--to", "llama"], [source, "--set", "nothing=1"], [source]):
+            run_nlq("convert", arguments[0], target, *arguments[1:], "--overwrite")
+        assert ((target / name).read_text() == "mine") == (name != "README.md")
+
     @pytest.mark.parametrize("name", ["../mine", "{}/mine", "a/../../mine"])
     def test_overwriting_deletes_nothing_elsewhere(self, source, nlq_folder, tmp_path, name):
         """The folder says what was written there, and somebody else may have made it."""

@@ -245,6 +245,15 @@ def test_tokens_in_any_file(name, encoding, tmp_path):
             check_for_traces(tmp_path, {name: f"\n{before}hf_{'x' * 34}".encode(encoding)})
 
 
+@pytest.mark.parametrize("escape", [r"\u{:04x}", r"\u{:04X}", r"\x{:02x}"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "tokenizer.json", "recipe.yaml", "modeling_nlq.py"])
+def test_escaped_tokens(name, escape, tmp_path):
+    token = f"hf_{'x' * 34}"
+    for hidden in ("".join(escape.format(ord(letter)) for letter in token), token.replace("_", escape.format(95))):
+        with pytest.raises(ValueError, match=f"^{name}, line 2: holds what looks like a token"):
+            check_for_traces(tmp_path, {name: f'\n"a": "{hidden}"'.encode()})
+
+
 @pytest.mark.parametrize(
     "address", ["https://user:pass@host/x", "https://key@host", "s3://key:word@bucket", "x://a:b%40c@[::1]"]
 )
