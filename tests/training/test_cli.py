@@ -163,9 +163,3 @@ def test_params_prints_a_table_of_sizes(capsys):
     table = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert table[0][:2] == ["model", "parameters"]
     assert [[row[0], row[-1]] for row in table[1:]] == [["tiny-linear", "512"], ["tiny-identity", "576"]]
-
-
-def test_tokenizer_larger_than_the_vocabulary(run, recipe_file, tmp_path, capsys):
-    arguments = ["train", str(recipe_file), "--tokenizer", str(run[0]), "--set", "vocab_size=400"]
-    assert main([*arguments, "--output_dir", str(tmp_path / "run")]) == 1
-    assert "ids up to 511, too large for the model's vocab_size=400" in capsys.readouterr().err

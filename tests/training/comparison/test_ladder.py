@@ -140,7 +140,6 @@ class TestPlan:
 
 class TestRuns:
     def test_planted_ladder(self, ladder_file, tmp_path, capsys):
-        """A planted multiplier of 1.3 is found, with a search at each scale that starts where the one before ended."""
         file = ladder_file(seeds=[0, 1, 2])
         engine = PlantedEngine(planted(1.3))
         results = run_and_report(load_plan(file), tmp_path / "ladder", engine)

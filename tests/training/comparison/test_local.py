@@ -86,7 +86,6 @@ def refused(capsys, *command: str) -> str:
 
 class TestCommand:
     def test_command_ends_with_table_verdicts_and_report(self, finished, capsys):
-        """Finished runs are not repeated."""
         folder, results, file = finished
         before = files_of(folder)
         assert main(["compare", file, "--output_dir", str(folder)]) == 0
@@ -206,23 +205,6 @@ class TestInterruption:
         assert done.returncode == 0, done.stderr
         assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
-
-    @pytest.mark.slow
-    def test_run_that_fails(self, two_models, copy_without_last, capsys):
-        """Finished runs are kept, and the comparison goes on later."""
-        file, expected, _ = two_models
-        folder, _ = copy_without_last
-        kept = metrics_of(folder)
-        (folder / LAST).mkdir()
-        (folder / LAST / "thesis.tex").write_text("all I have")
-        error = refused(capsys, "compare", file, "--output_dir", str(folder))
-        assert (
-            error.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ValueError: ")
-            and f"{LAST}.log" in error
-        )
-        shutil.rmtree(folder / LAST)
-        assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
-        assert kept.items() <= metrics_of(folder).items()
 
 
 class TestFolder:

@@ -185,7 +185,6 @@ class TestBadInput:
         load_plan(of_gpt2, {"record_stability": False, "attn_implementation": "sdpa"})
 
     def test_match_of_saved_weights(self, make_file, run, recipe_file):
-        """It would change their shape."""
         models = {"base": None, "narrow": {"switches": {"query_projection": "nonlinear", "intermediate_size": 100}}}
         recipe = {**read_yaml(Path(recipe_file)), "model": str(run[0]), "tokenizer": str(run[0])}
         file = make_file(models=models, recipe=recipe)

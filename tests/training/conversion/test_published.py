@@ -75,7 +75,6 @@ def test_shipped_shape_is_that_of_the_original(name, original):
 
 @pytest.mark.parametrize("name", ["tiny-llama", *SHIPPED])
 def test_variant_has_as_many_parameters(name):
-    """Another query, and everything else equal."""
     query = "bottleneck" if name.startswith("qwen3") else "nonlinear"  # its queries are wider than `hidden_size`
     ours, variant = load_config(name), load_config(f"{name}-{query}")
     assert variant.query_projection == query

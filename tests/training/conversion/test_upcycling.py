@@ -16,8 +16,9 @@ from support.conversion_cases import (
     parametrize_cases,
 )
 from support.grids import parametrize_grid
-from support.model_cases import random_tokens
+from support.model_cases import KINDS, random_tokens
 from support.properties import examples
+from support.random_models import OF_MODEL, model_switches, some_switches
 from transformers import GenerationConfig, GPT2ForSequenceClassification
 
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
@@ -268,7 +269,6 @@ def test_equal_weights_can_be_tied(make_source):
 
 
 def test_layers_that_differ_already(make_source):
-    """A switch of the whole model, or of one layer, replaces the value that the layer has."""
     source = upcycle(make_source({}, torch.float64), {"per_layer_config": {1: {"query_projection": "residual"}}})
     switches = {"query_projection": "upcycled", "attention_output_scaling": 0.7}
     for asked in (switches, {"per_layer_config": {1: switches}}):
@@ -345,6 +345,9 @@ REFUSED = {
             ("value_residual", "fixed", "learned"),
             ("differential_attention", "v1", "v2"),
             ("differential_attention", "v2", None),
+            ("norm_type", "rmsnorm", "layernorm"),
+            ("sliding_window", 4, 5),
+            ("query_key_value_bias", True, False),
         )
     },
     "normalization": ({"attention_activation": "sigmoid"}, {"attention_normalization": "length"}),
@@ -396,57 +399,16 @@ def test_other_refusals(make_source):
         upcycle(make_source({}), {"query_projection": "cubic"})
 
 
-# Fields of a model, and switches to change
-VALUES = {
-    "query_projection": ["linear", "identity", "residual", "nonlinear", "bottleneck", "upcycled"],
-    "key_projection": ["linear", "bottleneck", "upcycled"],
-    "value_projection": ["linear", "identity", "nonlinear", "upcycled"],
-    "projection_bottleneck_size": [None, 5, 11],
-    "projection_activation": ["gelu", "silu"],
-    "attention_activation": ["softmax", "sigmoid", "relu_squared", "identity"],
-    "attention_scaling": [None, 0.7, -0.5, 0.0],
-    "attention_output_scaling": [None, 0.3, 0.0],
-    "attention_sink": [None, "zero", "learned"],
-    "qk_norm": [None, "rms", "l2"],
-    "attention_gate": [None, "headwise", "elementwise"],
-    "attention_output_activation": [None, "tanh"],
-    "head_projection": [False, True],
-    "exclusive_attention": [None, "fixed", "learned"],
-    "value_residual": [None, "fixed", "learned"],
-    "forget_gate": [None, "fixed", "learned"],
-    "attention_length_scaling": [None, "log"],
-    "differential_attention": [None, "v1", "v2"],
-    "use_bias": [False, True],
-    "num_key_value_heads": [4, 2, 1],
-    "norm_position": ["pre", "post"],
-    "position_embedding": ["learned", "rope", "none"],
-    "intermediate_size": [24, 25, 40],
-    "max_position_embeddings": [32, 33],
-    "tie_word_embeddings": [True, False],
-    "layer_norm_eps": [1e-5, 1e-3],
-    "sublayer_activation": [None, "silu"],
-    "residual_activation": [None, "mish"],
-}
-layer_values = {name: VALUES[name] for name in VALUES if name in PER_LAYER_SWITCHES}
-
-
-def chosen(values, max_size):
-    names = st.lists(st.sampled_from(sorted(values)), max_size=max_size, unique=True)
-    return names.flatmap(lambda names: st.fixed_dictionaries({name: st.sampled_from(values[name]) for name in names}))
-
-
-def chosen_with_layers(max_size):
-    layers = st.dictionaries(st.integers(0, 1), chosen(layer_values, 2), max_size=1)
-    return st.tuples(chosen(VALUES, max_size), st.just({}) | layers).map(
-        lambda pair: {**pair[0], **({"per_layer_config": pair[1]} if pair[1] else {})}
-    )
+switches = some_switches([*OF_MODEL, *PER_LAYER_SWITCHES], lambda switches: True, most=4)
 
 
 @pytest.mark.slow
-@given(source=chosen_with_layers(4), switches=chosen_with_layers(3))
+@given(
+    source=st.sampled_from(sorted(KINDS)).flatmap(lambda kind: model_switches(kind, "eager")),
+    switches=switches | st.builds(lambda own: {"per_layer_config": {1: own}}, switches),
+)
 @examples(150)
 def test_any_switch_is_refused_or_keeps_the_outputs(make_source, source, switches):
-    """Any switches of any model are refused, or changed without changing the outputs."""
     try:
         source = make_source(source, torch.float64)
     except (ValueError, StrictDataclassError):

@@ -12,7 +12,7 @@ from datasets import Dataset
 from support.corpora import RIGHT, write_documents
 
 from modeling_nlq.training.run import documents as documents_module
-from modeling_nlq.training.run.documents import load_documents, python_documents
+from modeling_nlq.training.run.documents import load_documents
 from modeling_nlq.training.run.recipe import Recipe
 
 
@@ -65,12 +65,6 @@ class TestSplits:
         )
         splits = [{row["text"] for row in split} for split in load_documents(recipe).values()]
         assert all(splits) and sum(map(len, splits)) == 100
-
-
-class TestBuiltInCorpora:
-    def test_builtin_corpus(self):
-        paths = [row["path"] for row in python_documents("python-stdlib", "")]
-        assert len(paths) > 100 and "json/decoder.py" in paths and len(paths) == len(set(paths))
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])

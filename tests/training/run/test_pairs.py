@@ -65,7 +65,6 @@ def test_a_run_of_pairs_generates(pair_run, capsys):
 
 
 def test_pages_show_source_and_target(pair_run, run):
-    """Of the run, of a text and what is generated for it, and of a text with a target."""
     folder, _ = pair_run
     assert '"source": [' in (folder / "explore.html").read_text()
     assert explore(folder, text="one two", output=None).tokens[0] == "<|endoftext|>"
@@ -79,7 +78,6 @@ def test_pages_show_source_and_target(pair_run, run):
 
 
 def test_exactly_its_files_are_published(pair_run, pairs_recipe, tmp_path, capsys):
-    """Exactly its files, with the code of both halves and of a part of the user's own, which checkpoints have too."""
     recipe = json.loads(pairs_recipe.read_text())
     (tmp_path / "pair_idea.py").write_text(DISTANCE.replace('"distance"', '"pair_idea"'))
     recipe |= {"parts": ["pair_idea.py"], "training": {**recipe["training"], "max_steps": 2, "save_steps": 1}}
@@ -157,7 +155,6 @@ def test_chrf_is_taken_against_whole_targets(pairs_recipe, tmp_path, monkeypatch
 
 
 def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):
-    """How many pairs are cut; and without sacrebleu one line, while the rest goes on."""
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "sacrebleu" else found(name, *more)
@@ -171,9 +168,6 @@ def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):
 
 
 def test_initial_values():
-    """Each half initializes its own modules: those that end a sub-layer, those that begin with zero, and those of
-    parts.
-    """
     half = {**HALF, "initializer_range": 0.5, "query_projection": "upcycled", "attention_sink": "learned"}
     model = NLQForConditionalGeneration(
         load_config("tiny-seq2seq", {"encoder": {**HALF, "initializer_range": 0.1}, "decoder": half})

@@ -142,7 +142,6 @@ class TestStatistics:
         ids=lambda parts: "+".join(parts),
     )
     def test_parts_that_change_weights(self, make_model, monkeypatch, parts):
-        """The weights of a record are those that the model returns."""
         monkeypatch.setattr(stability, "QUERY_CHUNK", 4)
         model = make_model(**MODERN, query_projection="linear", **parts)
         with torch.no_grad():
@@ -156,7 +155,6 @@ class TestStatistics:
 
     @pytest.mark.parametrize("layout", ["plain", "window", "packed"])
     def test_measures_of_an_encoder_see_later_keys(self, make_model, monkeypatch, layout):
-        """A query of an encoder sees keys beyond its own chunk of queries."""
         sizes = {
             **make_model().config.to_dict(),
             "is_causal": False,

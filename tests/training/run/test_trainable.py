@@ -110,7 +110,6 @@ def test_nothing_else_is_trained(tuned, upcycled):
 
 
 def test_the_run_records_what_was_trained(tuned, upcycled, recipe_file, capsys):
-    """The run folder says how much was trained, and of which conversion."""
     folder, metrics, _ = tuned
     assert json.loads((folder / "conversion.json").read_text()) == json.loads(
         (upcycled / "conversion.json").read_text()

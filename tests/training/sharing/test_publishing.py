@@ -91,7 +91,6 @@ class TestRoundTrip:
         } and before.keys() == after.keys()
 
     def test_listing_tells_names_and_sizes(self, server, nlq, copy_run):
-        """Nothing new is no commit."""
         folder = copy_run()
         planned, done = nlq.publish(folder, "anna/listed", "--dry-run"), nlq.publish(folder, "anna/listed")
         there = {name: len(data) for name, data in server.files("anna/listed").items() if name != ".gitattributes"}
@@ -124,7 +123,6 @@ class TestRoundTrip:
 
     @pytest.mark.slow
     def test_sharded_and_whole_weights_replace_each_other(self, server, nlq, copy_run):
-        """Files of another publication go, and those of somebody else stay."""
         whole, sharded = copy_run("whole"), copy_run("sharded")
         (sharded / "model.safetensors").unlink()
         NLQForCausalLM.from_pretrained(whole).save_pretrained(sharded, max_shard_size="70KB")
@@ -146,7 +144,6 @@ class TestRoundTrip:
         assert len(shards) > 2 and len(server.commits("anna/shards")) == commits + 2
 
     def test_somebody_else_commits_meanwhile(self, server, nlq, copy_run, monkeypatch):
-        """Their work is not overwritten unseen."""
         folder = copy_run()
         nlq.publish(folder, "anna/shared")
         change_returned_weights(folder)
@@ -288,7 +285,6 @@ class TestBadInput:
         assert server.commits("anna/bad-card") == before
 
     def test_without_login_or_network(self, server, nlq, run):
-        """A dry run needs neither."""
         before = len(server.requests)
         for variables, code, word in (({"HF_TOKEN": ""}, None, "login"), ({}, OFFLINE, "HF_HUB_OFFLINE")):
             nlq.begin(("publish", run[0], "anna/nobody", "--dry-run"), code, variables)

@@ -190,7 +190,6 @@ def test_links_below_the_folder(name, copy_run, tmp_path):
 
 
 def test_a_snapshot_of_the_hub(copy_run, tmp_path):
-    """Its files are links to the `blobs` of its repository."""
     folder = copy_run()
     expected = publish(folder, "anna/x", dry_run=True).files.keys()
     repository = tmp_path / "models--anna--x"
