@@ -29,9 +29,6 @@ from modeling_nlq.training.values import to_json
 from nlq import main
 
 
-LAST = "runs/squared/rate-0.01-seed-1"
-
-
 @pytest.mark.parametrize(
     "options, jobs",
     [({}, 1), ({"cpus_per_run": 1}, 4), ({"cpus_per_run": 3}, 1), ({"cpus_per_run": 8}, 1), ({"jobs": 3}, 3)],
@@ -122,15 +119,6 @@ def two_models(make_file, tmp_path_factory) -> tuple[str, dict, Path]:
     return file, run_comparison(load_plan(file), folder), folder
 
 
-@pytest.fixture
-def copy_without_last(two_models, tmp_path) -> tuple[Path, Path]:
-    """A copy of that comparison in which one run is missing, and where that run was moved to."""
-    folder, moved = tmp_path / "results", tmp_path / "moved"
-    shutil.copytree(two_models[2], folder)
-    (folder / LAST).rename(moved)
-    return folder, moved
-
-
 class TestInterruption:
     @pytest.mark.slow
     def test_killed_and_run_again(self, two_models, tmp_path):
@@ -172,27 +160,6 @@ class TestInterruption:
         assert lines[-1] == "nlq: interrupted: the same command goes on from the last checkpoint"
         with RunFolder(next(folder.glob("runs/base/*/"))).held():
             pass  # the run has ended
-
-    @pytest.mark.slow
-    def test_run_that_another_process_makes(self, two_models, copy_without_last):
-        file, expected, _ = two_models
-        folder, moved = copy_without_last
-        is_held = threading.Event()
-
-        def make():
-            with RunFolder(folder / LAST).held():
-                is_held.set()
-                time.sleep(3.0)
-                (moved / LOCK_FILE).unlink()
-                for file in sorted(moved.iterdir(), key=lambda file: file.name == METRICS_FILE):
-                    file.rename(folder / LAST / file.name)
-
-        threading.Thread(target=make).start()
-        is_held.wait()
-        before = metrics_of(folder)
-        assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
-        assert before.items() <= metrics_of(folder).items()
-        assert (folder / f"{LAST}.log").read_text().count("train_runtime") == 1, "it was made once more"
 
     @pytest.mark.slow
     def test_processes_share_the_runs(self, two_models, tmp_path):

@@ -86,17 +86,6 @@ def nlq_folder(make_model, tmp_path):
 
 
 class TestConvert:
-    def test_to_nlq(self, gpt2_folder, gpt2_model, tmp_path):
-        before = snapshot(gpt2_folder)
-        convert(str(gpt2_folder), tmp_path / "target")
-        assert snapshot(gpt2_folder) == before
-        check_folder(tmp_path / "target")
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
-        assert type(loaded) is NLQForCausalLM
-        assert_same_function(loaded, gpt2_model)
-        chosen = loaded.generation_config
-        assert (chosen.max_new_tokens, chosen.do_sample, chosen.temperature, chosen.eos_token_id) == (3, True, 0.6, 2)
-
     def test_without_tokenizer(self, source, tmp_path):
         for path in source.glob("tokenizer*"):
             path.unlink()

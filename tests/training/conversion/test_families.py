@@ -60,22 +60,6 @@ class TestSameModel:
         assert_same_function(ours, theirs, length=LENGTH)
         assert_no_shared_memory(ours, theirs)
 
-    @every_decoder
-    def test_cached_decoding(self, name):
-        """Past the window, in steps of one token and of several."""
-        theirs, tokens = shared_family_model(name), random_tokens(2, LENGTH, 29)
-        ours, cache, caches, steps = to_nlq(theirs), None, None, (5, 1, 1, 3, 1, LENGTH - 11)
-        logits, their_logits = [], []
-        with torch.no_grad():
-            for step in tokens.split(steps, dim=1):
-                output = ours(step, past_key_values=cache, use_cache=True)
-                their_output = theirs(step, past_key_values=caches, use_cache=True)
-                cache, caches = output.past_key_values, their_output.past_key_values
-                logits.append(output.logits)
-                their_logits.append(their_output.logits)
-        torch.testing.assert_close(torch.cat(logits, 1), output_of(theirs, tokens), **TOLERANCE)
-        torch.testing.assert_close(torch.cat(logits, 1), torch.cat(their_logits, 1), **TOLERANCE)
-
     @every_case
     def test_there_and_back(self, name):
         theirs = shared_family_model(name)

@@ -221,15 +221,6 @@ class TestRefused:
         file = llama(fields={f"llama.{name}": value for name, value in fields.items()})
         assert run_nlq("convert", file, tmp_path / "target") == 0
 
-    @pytest.mark.parametrize("pre_tokenizer", ["smollm", "gpt-2"])
-    def test_known_cut(self, pre_tokenizer, llama, tmp_path):
-        assert run_nlq("convert", llama(pre_tokenizer=pre_tokenizer), tmp_path / "target") == 0
-        same = [
-            AutoTokenizer.from_pretrained(tmp_path / "target")(text).input_ids == TOKENIZER(text).input_ids
-            for text in SENTENCES
-        ]
-        assert same == [True, pre_tokenizer == "smollm"]
-
     @pytest.mark.parametrize("pre_tokenizer", ["own", "default", None])
     def test_unknown_cut(self, pre_tokenizer, llama, fails, tmp_path):
         assert f"tokenizer.ggml.pre={pre_tokenizer!r}" in fails(llama(pre_tokenizer=pre_tokenizer))

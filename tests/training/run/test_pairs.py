@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
-from support.inline_engine import InlineEngine
 from support.own_parts import DISTANCE
 from support.runs import HALF, PAIR_SWITCHES, interrupt, write_comparison
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -17,14 +16,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from modeling_nlq import NLQForConditionalGeneration
 from modeling_nlq.training import evaluate, explore, train
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.models import initialize_by_name, load_config
 from modeling_nlq.training.run.data import prepare_data, save_blocks
 from modeling_nlq.training.run.documents import docstring_pairs
 from modeling_nlq.training.run.generation import generate_text
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.seq2seq import chrf_of
-from modeling_nlq.training.size import measure
 from nlq import main
 
 
@@ -187,14 +184,6 @@ def test_initial_values():
     assert not any(parameter.eq(7.0).any() for parameter in model.parameters())
 
 
-def test_size_counts_both_halves():
-    config = load_config("tiny-seq2seq", PAIR_SWITCHES)
-    size, width = measure(config, 24), 32
-    own = measure(load_config("tiny-seq2seq", {**PAIR_SWITCHES, "decoder": {**HALF, "cross_attention": False}}), 24)
-    # Cross-attention: four matrices and three norms
-    assert size.non_embedding - own.non_embedding == 4 * width**2 + width + 2 * 16
-
-
 def test_built_in_corpus():
     pairs = [pair for pair, _ in zip(docstring_pairs("python-docstrings", ""), range(200))]
     for pair in pairs:
@@ -252,10 +241,3 @@ def test_plan_of_a_comparison(make_comparison, capsys, tmp_path):
         assert own["attention_activation"] == "relu" and (own["cross_attention"] is False) == (name == "blind")
     with pytest.raises(ValueError, match="match='parameters' widens one MLP, and an encoder and decoder has two"):
         load_plan(make_comparison(match="parameters"))
-
-
-@pytest.mark.slow
-def test_control_without_the_source_is_worse(make_comparison, tmp_path):
-    results = run_comparison(load_plan(make_comparison()), tmp_path / "results", InlineEngine()).largest.models
-    losses = {name: [run.test_loss for run in model.runs] for name, model in results.items()}
-    assert max(losses["sees"]) < min(losses["blind"])

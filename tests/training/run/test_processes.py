@@ -102,16 +102,6 @@ def finished(recipe_file, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
-def test_trains_as_one_process(run, finished, state_dict_type):
-    folder = finished(2, state_dict_type)
-    check_same_run(folder, run, processes=2)
-    checkpoint = folder / "checkpoint-4"
-    assert (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file() == (state_dict_type == SHARDED)
-    assert (checkpoint / "pytorch_model_fsdp.bin").is_file() == (state_dict_type == FULL)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "state_dict_type", "step"),
     [

@@ -183,14 +183,6 @@ class TestCard:
         nlq.publish(folder, "anna/tuned")
         assert card_of(server, "anna/tuned").data.license is None, "whose weights have one of their own"
 
-    def test_of_a_model_trained_on_from_a_conversion(self, server, nlq, converted, fine_tune):
-        for folder, base_model in zip(converted, ("openai-community/gpt2", None)):
-            nlq.publish(fine_tune(folder), f"anna/tuned-{folder.name}")
-            card = card_of(server, f"anna/tuned-{folder.name}")
-            assert card.data.base_model == base_model
-            assert card.data.license is None, "whoever made the weights gives the license"
-            assert str(folder.parent) not in card.content
-
     def test_of_other_heads(self, server, heads):
         tags = {
             "AutoModelForSequenceClassification": "text-classification",
