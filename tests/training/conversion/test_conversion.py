@@ -86,13 +86,6 @@ def nlq_folder(make_model, tmp_path):
 
 
 class TestConvert:
-    def test_without_tokenizer(self, source, tmp_path):
-        for path in source.glob("tokenizer*"):
-            path.unlink()
-        convert(str(source), tmp_path / "target")
-        check_folder(tmp_path / "target")
-        assert not list((tmp_path / "target").glob("tokenizer*"))
-
     def test_names_of_the_first_release(self, source, gpt2_model, tmp_path):
         """OpenAI's weights lack the prefix and the head, and have masks as buffers."""
         state = {name: tensor.clone() for name, tensor in gpt2_model.transformer.state_dict().items()}

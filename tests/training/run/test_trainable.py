@@ -144,16 +144,6 @@ def test_checkpointing_changes_nothing(tune, tuned, tmp_path):
     assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned[0]), abs=1e-5)
 
 
-def test_goes_on_from_its_own_run(tuned, tune, tmp_path):
-    changes = {"model": str(tuned[0]), "max_steps": 1, "save_strategy": "no"}
-    train(tune, output_dir=tmp_path / "run", **changes)
-    before, after = (load_file(path / "model.safetensors") for path in (tuned[0], tmp_path / "run"))
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {
-        name for name in before if is_new(name)
-    }
-    assert (tmp_path / "run" / "conversion.json").read_bytes() == (tuned[0] / "conversion.json").read_bytes()
-
-
 class TestConversions:
     def test_two_are_as_one(self, gpt2, upcycled, tmp_path):
         """What no training has touched is new, whichever conversion added it."""
