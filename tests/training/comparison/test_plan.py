@@ -60,7 +60,6 @@ class TestPlan:
         assert variants["base"].intermediate_size == variants["as it is"].intermediate_size == 128
 
     def test_tokens_per_parameter(self, make_file, tmp_path):
-        """It sets the steps, also when the folder's own file is read again."""
         training = {"save_strategy": "no", "report_to": "none"}
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
         recipe["training"].pop("max_steps", None)

@@ -367,7 +367,6 @@ def test_rounding_of_low_precision_is_allowed(tmp_path):
 
 @pytest.mark.parametrize("save_original_format", [True, False])
 def test_converted_model_keeps_its_names_without_this_package(gpt2_folder, tmp_path, save_original_format):
-    """Loaded, saved, loaded and saved again, whatever Transformers calls the original format."""
     convert(gpt2_folder, tmp_path / "0")
     script = f"""
 from transformers import AutoModelForCausalLM

@@ -86,7 +86,6 @@ def test_dense_mask_of_a_window():
 
 
 def test_angles_that_follow_from_the_length():
-    """Without a factor, YaRN takes it from `max_position_embeddings`."""
     yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": None, "original_max_position_embeddings": 8}
     theirs = make_family_model("llama-grouped", rope_parameters=yarn)
     ours = to_nlq(theirs)

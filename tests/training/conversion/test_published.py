@@ -87,7 +87,6 @@ def test_variant_has_as_many_parameters(name):
 
 @pytest.mark.parametrize("name", ["tiny-llama", *SHIPPED])
 def test_shipped_shape_can_go_back(name):
-    """A model that was trained here in the shape of a family can be written as one, and no number changes."""
     ours = load_config(name)
     family = "llama" if name not in SHIPPED else PUBLISHED[SHIPPED[name]][1]["model_type"]
     theirs, plain = nearest_in_family(family, ours)

@@ -102,7 +102,6 @@ class TestMasking:
 
 
 def test_trains_as_eurobert_does(tokenizer, tmp_path):
-    """From the same weights, on the same masks: losses and gradients are equal to the bit."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 280,

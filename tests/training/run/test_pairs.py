@@ -124,7 +124,6 @@ def test_evaluation_of_another_file(pair_run, tmp_path):
 
 
 def test_bytes_of_cut_and_empty_targets(pairs_recipe, tmp_path):
-    """Bits per byte count whole targets, with all their tokens; without a byte there are none."""
     content = {**json.loads(pairs_recipe.read_text()), "validation_fraction": 0.2}
     found = []
     for name, target in (("long", "one two " * 50), ("empty", "")):
@@ -137,7 +136,6 @@ def test_bytes_of_cut_and_empty_targets(pairs_recipe, tmp_path):
 
 
 def test_chrf_is_taken_against_whole_targets(pairs_recipe, tmp_path, monkeypatch):
-    """A text that ends where targets are cut is not the whole target."""
     text = "one two three four five six seven"
     (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"given": f"{i}", "wanted": text}) for i in range(60)))
     recipe = load_recipe(pairs_recipe, {"dataset": str(tmp_path / "long.jsonl"), "max_target_length": 4})

@@ -67,7 +67,6 @@ class TestOverrides:
             load_recipe(tmp_path / "recipe.yaml")
 
     def test_best_checkpoint_follows_its_metric(self):
-        """Every measure of an evaluation, unless the user says which way is better."""
         less = ["loss", "perplexity", "pseudo_perplexity", "bits_per_byte", "runtime", "model_preparation_time"]
         for name in (*less, "token_accuracy", "chrf", "samples_per_second", "steps_per_second"):
             for metric in (name, f"eval_{name}"):

@@ -218,9 +218,6 @@ class TestStatistics:
 
 
 def test_records_of_a_run(run, recipe_file, tmp_path):
-    """After the first step, every third and the last, each once though the run was interrupted; training does not
-    notice.
-    """
     folder, recorded = tmp_path / "run", {"record_stability": True, "stability_steps": 3, "packing": "documents"}
     interrupt(recipe_file, output_dir=folder, **recorded)
     train(recipe_file, output_dir=folder, **recorded)

@@ -148,7 +148,7 @@ class TestRoundTrip:
                     **server._repos["anna/shared"].revision("main").files,
                     "loss.png": Blob(b"theirs", is_lfs=True),
                 }
-                server._repos["anna/shared"].commit("main", theirs, "theirs", "", "anna")
+                server._repos["anna/shared"].commit("main", theirs)
             return answer(request)
 
         monkeypatch.setattr(server, "answer", commit_first)
@@ -259,7 +259,6 @@ class TestBadInput:
         assert published == {name: path for name, path in AUTO_MAP.items() if name != "AutoModelForMaskedLM"}
 
     def test_run_that_diverged(self, recipe_file, tmp_path_factory, nlq, refuses):
-        """It has finished, in no number, and saved no weights: that is what its author must hear."""
         folder = tmp_path_factory.mktemp("ended") / "run"
         assert nlq("train", recipe_file, "--output_dir", folder, "--learning_rate", "1e30").status == 0
         assert RunResult.load(folder).losses.diverged

@@ -122,7 +122,6 @@ class TestNothingLeaks:
         refuses(given, "anna/secrets", *arguments, words=(f"{place}", word), without="x" * 34)
 
     def test_what_training_draws_and_writes(self, recipe_file, tmp_path, monkeypatch):
-        """The title of the plot too is seen by all."""
         titles = []
         monkeypatch.setattr(trainer_module, "plot_losses", lambda history, path, title, unit: titles.append(title))
         options = ("--max_steps", "1", "--dataset_config", "on file:///data/private/x.txt")
