@@ -110,16 +110,13 @@ class TestBadInput:
         "fields, message",
         [
             ({"baseline": None}, "baseline=None must be one of the models base, twin"),
-            ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"baseline": False}, "baseline=False must be text or null; quote it, because YAML reads off, no"),
             ({"baseline": False, "models": {True: None, False: None}}, "models: the name True must be text; quote it"),
-            ({"baseline": None, "models": {"base": None, None: None}}, "models: the name None must be text; quote it"),
             (
                 {"scales": {"x": {"models": {False: {}}}, "y": {}}},
                 "scale 'x': models: the name False must be text; quote it",
             ),
             ({"tasks": [False]}, r"tasks=\[False\] must be a list of which each entry is text"),
-            ({"training": {"max_steps": 12, "save_strategy": False}}, "save_strategy=False must be text; quote it"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
             ({"models": {"base": None, "x": {"switch": {}}}}, "unknown field 'switch'; did you mean 'switches'"),

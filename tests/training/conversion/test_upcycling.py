@@ -51,14 +51,13 @@ LINEAR_SOURCES = {
 }
 # (model whose pairs of queries can begin as copies, tolerance)
 PAIRED_SOURCES = {
-    "linear": ({}, 0.0),
-    "biased": ({"use_bias": True}, 0.0),
-    "grouped_queries": ({"num_key_value_heads": 2}, 0.0),
+    **{
+        name: (LINEAR_SOURCES[name], 0.0)
+        for name in ("linear", "biased", "grouped_queries", "qk_norm_l2", "sink_and_gate")
+    },
     "one_key_head": ({"num_key_value_heads": 1, "position_embedding": "rope"}, 0.0),
     "qk_norm_rms": ({"qk_norm": "rms", "num_key_value_heads": 2}, 0.0),
-    "qk_norm_l2": ({"qk_norm": "l2", "num_key_value_heads": 2}, 0.0),
     "qk_norm_rms_all_heads": ({"qk_norm": "rms_all_heads", "use_bias": True}, 1e-6),
-    "sink_and_gate": ({"attention_sink": "learned", "attention_gate": "headwise", "use_bias": True}, 0.0),
     "fourth_matrix": ({"head_projection": True, "attention_output_scaling": 0.7}, 0.0),
     "bottleneck": ({"query_projection": "bottleneck", "use_bias": True}, 1e-6),
     "upcycled": ({"query_projection": "upcycled", "num_key_value_heads": 2}, 1e-6),
