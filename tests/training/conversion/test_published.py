@@ -18,7 +18,8 @@ from modeling_nlq.training.models import load_config
 from modeling_nlq.training.size import measure
 
 
-# Name -> the number of parameters, and config.json without what names versions, and lists that its class makes itself
+# Name -> the number of parameters, and config.json without what names classes and versions, and lists that its class
+# makes itself
 PUBLISHED = {
     name: (row["parameters"], row["config"])
     for name, row in json.loads(Path(__file__).with_name("published.json").read_text()).items()

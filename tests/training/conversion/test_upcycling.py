@@ -389,13 +389,13 @@ def test_other_refusals(make_source):
         upcycle(make_source({}), {"query_projection": "cubic"})
 
 
-switches = some_switches([*OF_MODEL, *PER_LAYER_SWITCHES], lambda switches: True, most=4)
+drawn_switches = some_switches([*OF_MODEL, *PER_LAYER_SWITCHES], lambda switches: True, most=4)
 
 
 @pytest.mark.slow
 @given(
     source=st.sampled_from(sorted(KINDS)).flatmap(lambda kind: model_switches(kind, "eager")),
-    switches=switches | st.builds(lambda own: {"per_layer_config": {1: own}}, switches),
+    switches=drawn_switches | st.builds(lambda own: {"per_layer_config": {1: own}}, drawn_switches),
 )
 @examples(150)
 def test_any_switch_is_refused_or_keeps_the_outputs(make_source, source, switches):

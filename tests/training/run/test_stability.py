@@ -49,8 +49,9 @@ def capture_scores(model, position_ids):
     for attention in (layer.self_attn for layer in model.model.layers):
         for letter in "qk":
             last = getattr(attention, f"{letter}_norm") or getattr(attention, f"{letter}_proj")
-            keep = lambda module, inputs, output, letter=letter: heads_of.update({letter: output})  # noqa: E731
-            hooks.append(last.register_forward_hook(keep))
+            hooks.append(
+                last.register_forward_hook(lambda _, __, output, letter=letter: heads_of.update({letter: output}))
+            )
         hooks.append(attention.register_forward_hook(combine))
     weights = model(TOKENS, position_ids=position_ids, use_cache=False, output_attentions=True).attentions
     for hook in hooks:
