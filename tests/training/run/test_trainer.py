@@ -106,7 +106,8 @@ class TestRun:
         ]
         assert main(arguments) == 0
         assert "diverged: the loss was infinite or not a number after step 2" in capsys.readouterr().out
-        metrics = json.loads((folder / "metrics.json").read_text(), parse_constant=pytest.fail)
+        json.loads((folder / "metrics.json").read_text(), parse_constant=pytest.fail)
+        metrics = RunResult.load(folder)
         assert (
             metrics.losses.diverged
             and metrics.losses.diverged_at == metrics.data.steps == 2
