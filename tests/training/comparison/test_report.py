@@ -40,7 +40,7 @@ from modeling_nlq.training.comparison.report import (
     write_report,
 )
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
-from modeling_nlq.training.comparison.tables import NOTHING, stability_rows, summary_rows
+from modeling_nlq.training.comparison.tables import NOTHING, p_value, stability_rows, summary_rows
 from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.text import printable
 from modeling_nlq.training.values import from_json, to_json
@@ -414,6 +414,10 @@ def test_chrf_of_pairs_has_a_column(outcome):
     found = changed(outcome.largest, "good", runs=runs)
     shown = {row["model"]: row["chrF (validation)"] for row in summary_rows(found)}
     assert shown["good"] == "12.0 ± 1.6" and "chrF (validation)" not in summary_rows(outcome.largest)[0]
+
+
+def test_p_values_near_the_limit_show_their_side():
+    assert [p_value(p) for p in (1e-5, 0.0123, 0.0496, 0.0504)] == ["< 0.0001", "0.012", "0.0496", "0.0504"]
 
 
 def test_card_marks_the_model_of_a_reported_run(outcome):
