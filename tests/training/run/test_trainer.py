@@ -124,6 +124,11 @@ class TestRun:
         assert main([*arguments, "--learning_rate", "0.5"]) == 1
         assert "holds a run of another recipe" in capsys.readouterr().err
 
+    def test_streaming_trains_and_evaluates(self, recipe_file, tmp_path):
+        stream = {"streaming": True, "max_validation_documents": 3, "max_steps": 2, "save_strategy": "no"}
+        metrics = train(recipe_file, output_dir=tmp_path / "run", **stream)
+        assert metrics.data.steps == 2 and math.isfinite(metrics.losses.validation.loss)
+
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
         options = [
             "--from",
