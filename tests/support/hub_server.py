@@ -1,12 +1,7 @@
 """A Hub on loopback: enough of the Hub for the real `huggingface_hub` client to create, upload, list and download.
 
-    with HubServer(tokens={"hf_anna": "anna"}) as server:
-        subprocess.run([...], env={**os.environ, **server.client_environment(tmp_path / "home", token="hf_anna")})
-        assert "config.json" in server.files("anna/model")
-
 The client reads `HF_ENDPOINT` when it is imported, so it runs in a process of its own. As on the real Hub, large files
-live on another host than the API (here another name), behind links that need no token: the client must not send its
-token there.
+live on another host than the API (here another name), behind links that need no token.
 """
 
 import base64
@@ -83,7 +78,7 @@ class Repo:
                 return commit
         raise HubError(404, f"Invalid rev id: {name}", "RevisionNotFound")
 
-    def commit(self, branch: str, files: dict[str, Blob], *_: str) -> Commit:
+    def commit(self, branch: str, files: dict[str, Blob]) -> Commit:
         self.branches.setdefault(branch, []).append(Commit(files))
         return self.branches[branch][-1]
 
@@ -125,12 +120,12 @@ class HubServer:
 
     def __init__(self, tokens: dict[str, str]):
         self.tokens = tokens
-        self.requests: list[tuple[str, str, bool]] = []  # method, path without query, whether a token came with it
+        self.requests: list[tuple[str, str]] = []  # method and path without query
         self.unknown: list[tuple[str, str]] = []  # method and path of requests that no endpoint answers
         self.errors: list[BaseException] = []  # faults of this server; `close` raises the first
         self._repos: dict[str, Repo] = {}
         self._tickets: dict[str, tuple[Repo, str] | Blob] = {}  # links to upload and to download large files
-        self._faults: list[dict] = []
+        self._faults: list[tuple] = []  # method, pattern of the path, and the error or None
         self._lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.hub, self._server.daemon_threads, self._server.block_on_close = self, True, False
@@ -171,31 +166,28 @@ class HubServer:
         """Commit ids, the newest first."""
         return [commit.oid for commit in reversed(self._repos[repo_id].branches[revision])]
 
-    def fail(
-        self, method: str, pattern: str, status: int, times: int | None = 1, message="On purpose", headers=None
-    ) -> None:
-        """The next `times` requests (None: all, until `heal`) of this method get an error if `pattern` is found in
-        their path.
+    def fail(self, method: str, pattern: str, status: int, message="On purpose", headers=None) -> None:
+        """Requests of this method in whose path `pattern` is found get an error until `heal`.
 
         Where the client repeats a request, it makes up to 6 attempts, 1 second apart with
         `headers={"Retry-After": "0"}`.
         """
-        error = HubError(status, message, headers=headers)
-        self._faults.append({"method": method, "pattern": pattern, "times": times, "error": error})
+        self._faults.append((method, pattern, HubError(status, message, headers=headers)))
 
-    def drop(self, method: str, pattern: str, after: int = 0, times: int | None = 1) -> None:
-        """Like `fail`, but reads only `after` bytes of the body and then resets the connection."""
-        self._faults.append({"method": method, "pattern": pattern, "times": times, "after": after})
+    def drop(self, method: str, pattern: str) -> None:
+        """Like `fail`, but resets the connection of one request after ten bytes of its body."""
+        self._faults.append((method, pattern, None))
 
     def heal(self) -> None:
         """Ends all faults."""
         self._faults.clear()
 
-    def next_fault(self, method: str, path: str) -> dict | None:
+    def next_fault(self, method: str, path: str) -> tuple | None:
         with self._lock:
             for fault in self._faults:
-                if fault["times"] != 0 and fault["method"] == method and re.search(fault["pattern"], path):
-                    fault["times"] = fault["times"] and fault["times"] - 1
+                if fault[0] == method and re.search(fault[1], path):
+                    if fault[2] is None:
+                        self._faults.remove(fault)
                     return fault
         return None
 
@@ -356,10 +348,10 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_request(self) -> None:
         hub, path = self.server.hub, urlsplit(self.path).path
         headers = {name.lower(): value for name, value in self.headers.items()}
-        hub.requests.append((self.command, path, "authorization" in headers))
+        hub.requests.append((self.command, path))
         fault, size = hub.next_fault(self.command, path), int(headers.get("content-length", 0))
-        if fault and "after" in fault:
-            self.rfile.read(min(size, fault["after"]))
+        if fault and fault[2] is None:
+            self.rfile.read(min(size, 10))
             # Without lingering, closing sends a reset, not the farewell that the server would send after this method
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.connection.close()
@@ -368,7 +360,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(size)
         try:
             if fault:
-                raise fault["error"]
+                raise fault[2]
             status, content, added = hub.answer(Request(self.command, path, headers, body))
         except HubError as error:
             status, content, added = error.status, json.dumps({"error": str(error)}).encode(), error.headers

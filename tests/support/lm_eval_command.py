@@ -27,14 +27,8 @@ def write_task(folder: Path) -> str:
 
 
 def lm_eval_results(monkeypatch: pytest.MonkeyPatch, folder: Path, task: str, output: Path, *options: str) -> dict:
-    """The results of lm_eval's command for a saved model and the YAML file of a task, by task.
-
-    Args:
-        monkeypatch: of the test.
-        folder: of the model.
-        task: the file.
-        output: a JSON file, whose name gets the time of day.
-        options: of the command.
+    """The results of lm_eval's command for a saved model and a task's YAML file; `output` is JSON, its name gets the
+    time of day.
     """
     command = ["lm_eval", "run", "--model", "hf", "--device", "cpu", "--tasks", task, *options]
     command += ["--model_args", f"pretrained={folder},trust_remote_code=True", "--output_path", str(output)]

@@ -140,7 +140,6 @@ class Publication:
     first: str
     second: str
     expected: dict[str, dict[str, torch.Tensor]]  # by revision and Auto class
-    done: Done
 
 
 def change_returned_weights(folder: Path) -> None:

@@ -29,7 +29,6 @@ def test_an_idea_passes(two_surroundings, idea):
 
 @pytest.mark.parametrize("idea", ideas.IDEAS)
 def test_a_new_file(tmp_path, idea):
-    """Its comparison names it, and nothing is overwritten."""
     file, comparison = ideas.new_idea(tmp_path / "mine.py", idea)
     assert load_attention_parts(file)[0].name == "mine"
     assert set(load_plan(comparison).largest.variants) == {"without", "mine"}

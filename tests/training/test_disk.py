@@ -277,7 +277,6 @@ def test_libraries_read_a_folder_after_it_is_checked():
 
 
 def test_nothing_else_opens_writes_or_deletes():
-    """Every call of the standard library that does so, by file; what is not in `disk.py` says why it may."""
     calls = {
         "open",
         "read_text",

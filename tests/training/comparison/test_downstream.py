@@ -13,7 +13,6 @@ from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 
 @pytest.mark.slow
 def test_a_ladder_has_the_numbers_of_lm_eval(make_file, small_index, tmp_path, monkeypatch):
-    """Those of lm_eval's own command, on the model of one run at each scale."""
     widths = {"small": 32, "large": 48}
     scales = {
         name: {"switches": {"hidden_size": width, "intermediate_size": 4 * width}} for name, width in widths.items()

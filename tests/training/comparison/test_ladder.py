@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.planted import Interrupted, PlantedEngine
@@ -12,6 +13,7 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.comparison import outline
 from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
+from modeling_nlq.training.files import read_yaml
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.size import measure
 from nlq import main
@@ -30,10 +32,6 @@ def ladder_file(make_file, recipe_file):
     """A function from the fields of a ladder to its file."""
 
     def make(**fields) -> str:
-        from pathlib import Path
-
-        from modeling_nlq.training.files import read_yaml
-
         recipe = read_yaml(Path(recipe_file))
         recipe["training"].pop("max_steps", None)
         defaults = {
@@ -140,7 +138,6 @@ class TestPlan:
 
 class TestRuns:
     def test_planted_ladder(self, ladder_file, tmp_path, capsys):
-        """A planted multiplier of 1.3 is found, with a search at each scale that starts where the one before ended."""
         file = ladder_file(seeds=[0, 1, 2])
         engine = PlantedEngine(planted(1.3))
         results = run_and_report(load_plan(file), tmp_path / "ladder", engine)

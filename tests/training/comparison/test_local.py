@@ -29,9 +29,6 @@ from modeling_nlq.training.values import to_json
 from nlq import main
 
 
-LAST = "runs/squared/rate-0.01-seed-1"
-
-
 @pytest.mark.parametrize(
     "options, jobs",
     [({}, 1), ({"cpus_per_run": 1}, 4), ({"cpus_per_run": 3}, 1), ({"cpus_per_run": 8}, 1), ({"jobs": 3}, 3)],
@@ -86,7 +83,6 @@ def refused(capsys, *command: str) -> str:
 
 class TestCommand:
     def test_command_ends_with_table_verdicts_and_report(self, finished, capsys):
-        """Finished runs are not repeated."""
         folder, results, file = finished
         before = files_of(folder)
         assert main(["compare", file, "--output_dir", str(folder)]) == 0
@@ -121,15 +117,6 @@ def two_models(make_file, tmp_path_factory) -> tuple[str, dict, Path]:
     file = make_file(models={"base": None, "squared": {"switches": {"attention_activation": "squared"}}})
     folder = tmp_path_factory.mktemp("uninterrupted") / "results"
     return file, run_comparison(load_plan(file), folder), folder
-
-
-@pytest.fixture
-def copy_without_last(two_models, tmp_path) -> tuple[Path, Path]:
-    """A copy of that comparison in which one run is missing, and where that run was moved to."""
-    folder, moved = tmp_path / "results", tmp_path / "moved"
-    shutil.copytree(two_models[2], folder)
-    (folder / LAST).rename(moved)
-    return folder, moved
 
 
 class TestInterruption:
@@ -175,27 +162,6 @@ class TestInterruption:
             pass  # the run has ended
 
     @pytest.mark.slow
-    def test_run_that_another_process_makes(self, two_models, copy_without_last):
-        file, expected, _ = two_models
-        folder, moved = copy_without_last
-        is_held = threading.Event()
-
-        def make():
-            with RunFolder(folder / LAST).held():
-                is_held.set()
-                time.sleep(3.0)
-                (moved / LOCK_FILE).unlink()
-                for file in sorted(moved.iterdir(), key=lambda file: file.name == METRICS_FILE):
-                    file.rename(folder / LAST / file.name)
-
-        threading.Thread(target=make).start()
-        is_held.wait()
-        before = metrics_of(folder)
-        assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
-        assert before.items() <= metrics_of(folder).items()
-        assert (folder / f"{LAST}.log").read_text().count("train_runtime") == 1, "it was made once more"
-
-    @pytest.mark.slow
     def test_processes_share_the_runs(self, two_models, tmp_path):
         file, expected, _ = two_models
         folder = tmp_path / "results"
@@ -206,23 +172,6 @@ class TestInterruption:
         assert done.returncode == 0, done.stderr
         assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
-
-    @pytest.mark.slow
-    def test_run_that_fails(self, two_models, copy_without_last, capsys):
-        """Finished runs are kept, and the comparison goes on later."""
-        file, expected, _ = two_models
-        folder, _ = copy_without_last
-        kept = metrics_of(folder)
-        (folder / LAST).mkdir()
-        (folder / LAST / "thesis.tex").write_text("all I have")
-        error = refused(capsys, "compare", file, "--output_dir", str(folder))
-        assert (
-            error.startswith("nlq: error: run squared/rate-0.01-seed-1 failed: ValueError: ")
-            and f"{LAST}.log" in error
-        )
-        shutil.rmtree(folder / LAST)
-        assert without_times(run_comparison(load_plan(file), folder)) == without_times(expected)
-        assert kept.items() <= metrics_of(folder).items()
 
 
 class TestFolder:

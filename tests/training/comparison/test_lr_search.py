@@ -81,7 +81,6 @@ class TestSearch:
 
 class TestChoice:
     def test_each_seed_chooses_by_itself(self, make_file, tmp_path):
-        """Seed 0 is best at 1e-2, seed 1 at 4e-2, whatever the model."""
         file = make_file(learning_rates={"start": 1e-2, "factor": 2}, seeds=[0, 1])
         engine = PlantedEngine(lambda comparison, run: bowl(1e-2 * 4**run.seed)(run.learning_rate))
         results = run_comparison(load_plan(file), tmp_path / "results", engine)

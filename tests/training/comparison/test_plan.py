@@ -60,7 +60,6 @@ class TestPlan:
         assert variants["base"].intermediate_size == variants["as it is"].intermediate_size == 128
 
     def test_tokens_per_parameter(self, make_file, tmp_path):
-        """It sets the steps, also when the folder's own file is read again."""
         training = {"save_strategy": "no", "report_to": "none"}
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
         recipe["training"].pop("max_steps", None)
@@ -111,16 +110,13 @@ class TestBadInput:
         "fields, message",
         [
             ({"baseline": None}, "baseline=None must be one of the models base, twin"),
-            ({"baseline": "bas"}, "baseline='bas' must be one of the models base, twin"),
             ({"baseline": False}, "baseline=False must be text or null; quote it, because YAML reads off, no"),
             ({"baseline": False, "models": {True: None, False: None}}, "models: the name True must be text; quote it"),
-            ({"baseline": None, "models": {"base": None, None: None}}, "models: the name None must be text; quote it"),
             (
                 {"scales": {"x": {"models": {False: {}}}, "y": {}}},
                 "scale 'x': models: the name False must be text; quote it",
             ),
             ({"tasks": [False]}, r"tasks=\[False\] must be a list of which each entry is text"),
-            ({"training": {"max_steps": 12, "save_strategy": False}}, "save_strategy=False must be text; quote it"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
             ({"models": {"base": None, "x": {"switch": {}}}}, "unknown field 'switch'; did you mean 'switches'"),
@@ -197,7 +193,6 @@ class TestBadInput:
             load_plan(make_file(models={"base": None, "own": model}), overrides)
 
     def test_match_of_saved_weights(self, make_file, run, recipe_file):
-        """It would change their shape."""
         models = {"base": None, "narrow": {"switches": {"query_projection": "nonlinear", "intermediate_size": 100}}}
         recipe = {**read_yaml(Path(recipe_file)), "model": str(run[0]), "tokenizer": str(run[0])}
         file = make_file(models=models, recipe=recipe)

@@ -71,7 +71,6 @@ class TestRuns:
         assert not run_comparison(load_plan(file), copy).largest.same_tokens
 
     def test_tokens_are_those_that_the_runs_saw(self, finished, tmp_path):
-        """The plan counts every batch as full; a run that was stopped saw fewer than the comparison's."""
         folder, results, file = finished
         comparison, copy = load_plan(file), tmp_path / "results"
         shutil.copytree(folder, copy)

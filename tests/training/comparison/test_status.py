@@ -55,11 +55,6 @@ class TestStatus:
             assert re.search(f"^{line}", text, flags=re.MULTILINE), line
         assert "twin/rate" not in text and "17 of 21 runs finished, 3 begun, 1 waiting" in text
 
-    def test_nothing_there(self, make_file, tmp_path, capsys):
-        assert main(["compare", make_file(), "--output_dir", str(tmp_path), "--status"]) == 1
-        assert "holds no comparison yet" in capsys.readouterr().err
-        assert not list(tmp_path.iterdir())
-
     def test_machine_without_model_and_data(self, finished, tmp_path, monkeypatch, capsys):
         """The folder says it all, also the comparison that it holds."""
         monkeypatch.chdir(tmp_path)
@@ -89,10 +84,6 @@ class TestEngines:
         assert main(["compare", make_file(), "--output_dir", str(tmp_path / "results"), *options]) == 1
         assert capsys.readouterr().err == f"nlq: error: {message}\n"
         assert not (tmp_path / "results").exists()
-
-    def test_unknown_engine(self, make_file, tmp_path):
-        with pytest.raises(ValueError, match="engine='slurm' must be 'local' or 'ray'"):
-            compare(make_file(), tmp_path, engine="slurm")
 
     def test_training_refuses_options_in_one_line(self, recipe_file, tmp_path, monkeypatch):
         monkeypatch.setattr(ray_jobs, "ray", None)

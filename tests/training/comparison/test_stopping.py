@@ -127,7 +127,6 @@ def test_the_report_has_the_verdicts_with_which_models_left(seed, shared):
 
 
 def test_a_baseline_at_the_boundary_counts_where_it_is():
-    """A model that left before keeps its verdict."""
     values = {"left": np.array([0.5, 0.51, 0.49]), "open": np.array([0.01, -0.02, 0.005, 0.01])}
     found, _ = analyse_early(losses_of(values), "base", range(6), {"base": [3]})
     assert found.effects["left"].verdict == "worse"

@@ -96,15 +96,6 @@ class TestSlope:
         assert found.slope_interval == pytest.approx((slope - margin, slope + margin))
         assert found.p == pytest.approx(2 * special.stdtr(degrees, -abs(slope) / error))
 
-    def test_steps_are_paired_t_intervals(self):
-        for scale, sample in zip(self.SCALES, self.percents("a")):
-            step = analyse_trend(self.SCALES, "base").models["a"].steps[scale.name]
-            value, error, _ = combine([1.0], [sample])
-            assert step.improvement == pytest.approx(value)
-            assert step.improvement_interval == pytest.approx(
-                (value - quantile(2) * error, value + quantile(2) * error)
-            )
-
 
 class TestVerdict:
     @pytest.mark.parametrize(

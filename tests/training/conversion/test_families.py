@@ -60,22 +60,6 @@ class TestSameModel:
         assert_same_function(ours, theirs, length=LENGTH)
         assert_no_shared_memory(ours, theirs)
 
-    @every_decoder
-    def test_cached_decoding(self, name):
-        """Past the window, in steps of one token and of several."""
-        theirs, tokens = shared_family_model(name), random_tokens(2, LENGTH, 29)
-        ours, cache, caches, steps = to_nlq(theirs), None, None, (5, 1, 1, 3, 1, LENGTH - 11)
-        logits, their_logits = [], []
-        with torch.no_grad():
-            for step in tokens.split(steps, dim=1):
-                output = ours(step, past_key_values=cache, use_cache=True)
-                their_output = theirs(step, past_key_values=caches, use_cache=True)
-                cache, caches = output.past_key_values, their_output.past_key_values
-                logits.append(output.logits)
-                their_logits.append(their_output.logits)
-        torch.testing.assert_close(torch.cat(logits, 1), output_of(theirs, tokens), **TOLERANCE)
-        torch.testing.assert_close(torch.cat(logits, 1), torch.cat(their_logits, 1), **TOLERANCE)
-
     @every_case
     def test_there_and_back(self, name):
         theirs = shared_family_model(name)
@@ -102,7 +86,6 @@ def test_dense_mask_of_a_window():
 
 
 def test_angles_that_follow_from_the_length():
-    """Without a factor, YaRN takes it from `max_position_embeddings`."""
     yarn = {"rope_type": "yarn", "rope_theta": 100.0, "factor": None, "original_max_position_embeddings": 8}
     theirs = make_family_model("llama-grouped", rope_parameters=yarn)
     ours = to_nlq(theirs)
@@ -111,31 +94,6 @@ def test_angles_that_follow_from_the_length():
         upcycle(ours, {"max_position_embeddings": 64})
     longer = upcycle(ours, {"max_position_embeddings": 64, "rope_parameters": {**yarn, "factor": 4.0}})
     assert_same_function(longer, theirs, length=LENGTH)
-
-
-GENERATION = {
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "static_cache": {"cache_implementation": "static"},
-}
-
-
-@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ONE_OF_EACH.values() else pytest.mark.slow)
-        for name in FAMILY_CASES
-        if not is_encoder(name)
-    ],
-)
-def test_generated_tokens_are_those_of_the_family(name, options):
-    theirs = make_family_model(name, eos_token_id=None)
-    tokens, mask = random_tokens(2, 6, 29), torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
-    choices = {"max_new_tokens": 3 * WINDOW, "do_sample": False, "pad_token_id": 0, "no_repeat_ngram_size": 2}
-    choices.update(options, attention_mask=mask)
-    expected = theirs.generate(tokens, **choices)
-    assert len(expected[:, 6:].unique()) > 3, "a model that repeats itself would say little"
-    assert torch.equal(to_nlq(theirs).generate(tokens, **choices), expected)
 
 
 HEADS = {
@@ -201,7 +159,6 @@ def test_fields_without_a_counterpart_are_refused(name, options, named):
 
 
 def test_angles_are_not_rounded():
-    """A model in bfloat16 keeps its angles in float32, also if it is changed in memory."""
     model = upcycle(to_nlq(make_family_model("llama-grouped", dtype=torch.bfloat16)), {"head_projection": True})
     assert model.dtype == torch.bfloat16 and model.model.rotary_emb.inv_freq.dtype == torch.float32
 
@@ -283,20 +240,3 @@ def test_upcycling_keeps_the_function(name, switches):
     assert [layer.sliding_window for layer in new.config.per_layer_config] == [
         layer.sliding_window for layer in ours.config.per_layer_config
     ]
-
-
-# (case, switches, what the error names)
-CHANGED = [
-    ("llama-grouped", {"norm_type": "layernorm"}, "norm_type='rmsnorm' cannot become 'layernorm'"),
-    ("mistral-window", {"sliding_window": 5}, "sliding_window=4 cannot become 5"),
-    ("smollm3-every_second_layer", {"position_embedding": "rope"}, "layer 1: position_embedding='none'"),
-    ("qwen2-grouped", {"query_key_value_bias": False}, "query_key_value_bias=True cannot become False"),
-]
-
-
-@pytest.mark.parametrize("name, switches, named", CHANGED)
-def test_switches_that_would_change_the_function(name, switches, named):
-    ours = to_nlq(shared_family_model(name))
-    with pytest.raises(ValueError) as error:
-        upcycle(ours, switches)
-    assert named in str(error.value) and "\n" not in str(error.value)

@@ -18,7 +18,8 @@ from modeling_nlq.training.models import load_config
 from modeling_nlq.training.size import measure
 
 
-# Name -> the number of parameters, and config.json without what names versions, and lists that its class makes itself
+# Name -> the number of parameters, and config.json without what names classes and versions, and lists that its class
+# makes itself
 PUBLISHED = {
     name: (row["parameters"], row["config"])
     for name, row in json.loads(Path(__file__).with_name("published.json").read_text()).items()
@@ -75,7 +76,6 @@ def test_shipped_shape_is_that_of_the_original(name, original):
 
 @pytest.mark.parametrize("name", ["tiny-llama", *SHIPPED])
 def test_variant_has_as_many_parameters(name):
-    """Another query, and everything else equal."""
     query = "bottleneck" if name.startswith("qwen3") else "nonlinear"  # its queries are wider than `hidden_size`
     ours, variant = load_config(name), load_config(f"{name}-{query}")
     assert variant.query_projection == query
@@ -88,7 +88,6 @@ def test_variant_has_as_many_parameters(name):
 
 @pytest.mark.parametrize("name", ["tiny-llama", *SHIPPED])
 def test_shipped_shape_can_go_back(name):
-    """A model that was trained here in the shape of a family can be written as one, and no number changes."""
     ours = load_config(name)
     family = "llama" if name not in SHIPPED else PUBLISHED[SHIPPED[name]][1]["model_type"]
     theirs, plain = nearest_in_family(family, ours)

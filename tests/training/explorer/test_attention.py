@@ -71,7 +71,6 @@ def test_weights_are_those_that_the_model_returns(make_model, name):
 
 @pytest.mark.parametrize("activation", ["tanh", "linear_attention"])
 def test_cross_attention(activation):
-    """The decoder of a pair: maps of its own tokens and of the source's, and what removing a head costs."""
     half = {
         "vocab_size": 13,
         "hidden_size": 16,
@@ -176,7 +175,6 @@ def first_input(model, ids):
 
 @torch.no_grad()
 def test_numbers_of_parts(make_model):
-    """By the modules that the parts have, on the first layer's input."""
     switches = {"attention_gate": "elementwise", "forget_gate": "learned", "exclusive_attention": "learned"}
     model, ids = make_model(dtype=torch.float64, **SOFTMAX, **switches), torch.randint(13, (1, 6))
     attention, inputs = model.model.layers[0].self_attn, first_input(model, ids)

@@ -40,17 +40,6 @@ def test_measures_are_those_of_each_row(seed, signed):
     close(measures.shares(tensor)[..., 0], first)
 
 
-def test_own_value_cosines():
-    rng = np.random.default_rng(0)
-    outputs, values = rng.normal(size=(2, 2, 5, 3))
-    outputs[1, 2] = 0.0
-    expected = [
-        [0.0 if not y.any() else y @ v / math.sqrt((y @ y) * (v @ v)) for y, v in zip(*pair)]
-        for pair in zip(outputs, values)
-    ]
-    close(measures.own_value_cosines(torch.from_numpy(outputs), torch.from_numpy(values)), expected)
-
-
 def test_effective_ranks():
     # Three orthogonal directions of equal size, two of them, and one
     states = torch.stack(
@@ -60,21 +49,6 @@ def test_effective_ranks():
     sizes = np.linalg.svd(matrix := np.random.default_rng(0).normal(size=(9, 4)), compute_uv=False)
     shares = sizes / sizes.sum()
     close(measures.effective_ranks(torch.from_numpy(matrix)[None]), [math.exp(-(shares * np.log(shares)).sum())])
-
-
-def test_previous_token_and_induction():
-    period = 4
-    weights = random_weights(3, length=2 * period, signed=True)
-
-    def share(head, i, j):
-        total = np.abs(weights[head, i]).sum()
-        return abs(weights[head, i, j]) / total if total else 0.0
-
-    previous = [np.mean([share(head, i, i - 1) for i in range(1, 2 * period)]) for head in range(2)]
-    close(measures.previous_token_scores(torch.from_numpy(weights)), previous)
-    # Query i, in the second half, looks at the token after its own token's first place
-    induction = [np.mean([share(head, i, i - period + 1) for i in range(period, 2 * period)]) for head in range(2)]
-    close(measures.induction_scores(torch.from_numpy(weights), period), induction)
 
 
 def test_repeated_tokens():

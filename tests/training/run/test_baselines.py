@@ -154,7 +154,6 @@ def test_too_long_for_roberta(make_run, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_every_configuration_is_understood():
-    """No configuration of a language model fails, or has no tokens."""
     configs = {
         each
         for auto in (AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM)

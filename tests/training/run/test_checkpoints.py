@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 from support.runs import PowerCut, interrupt, logged_losses
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 from transformers.utils import logging
 
 from modeling_nlq.training import train
@@ -146,12 +146,6 @@ class TestCheckpoints:
         (checkpoint / "checksums.json").write_text(json.dumps(sums))
         with pytest.raises(ValueError, match="checkpoint-4 is damaged, or holds code besides tensors"):
             train(recipe_file, output_dir=tmp_path / "run")
-
-    def test_checkpoints_are_complete_models(self, run):
-        folder = run[0] / "checkpoint-4"
-        for name in ("config.json", "model.safetensors", "tokenizer.json", "modeling_nlq.py", "configuration_nlq.py"):
-            assert (folder / name).is_file(), name
-        assert AutoModelForCausalLM.from_pretrained(folder).config.eos_token_id == 0
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,6 @@ class TestTrainedTokenizer:
         assert (len(trained), trained.all_special_ids, trained.unk_token_id) == (285, [0, 1, 2], None)
 
     def test_end_of_text_stands_between_pairs(self, trained):
-        """End-of-text stands between them, so that every split of a text is another input."""
         pair = trained("import", " words", return_token_type_ids=True)
         assert pair.tokens() == ["import", "<|endoftext|>", "Ġwords"] and pair["token_type_ids"] == [0, 0, 1]
         assert list(trained("import", " words")) == ["input_ids", "attention_mask"]
@@ -133,7 +132,6 @@ class TestIdsWithGaps:
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
 def test_a_chat_template_joins_messages(streaming, tmp_path):
-    """The tokenizer's chat template joins messages, with its special tokens."""
     tokenizer = byte_tokenizer(end_of_text=600)
     rows = [
         [{"role": "user", "content": f"say {row}"}, {"role": "assistant", "content": str(row)}] for row in range(20)

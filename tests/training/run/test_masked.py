@@ -8,14 +8,10 @@ import torch
 import yaml
 from support.runs import interrupt, write_comparison
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     EuroBertConfig,
     EuroBertForMaskedLM,
-    pipeline,
 )
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
@@ -24,7 +20,6 @@ from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.run.blocks import BlockCollator
 from modeling_nlq.training.run.data import train_byte_pair_encoding
 from modeling_nlq.training.run.mlm import EVALUATION, Masking
-from modeling_nlq.training.size import auto_class_of
 from nlq import main
 
 
@@ -107,7 +102,6 @@ class TestMasking:
 
 
 def test_trains_as_eurobert_does(tokenizer, tmp_path):
-    """From the same weights, on the same masks: losses and gradients are equal to the bit."""
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 280,
@@ -135,18 +129,6 @@ def test_trains_as_eurobert_does(tokenizer, tmp_path):
         torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "auto_class, names",
-    [
-        (AutoModelForMaskedLM, ("bert", "roberta", "modernbert")),
-        (AutoModelForCausalLM, ("gpt2", "nlq")),
-        (AutoModelForSeq2SeqLM, ("bart", "nlq_seq2seq")),
-    ],
-)
-def test_kinds_of_models(auto_class, names):
-    assert {auto_class_of(CONFIG_MAPPING[name]()) for name in names} == {auto_class}
-
-
 class TestRun:
     @pytest.mark.slow
     def test_goes_on_to_the_same_bits(self, encoder_run, recipe_file, tmp_path):
@@ -171,11 +153,6 @@ class TestRun:
             and "loss (nats per masked token)" in card
             and "AutoModelForMaskedLM" in card
         )
-
-    def test_fills_masks(self, encoder_run):
-        assert type(AutoModelForMaskedLM.from_pretrained(encoder_run[0])).__name__ == "NLQForMaskedLM"
-        found = pipeline("fill-mask", model=str(encoder_run[0]))("def <|mask|>(self):")
-        assert len(found) == 5
 
     def test_page_has_maps_of_both_directions(self, encoder_run, tmp_path):
         done = explore(encoder_run[0], text="def f(self): return 1", output=tmp_path / "page.html")

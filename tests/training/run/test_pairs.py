@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
-from support.inline_engine import InlineEngine
 from support.own_parts import DISTANCE
 from support.runs import HALF, PAIR_SWITCHES, interrupt, write_comparison
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
@@ -17,14 +16,12 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from modeling_nlq import NLQForConditionalGeneration
 from modeling_nlq.training import evaluate, explore, train
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.models import initialize_by_name, load_config
 from modeling_nlq.training.run.data import prepare_data, save_blocks
 from modeling_nlq.training.run.documents import docstring_pairs
 from modeling_nlq.training.run.generation import generate_text
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.seq2seq import chrf_of
-from modeling_nlq.training.size import measure
 from nlq import main
 
 
@@ -65,7 +62,6 @@ def test_a_run_of_pairs_generates(pair_run, capsys):
 
 
 def test_pages_show_source_and_target(pair_run, run):
-    """Of the run, of a text and what is generated for it, and of a text with a target."""
     folder, _ = pair_run
     assert '"source": [' in (folder / "explore.html").read_text()
     assert explore(folder, text="one two", output=None).tokens[0] == "<|endoftext|>"
@@ -79,7 +75,6 @@ def test_pages_show_source_and_target(pair_run, run):
 
 
 def test_exactly_its_files_are_published(pair_run, pairs_recipe, tmp_path, capsys):
-    """Exactly its files, with the code of both halves and of a part of the user's own, which checkpoints have too."""
     recipe = json.loads(pairs_recipe.read_text())
     (tmp_path / "pair_idea.py").write_text(DISTANCE.replace('"distance"', '"pair_idea"'))
     recipe |= {"parts": ["pair_idea.py"], "training": {**recipe["training"], "max_steps": 2, "save_steps": 1}}
@@ -129,7 +124,6 @@ def test_evaluation_of_another_file(pair_run, tmp_path):
 
 
 def test_bytes_of_cut_and_empty_targets(pairs_recipe, tmp_path):
-    """Bits per byte count whole targets, with all their tokens; without a byte there are none."""
     content = {**json.loads(pairs_recipe.read_text()), "validation_fraction": 0.2}
     found = []
     for name, target in (("long", "one two " * 50), ("empty", "")):
@@ -143,7 +137,6 @@ def test_bytes_of_cut_and_empty_targets(pairs_recipe, tmp_path):
 
 
 def test_chrf_is_taken_against_whole_targets(pairs_recipe, tmp_path, monkeypatch):
-    """A text that ends where targets are cut is not the whole target."""
     text = "one two three four five six seven"
     (tmp_path / "long.jsonl").write_text("\n".join(json.dumps({"given": f"{i}", "wanted": text}) for i in range(60)))
     recipe = load_recipe(pairs_recipe, {"dataset": str(tmp_path / "long.jsonl"), "max_target_length": 4})
@@ -158,7 +151,6 @@ def test_chrf_is_taken_against_whole_targets(pairs_recipe, tmp_path, monkeypatch
 
 
 def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):
-    """How many pairs are cut; and without sacrebleu one line, while the rest goes on."""
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "sacrebleu" else found(name, *more)
@@ -172,9 +164,6 @@ def test_what_is_said(pairs_recipe, tmp_path, monkeypatch, caplog):
 
 
 def test_initial_values():
-    """Each half initializes its own modules: those that end a sub-layer, those that begin with zero, and those of
-    parts.
-    """
     half = {**HALF, "initializer_range": 0.5, "query_projection": "upcycled", "attention_sink": "learned"}
     model = NLQForConditionalGeneration(
         load_config("tiny-seq2seq", {"encoder": {**HALF, "initializer_range": 0.1}, "decoder": half})
@@ -192,14 +181,6 @@ def test_initial_values():
         torch.stack(deviations), torch.tensor([0.1 / 2**0.5, 0.5 / 3**0.5, 0.1]), rtol=0.1, atol=0.0
     )
     assert not any(parameter.eq(7.0).any() for parameter in model.parameters())
-
-
-def test_size_counts_both_halves():
-    config = load_config("tiny-seq2seq", PAIR_SWITCHES)
-    size, width = measure(config, 24), 32
-    own = measure(load_config("tiny-seq2seq", {**PAIR_SWITCHES, "decoder": {**HALF, "cross_attention": False}}), 24)
-    # Cross-attention: four matrices and three norms
-    assert size.non_embedding - own.non_embedding == 4 * width**2 + width + 2 * 16
 
 
 def test_built_in_corpus():
@@ -259,10 +240,3 @@ def test_plan_of_a_comparison(make_comparison, capsys, tmp_path):
         assert own["attention_activation"] == "relu" and (own["cross_attention"] is False) == (name == "blind")
     with pytest.raises(ValueError, match="match='parameters' widens one MLP, and an encoder and decoder has two"):
         load_plan(make_comparison(match="parameters"))
-
-
-@pytest.mark.slow
-def test_control_without_the_source_is_worse(make_comparison, tmp_path):
-    results = run_comparison(load_plan(make_comparison()), tmp_path / "results", InlineEngine()).largest.models
-    losses = {name: [run.test_loss for run in model.runs] for name, model in results.items()}
-    assert max(losses["sees"]) < min(losses["blind"])

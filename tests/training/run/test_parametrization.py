@@ -159,7 +159,6 @@ class TestRecipe:
 
     @pytest.mark.slow
     def test_a_run(self, recipe_file, tmp_path):
-        """It has a rate for each kind of parameter, and ends the same if it was interrupted."""
         settings = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
         options = {"switches": settings, "parametrization": "completep", "base_sizes": self.BASE}
         folder, resumed = tmp_path / "run", tmp_path / "resumed"

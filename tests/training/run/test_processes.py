@@ -102,16 +102,6 @@ def finished(recipe_file, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state_dict_type", [SHARDED, FULL])
-def test_trains_as_one_process(run, finished, state_dict_type):
-    folder = finished(2, state_dict_type)
-    check_same_run(folder, run, processes=2)
-    checkpoint = folder / "checkpoint-4"
-    assert (checkpoint / "pytorch_model_fsdp_0" / ".metadata").is_file() == (state_dict_type == SHARDED)
-    assert (checkpoint / "pytorch_model_fsdp.bin").is_file() == (state_dict_type == FULL)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "state_dict_type", "step"),
     [
@@ -158,7 +148,6 @@ def test_checkpoint_that_is_damaged_or_of_fsdp(finished, recipe_file, tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dict_type", [None, SHARDED], ids=["data parallel", "fsdp"])
 def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_file, tmp_path):
-    """Frozen parameters stay as they are in every process, and in a run that goes on from a checkpoint."""
     upcycled = tmp_path / "upcycled"
     new = convert(run[0], upcycled, upcycle=True, switches={"attention_gate": "headwise"}).added
     recipe = {
@@ -186,7 +175,6 @@ def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_f
 @pytest.mark.slow
 @pytest.mark.parametrize("state_dict_type", [None, SHARDED], ids=["data parallel", "fsdp"])
 def test_pairs_are_trained_as_by_one_process(state_dict_type, pairs_recipe, tmp_path):
-    """Padding is not counted, and a run of two processes goes on in one."""
     expected = train(pairs_recipe, output_dir=tmp_path / "one", max_steps=8, eval_steps=4)
     options = ("--max_steps", "8", "--eval_steps", "4")
     done = launch(pairs_recipe, tmp_path / "two", 2, state_dict_type, *options)

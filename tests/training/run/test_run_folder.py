@@ -1,46 +1,12 @@
 """One process at a time writes into a folder, and the others are told which."""
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from support.paths import REPOSITORY
 
 from modeling_nlq.training import convert, train
 from modeling_nlq.training.files import COMPARISON_FILE, read_yaml
 from modeling_nlq.training.run.run_folder import FolderIsLocked, RunFolder
-from nlq import main
-
-
-@pytest.mark.slow
-def test_second_training_is_refused_until_the_first_dies(recipe_file, tmp_path, capsys):
-    folder = tmp_path / "run"
-    arguments = ["train", str(recipe_file), "--output_dir", str(folder), "--eval_strategy", "no", "--max_steps"]
-    first = subprocess.Popen(
-        [sys.executable, "-m", "nlq", *arguments, "100000"],
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        while not list(folder.glob("checkpoint-*")):
-            assert first.poll() is None
-            time.sleep(0.1)
-        for steps in ("100000", "1"):  # the same recipe, and another
-            assert main([*arguments, steps]) == 1
-            assert f"nlq: error: {folder} is in use by another process; wait" in capsys.readouterr().err
-        assert RunFolder(folder).is_held()
-    finally:
-        os.kill(first.pid, signal.SIGKILL)
-        first.wait()
-    assert not RunFolder(folder).is_held()
-    assert main([*arguments, "1"]) == 1 and "holds a run of another recipe" in capsys.readouterr().err
-    with RunFolder(folder).held():
-        pass
 
 
 def test_one_of_several_comparisons_gets_a_folder(tmp_path):

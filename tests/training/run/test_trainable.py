@@ -110,7 +110,6 @@ def test_nothing_else_is_trained(tuned, upcycled):
 
 
 def test_the_run_records_what_was_trained(tuned, upcycled, recipe_file, capsys):
-    """The run folder says how much was trained, and of which conversion."""
     folder, metrics, _ = tuned
     assert json.loads((folder / "conversion.json").read_text()) == json.loads(
         (upcycled / "conversion.json").read_text()
@@ -143,16 +142,6 @@ def test_checkpointing_changes_nothing(tune, tuned, tmp_path):
     train_recipe(recipe, callbacks=[gradients])
     assert gradients.found == tuned[2].found
     assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned[0]), abs=1e-5)
-
-
-def test_goes_on_from_its_own_run(tuned, tune, tmp_path):
-    changes = {"model": str(tuned[0]), "max_steps": 1, "save_strategy": "no"}
-    train(tune, output_dir=tmp_path / "run", **changes)
-    before, after = (load_file(path / "model.safetensors") for path in (tuned[0], tmp_path / "run"))
-    assert {name for name in before if not torch.equal(before[name], after[name])} == {
-        name for name in before if is_new(name)
-    }
-    assert (tmp_path / "run" / "conversion.json").read_bytes() == (tuned[0] / "conversion.json").read_bytes()
 
 
 class TestConversions:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from support.runs import logged_losses
 from transformers import Trainer
 from transformers.models.auto import modeling_auto
@@ -28,7 +27,6 @@ def times(folder: Path) -> dict[Path, int]:
 
 
 def test_divergence_is_half_a_nat_above_chance():
-    """Half a nat above a model that knows nothing is not yet divergence."""
     assert [has_diverged(math.log(50) + more, 50) for more in (-1.0, 0.4, 0.6, math.nan)] == [False, False, True, True]
 
 
@@ -74,14 +72,6 @@ class TestRun:
         assert len(batches) == 16 and metrics.data.token_stream == stream == run[1].data.token_stream
         assert metrics.machine.tokens_per_second == pytest.approx(metrics.data.tokens_seen / metrics.machine.seconds)
         assert metrics.machine.peak_memory > 2**20
-
-    def test_the_card_has_the_results(self, run):
-        card = ModelCard.load(run[0] / "README.md")
-        assert card.data.library_name == "transformers" and "nlq" in card.data.tags
-        results = {result.metric_type: result.metric_value for result in card.data.eval_results}
-        assert results["loss"] == pytest.approx(run[1].losses.validation.loss)
-        assert "`query_projection` | `nonlinear`" in card.text and "{{" not in card.text
-        assert str(run[0].parent) not in card.content
 
     def test_finished_run_is_not_repeated(self, run, recipe_file, monkeypatch):
         before = times(run[0])
@@ -136,7 +126,6 @@ class TestRun:
         assert metrics.data.steps == 2 and math.isfinite(metrics.losses.validation.loss)
 
     def test_going_on_from_a_saved_model(self, run, recipe_file, tmp_path):
-        """Its weights and its tokenizer."""
         options = [
             "--from",
             str(run[0]),

@@ -85,7 +85,6 @@ def test_effects_are_those_of_least_squares(seed, count, seeds):
 
 
 def test_planted_truths():
-    """One factor that helps, one that harms, one interaction, and factors without effect."""
     design, rng = make_design(["helps", "harms", "with", "without", "twin"]), np.random.default_rng(0)
     on = {name: design.rows[:, index] > 0 for index, name in enumerate(design.factors)}
     losses = 4 - 0.1 * on["helps"] + 0.1 * on["harms"] - 0.2 * (on["with"] & on["helps"]) + 0.05 * on[RATE]
@@ -161,7 +160,6 @@ def planted(effect_of):
 
 @pytest.mark.slow
 def test_what_survives_is_confirmed(make_screening, tmp_path, capsys):
-    """From the file to the report, and on from there; another screening is refused."""
     factors = {
         "gate": _switch(attention_gate="headwise"),
         "harm": _switch(initializer_range=0.1),

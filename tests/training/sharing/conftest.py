@@ -80,13 +80,13 @@ def refuses(server, nlq):
 def published(server, nlq, run, tmp_path_factory) -> Publication:
     folder = shutil.copytree(run[0], tmp_path_factory.mktemp("machine") / "runs" / "first")
     expected = {name: outputs(folder, name) for name in MODELS}
-    done = nlq.publish(folder, "anna/model")
+    nlq.publish(folder, "anna/model")
     first = server.commits("anna/model")[0]
     change_returned_weights(folder)
     nlq.publish(folder, "anna/model")
     second = server.commits("anna/model")[0]
     expected = {first: expected, second: {name: outputs(folder, name) for name in MODELS}}
-    return Publication(folder, first, second, expected, done)
+    return Publication(folder, first, second, expected)
 
 
 @pytest.fixture(scope="session")

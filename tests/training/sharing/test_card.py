@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 
 import markdown_it
@@ -15,13 +14,11 @@ from support.markdown import html_in
 from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.comparison.outcome import read_outcome
 from modeling_nlq.training.models import load_config
 from modeling_nlq.training.result import Attention, Data, Evaluation, Losses, RunResult
 from modeling_nlq.training.sharing.card import render
 from modeling_nlq.training.sharing.scrub import without_folders
 from modeling_nlq.training.size import measure
-from modeling_nlq.training.values import to_json
 
 
 # Each block of Python of a card, as it stands, in a namespace of its own
@@ -132,16 +129,6 @@ class TestCard:
         assert "{{" not in card.content and "{%" not in card.content and "None" not in card.text
 
     @pytest.mark.slow
-    def test_of_a_run_that_only_chose_a_rate(self, server, nlq, comparison, tmp_path):
-        shutil.copytree(comparison[0], tmp_path / "results")
-        results = read_outcome(tmp_path / "results" / "results.json")
-        run = results.largest.models["base"].runs.pop()
-        (tmp_path / "results" / "results.json").write_text(to_json(results))
-        nlq.publish(tmp_path / "results" / run.folder, "anna/tried", "--comparison", tmp_path / "results")
-        text = card_of(server, "anna/tried").text
-        assert "(this model)" not in text
-
-    @pytest.mark.slow
     def test_of_a_run_of_a_comparison(self, server, nlq, comparison, corpus):
         folder, results = comparison
         name, model = "linear queries", results.largest.models["linear queries"]
@@ -171,18 +158,6 @@ class TestCard:
         losses = {(each.metric_type, each.dataset_split): each.metric_value for each in card.data.eval_results}
         assert losses["loss", "test"] == model.runs[1].test_loss and ("loss", "validation") in losses
 
-    @pytest.mark.slow
-    def test_of_another_run_beside_a_comparison(self, server, nlq, comparison, copy_run):
-        """The verdicts are reported and none is this model's; without the option they go again, with their files."""
-        folder = copy_run()
-        nlq.publish(folder, "anna/beside", "--comparison", comparison[0])
-        card = card_of(server, "anna/beside")
-        assert "| base | baseline |" in card.text and "this model" not in card.text
-        assert any(name.startswith("comparison/") for name in server.files("anna/beside"))
-        nlq.publish(folder, "anna/beside")
-        assert server.files("anna/beside").keys() == RUN_FILES
-        assert "## Comparison" not in card_of(server, "anna/beside").text
-
     def test_of_a_converted_model(self, server, nlq, converted):
         for folder, base_model in zip(converted, ("openai-community/gpt2", None)):
             nlq.publish(folder, f"anna/{folder.name}")
@@ -207,14 +182,6 @@ class TestCard:
         assert "starting from `anna/model`" in card.text
         nlq.publish(folder, "anna/tuned")
         assert card_of(server, "anna/tuned").data.license is None, "whose weights have one of their own"
-
-    def test_of_a_model_trained_on_from_a_conversion(self, server, nlq, converted, fine_tune):
-        for folder, base_model in zip(converted, ("openai-community/gpt2", None)):
-            nlq.publish(fine_tune(folder), f"anna/tuned-{folder.name}")
-            card = card_of(server, f"anna/tuned-{folder.name}")
-            assert card.data.base_model == base_model
-            assert card.data.license is None, "whoever made the weights gives the license"
-            assert str(folder.parent) not in card.content
 
     def test_of_other_heads(self, server, heads):
         tags = {

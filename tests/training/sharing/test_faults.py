@@ -74,20 +74,20 @@ class TestFaults:
     @pytest.mark.thin(6)
     @parametrize_grid({"step": list(STEPS), "status": list(WORDS)}, strength=1)
     def test_the_hub_refuses(self, step, status, server, nlq, folder):
-        server.fail(*STEPS[step], status, times=None, headers=AT_ONCE)
+        server.fail(*STEPS[step], status, headers=AT_ONCE)
         # Who may write to a repository need not be allowed to make it
         repo = f"anna/new-{status}" if step == "create" else "anna/faulty"
         self.check(server, nlq, folder, str(status), WORDS[status], repo=repo)
 
     @pytest.mark.parametrize("step", ["look", "commit"])
     def test_the_connection_breaks(self, step, server, nlq, folder):
-        server.drop(*STEPS[step], after=10)
+        server.drop(*STEPS[step])
         self.check(server, nlq, folder, "connection", server.endpoint)
 
     @pytest.mark.parametrize("step", ["upload", "commit"])
     def test_a_server_that_repeats_what_it_was_sent(self, step, server, nlq, folder):
         """`Worker` finds the token wherever it is printed."""
-        server.fail(*STEPS[step], 400, times=None, message=f"What is this? Authorization: Bearer {TOKEN}")
+        server.fail(*STEPS[step], 400, message=f"What is this? Authorization: Bearer {TOKEN}")
         self.check(server, nlq, folder, "400", "What is this?")
 
     def test_somebody_elses_repository(self, server, nlq, folder):

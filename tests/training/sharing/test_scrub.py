@@ -122,7 +122,6 @@ class TestNothingLeaks:
         refuses(given, "anna/secrets", *arguments, words=(f"{place}", word), without="x" * 34)
 
     def test_what_training_draws_and_writes(self, recipe_file, tmp_path, monkeypatch):
-        """The title of the plot too is seen by all."""
         titles = []
         monkeypatch.setattr(trainer_module, "plot_losses", lambda history, path, title, unit: titles.append(title))
         options = ("--max_steps", "1", "--dataset_config", "on file:///data/private/x.txt")
@@ -190,7 +189,6 @@ def test_links_below_the_folder(name, copy_run, tmp_path):
 
 
 def test_a_snapshot_of_the_hub(copy_run, tmp_path):
-    """Its files are links to the `blobs` of its repository."""
     folder = copy_run()
     expected = publish(folder, "anna/x", dry_run=True).files.keys()
     repository = tmp_path / "models--anna--x"
