@@ -13,7 +13,7 @@ from .run.jobs import make_runs
 from .run.recipe import Recipe, check_recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
-from .text import bar_options
+from .text import bar_options, check_number
 
 
 if TYPE_CHECKING:
@@ -106,8 +106,10 @@ def train_on_ray(
     """
     from .run import ray_jobs  # it imports Ray, which takes seconds
 
+    check_number("workers", workers, 1)
+    check_number("cpus_per_worker", cpus_per_worker, 1)
     cpus = None if cpus_per_worker is None else cpus_per_worker * workers
-    cluster = ray_jobs.RayWorkers(ray_jobs.Resources(cpus, gpus_per_worker * workers, workers, max_retries))
+    cluster = ray_jobs.RayWorkers(cpus, gpus_per_worker * workers, workers, max_retries)
     check_recipe(recipe)
     folder, steps = Path(recipe.output_dir).absolute(), max(recipe.arguments.max_steps, 0)
     with RunFolder(folder).held():  # an error if another process trains there, or it holds something else
@@ -148,7 +150,7 @@ def compare(
         engine: `local`, on this machine, or `ray`, on the cluster that Ray finds.
         cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
         jobs: runs at a time with `local`, see `LocalEngine`. Results do not depend on it.
-        gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `Resources`.
+        gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `RayWorkers`.
         trust_parts: run the parts whose code is in the file.
         overrides: fields of the recipe that all models share, as for `train`.
 

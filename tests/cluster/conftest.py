@@ -29,6 +29,8 @@ def ray_settings():
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        # Ray's default of 15 would make runs wait for everything else on the machine
+        monkeypatch.setenv("RAY_worker_niceness", "0")
         yield
 
 

@@ -32,7 +32,7 @@ class TestSameNumbers:
         assert main(command) == 0
         assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         printed = capfd.readouterr()
-        assert "3 nodes" in printed.err and printed.out.endswith(f"report: {folder / 'report.html'}\n")
+        assert "360/360" in printed.err and printed.out.endswith(f"report: {folder / 'report.html'}\n")
         assert all(log.read_text().count("train_runtime") == 1 for log in folder.glob("runs/*/*.log"))
         assert not list(folder.glob("runs/*/*/checkpoint-*")) and not list(folder.glob("runs/*/*.progress.json"))
         assert list(folder.glob(".data/*/blocks.json"))

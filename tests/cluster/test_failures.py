@@ -42,7 +42,7 @@ class TestLost:
         cluster.remove_node(node, allow_graceful=False)
         kept = finished_runs(folder)
         cluster.add_node(num_cpus=1)
-        assert driver.wait(timeout=600) == 0, errors.read_text()
+        assert driver.wait(timeout=300) == 0, errors.read_text()
 
         assert without_times(read_outcome(folder / "results.json")) == without_times(expected)
         assert kept and kept.items() <= finished_runs(folder).items()

@@ -7,7 +7,7 @@ from pathlib import Path
 from modeling_nlq.training.files import read_json
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 300.0):
+def wait_until(condition: Callable[[], object], seconds: float = 120.0):
     """Waits until a condition holds, and returns what it returned."""
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -24,10 +24,9 @@ from transformers.utils import logging
 from ..disk import make_folder
 from ..result import RunResult
 from ..run.data import prepare_data
-from ..run.jobs import describe_failure
 from ..run.recipe import Recipe
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
-from ..run.unattended import RunFailed, run_in_subprocess
+from ..run.unattended import RunFailed, describe_failure, run_in_subprocess
 from ..text import check_number
 from .comparison import Run, Scale
 

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
-from ..run.ray_jobs import RayWorkers, Resources, share_data
+from ..run.ray_jobs import RayWorkers, share_data
 from ..run.run_folder import RunFolder
 from .comparison import Run, Scale
 
@@ -15,14 +14,7 @@ _DATA = ".data"
 
 
 class RayEngine(RayWorkers):
-    """Makes runs on the cluster of `RAY_ADDRESS`, or on one of this machine.
-
-    Args:
-        options: fields of `Resources`.
-    """
-
-    def __init__(self, **options: Any):
-        super().__init__(Resources(**options))
+    """Makes runs on the cluster of `RAY_ADDRESS`, or on one of this machine; its options are those of `RayWorkers`."""
 
     def connected(self, scales: Sequence[Scale]) -> AbstractContextManager[None]:
         """Connects to the cluster; raises as `at_work`."""

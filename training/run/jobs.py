@@ -11,10 +11,9 @@ from tqdm.auto import tqdm
 
 from ..files import LOG
 from ..result import RunResult
-from ..text import one_line
 from .recipe import Recipe
 from .run_folder import FolderIsLocked, RunProgress
-from .unattended import RunFailed, beside
+from .unattended import beside
 
 
 class Workers(Protocol):
@@ -102,8 +101,3 @@ def _show(bar: tqdm, reports: dict[str, RunProgress], running: list[str], done: 
         text = f"loss {loss:.3f}, {text}"
     bar.set_postfix_str(text, refresh=False)
     bar.update(done + sum(report.step for report in reports.values()) - bar.n)
-
-
-def describe_failure(error: BaseException) -> str:
-    """Says in a line why a run is not finished."""
-    return str(error) if isinstance(error, RunFailed) else f"failed: {one_line(error)}"

@@ -22,13 +22,13 @@ import modeling_nlq
 from ..disk import atomic_dir, make_folder, read_bytes, resolve_user_path
 from ..files import PROGRESS, TOKENIZER, read_json
 from ..result import RunResult
-from ..text import first_line, one_line
+from ..text import check_number, first_line
 from ..values import from_json
 from .data import prepare_data, save_blocks
 from .documents import load_documents
 from .recipe import Recipe
 from .run_folder import RunProgress
-from .unattended import RunFailed, beside, run_in_subprocess
+from .unattended import RunFailed, beside, describe_failure, run_in_subprocess
 
 
 try:
@@ -54,53 +54,6 @@ def require_ray() -> None:
 
 
 # The cluster
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The CPUs, GPUs and workers of a run.
-
-    Attributes:
-        cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads in
-            this process, so that both engines give equal numbers. With GPUs or several workers it is one per worker.
-        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. With 0, it trains on the CPU.
-        workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs
-            and GPUs, on any node, and at most one GPU.
-        max_retries: how often Ray retries a run that lost its node or its process, or ran out of memory.
-
-    Raises:
-        ImportError: if Ray is not installed.
-    """
-
-    cpus_per_run: int | None = None
-    gpus_per_run: float = 0
-    workers_per_run: int = 1
-    max_retries: int = 3
-
-    def __post_init__(self):
-        require_ray()
-        workers, gpus = self.workers_per_run, self.gpus_per_run
-        if self.cpus_per_run is None:
-            object.__setattr__(self, "cpus_per_run", torch.get_num_threads() if workers == 1 and not gpus else workers)
-
-    def of_a_worker(self) -> dict[str, float]:
-        """The resources of a worker, by their names in Ray."""
-        needs = {"CPU": self.cpus_per_run / self.workers_per_run, "GPU": self.gpus_per_run / self.workers_per_run}
-        return {name: amount for name, amount in needs.items() if amount}
-
-    def workers_that_fit(self) -> int:
-        """Returns the number of workers that fit into the cluster."""
-        needs = self.of_a_worker()
-        return sum(min(int(node.get(name, 0) / amount) for name, amount in needs.items()) for node in _nodes())
-
-    def check_room(self) -> None:
-        """Raises `ValueError` if no run fits into the cluster. Ray would wait without end."""
-        if self.workers_that_fit() < self.workers_per_run:
-            needs = " and ".join(f"{amount:g} {name}s" for name, amount in self.of_a_worker().items())
-            have = ", ".join(
-                sorted({f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()})
-            )
-            raise ValueError(f"{self.workers_per_run} workers of a run take {needs} each, and the nodes have {have}")
 
 
 def _nodes() -> list[dict[str, float]]:
@@ -194,7 +147,7 @@ def _make_run(job: dict[str, Any]) -> RunResult:
     return run_in_subprocess(job["recipe"], job["data"], job["threads"], pace=_PACE, patience=_PATIENCE)
 
 
-def _train(job: dict[str, Any], resources: Resources) -> RunResult:
+def _train(job: dict[str, Any]) -> RunResult:
     """Makes a run by Ray Train, which sets the environment variables of `torchrun` in each worker."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -204,14 +157,12 @@ def _train(job: dict[str, Any], resources: Resources) -> RunResult:
         _make_run,
         train_loop_config=job,
         scaling_config=ScalingConfig(
-            num_workers=resources.workers_per_run,
-            use_gpu=resources.gpus_per_run > 0,
-            resources_per_worker=resources.of_a_worker(),
+            num_workers=job["workers"], use_gpu=job["gpus"] > 0, resources_per_worker=job["resources"]
         ),
         run_config=RunConfig(
             name=job["name"].replace("/", "-"),
             storage_path=str(job["data"]),
-            failure_config=FailureConfig(max_failures=resources.max_retries),
+            failure_config=FailureConfig(max_failures=job["max_retries"]),
         ),
     ).fit()
     return RunResult.load(Path(job["recipe"].output_dir))
@@ -220,17 +171,42 @@ def _train(job: dict[str, Any], resources: Resources) -> RunResult:
 # The driver
 
 
+@dataclass
 class RayWorkers:
     """Makes runs on the cluster, each as a task, or by a `TorchTrainer` if it takes several workers.
 
     A `TorchTrainer` starts five processes besides its workers, which take more CPU time than a small run.
 
-    Args:
-        resources: the resources of each run.
+    Attributes:
+        cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads in
+            this process, so that both engines give equal numbers. With GPUs or several workers it is one per worker.
+        gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. With 0, it trains on the CPU.
+        workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs
+            and GPUs, on any node, and at most one GPU.
+        max_retries: how often Ray retries a run that lost its node or its process, or ran out of memory.
+
+    Raises:
+        ImportError: if Ray is not installed.
+        ValueError: for a number that is too small.
     """
 
-    def __init__(self, resources: Resources):
-        self.resources = resources
+    cpus_per_run: int | None = None
+    gpus_per_run: float = 0
+    workers_per_run: int = 1
+    max_retries: int = 3
+
+    def __post_init__(self):
+        require_ray()
+        workers = self.workers_per_run
+        check_number("workers_per_run", workers, 1)
+        check_number("cpus_per_run", self.cpus_per_run, workers)
+        check_number("gpus_per_run", self.gpus_per_run, 0)
+        check_number("max_retries", self.max_retries, 0)
+        if self.cpus_per_run is None:
+            self.cpus_per_run = torch.get_num_threads() if workers == 1 and not self.gpus_per_run else workers
+        # Of each worker, by their names in Ray
+        amounts = {"CPU": self.cpus_per_run / workers, "GPU": self.gpus_per_run / workers}
+        self._resources = {name: amount for name, amount in amounts.items() if amount}
         self._references: dict[str, Any] = {}
         self._folders: dict[str, Path] = {}
 
@@ -243,19 +219,19 @@ class RayWorkers:
                 fits into it.
         """
         for recipe in recipes:
-            share_batch(recipe, self.resources.workers_per_run)
+            share_batch(recipe, self.workers_per_run)
         with connected_to_ray():
-            self.resources.check_room()
+            self._check_room()
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             # `max_calls=1` gives each run a fresh process
-            if self.resources.workers_per_run > 1:  # the workers reserve the resources, not the task
+            if self.workers_per_run > 1:  # the workers reserve the resources, not the task
                 self._task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
             else:
                 self._task = ray.remote(
                     max_calls=1,
-                    num_cpus=self.resources.cpus_per_run,
-                    num_gpus=self.resources.gpus_per_run,
-                    max_retries=self.resources.max_retries,
+                    num_cpus=self.cpus_per_run,
+                    num_gpus=self.gpus_per_run,
+                    max_retries=self.max_retries,
                 )(_make_run)
             yield
 
@@ -264,24 +240,26 @@ class RayWorkers:
 
         A waiting `TorchTrainer` is a process, so at most one waits.
         """
-        workers = self.resources.workers_per_run
-        return self.resources.workers_that_fit() // workers + 1 - running if workers > 1 else 1
+        workers = self.workers_per_run
+        return self._workers_that_fit() // workers + 1 - running if workers > 1 else 1
 
     def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
         """Queues a run."""
-        workers = self.resources.workers_per_run
         self._folders[name] = Path(recipe.output_dir).absolute()
-        shared = share_batch(recipe.without_tokens(), workers)
+        shared = share_batch(recipe.without_tokens(), self.workers_per_run)
         job = {
             "name": name,
             "recipe": shared.replace(training={"output_dir": str(self._folders[name])}),
             "data": data.absolute(),
-            "threads": self.resources.cpus_per_run // workers,
-            "gpus": self.resources.gpus_per_run,
+            "threads": self.cpus_per_run // self.workers_per_run,
+            "gpus": self.gpus_per_run,
+            "workers": self.workers_per_run,
+            "resources": self._resources,
+            "max_retries": self.max_retries,
             "cwd": os.getcwd(),
             "version": modeling_nlq.__version__,
         }
-        self._references[name] = self._task.remote(job, *([self.resources] if workers > 1 else []))
+        self._references[name] = self._task.remote(job)
         future = self._references[name].future()
         future.add_done_callback(lambda _: self._folders.pop(name, None))
         return future
@@ -296,8 +274,13 @@ class RayWorkers:
         return found
 
     def describe_error(self, error: BaseException) -> str:
-        """Says in a line why a run is not finished."""
-        return _reason(error)
+        """Says in a line why a run is not finished. Ray's own messages have paragraphs."""
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        failures = list(getattr(cause, "worker_failures", {}).values()) or [cause]
+        # If a worker dies, the others fail too, because they wait for it
+        cause = next((failure for failure in failures if not isinstance(failure, RunFailed)), failures[0])
+        cause = getattr(cause, "health_check_failure", cause)
+        return f"was lost: {first_line(cause)}" if isinstance(cause, RayError) else describe_failure(cause)
 
     def cancel(self, names: list[str]) -> None:
         """Ends runs. They can resume from their last checkpoints."""
@@ -305,13 +288,15 @@ class RayWorkers:
             with suppress(RayError):
                 ray.cancel(self._references[name], force=True)
 
+    def _workers_that_fit(self) -> int:
+        needs = self._resources.items()
+        return sum(min(int(node.get(name, 0) / amount) for name, amount in needs) for node in _nodes())
 
-def _reason(error: Exception) -> str:
-    """Says in a line why a run is not finished. Ray's own messages have paragraphs."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    failures = list(getattr(cause, "worker_failures", {}).values()) or [cause]
-    # If a worker dies, the others fail too, because they wait for it
-    cause = next((failure for failure in failures if not isinstance(failure, RunFailed)), failures[0])
-    if isinstance(cause, RunFailed):
-        return str(cause)
-    return f"was lost: {first_line(cause)}" if isinstance(cause, RayError) else f"failed: {one_line(cause)}"
+    def _check_room(self) -> None:
+        """Raises `ValueError` if no run fits into the cluster. Ray would wait without end."""
+        workers = self.workers_per_run
+        if self._workers_that_fit() < workers:
+            needs = " and ".join(f"{amount:g} {name}s" for name, amount in self._resources.items())
+            have = {f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}
+            nodes = ", ".join(sorted(have))
+            raise ValueError(f"{workers} workers of a run take {needs} each, and the nodes have {nodes}")

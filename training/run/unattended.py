@@ -32,6 +32,11 @@ class RunFailed(Exception):
     """A run failed, but not by divergence; the message says why in one line."""
 
 
+def describe_failure(error: BaseException) -> str:
+    """Says in a line why a run is not finished."""
+    return str(error) if isinstance(error, RunFailed) else f"failed: {one_line(error)}"
+
+
 def beside(folder: Path, suffix: str, rank: int = 0) -> Path:
     """The log (suffix `LOG`) or the progress (`PROGRESS`, see `ProgressWriter`) of a run, beside its folder."""
     return folder.with_name(f"{folder.name}.rank-{rank}{suffix}" if rank else f"{folder.name}{suffix}")

@@ -4,11 +4,12 @@ import dataclasses
 import json
 import re
 import shutil
+from types import SimpleNamespace
 from typing import Any, get_args, get_origin
 
 import pytest
 from datasets import Dataset
-from support.fake_ray import FakeError, FakeRay
+from support.fake_ray import FakeError, FakeRay, FakeTaskError, LostError
 from support.runs import logged_losses, without_times
 
 from modeling_nlq.training import compare, train
@@ -22,6 +23,7 @@ from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run import checkpoints, trainer, unattended
 from modeling_nlq.training.run.ray_jobs import share_batch, share_data
 from modeling_nlq.training.run.recipe import Recipe
+from modeling_nlq.training.run.unattended import RunFailed
 
 
 RUN = "runs/twin/rate-0.01-seed-2"
@@ -116,12 +118,24 @@ class TestComparison:
             ),
             ({"workers_per_run": 4}, "4 workers of a run take 1 CPUs each, and the nodes have 2 CPUs"),
             ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
+            ({"workers_per_run": 0}, "workers_per_run=0 must be at least 1"),
+            ({"workers_per_run": 2, "cpus_per_run": 1}, "cpus_per_run=1 must be at least 2"),
         ],
     )
     def test_request_that_cannot_be_met(self, cluster, make_file, tmp_path, options, message):
         with pytest.raises(ValueError, match=message):
             compare(make_file(), tmp_path / "results", engine="ray", **options)
         assert not (tmp_path / "results").exists()
+
+    def test_why_several_workers_failed(self, cluster):
+        """A worker that died matters more than the others, which waited for it."""
+        own, died = (
+            RunFailed("failed: OSError: no disk"),
+            SimpleNamespace(health_check_failure=LostError("It died.\n...")),
+        )
+        for failures, expected in (({0: own, 1: died}, "was lost: It died."), ({0: own, 1: own}, str(own))):
+            error = FakeTaskError(SimpleNamespace(worker_failures=failures))
+            assert RayEngine(workers_per_run=2).describe_error(error) == expected
 
     def test_batches_of_workers(self):
         for training, workers, expected in (
