@@ -9,8 +9,9 @@ from tqdm.auto import tqdm
 from .disk import results_folder
 from .files import PAGE_FILE
 from .result import RunResult
+from .run.conflicts import check_recipe
 from .run.jobs import make_runs
-from .run.recipe import Recipe, check_recipe, load_recipe
+from .run.recipe import Recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
 from .text import bar_options

@@ -22,7 +22,6 @@ class Evaluation(Value):
     Attributes:
         loss: in nats per token, or per masked token; `perplexity` or `pseudo_perplexity` is its exponential.
         token_accuracy: the share of tokens that were the likeliest.
-        chrf: of generated text, from 0 to 100.
         loss_parts: the loss on each of several parts of the text, whose mean it is.
         runtime: in seconds, as Trainer measures it.
     """
@@ -69,10 +68,8 @@ class Data(Value):
     """What the model was trained on.
 
     Attributes:
-        steps: the number of optimizer steps.
         tokens_seen, token_stream: see `RunRecord`.
         train_tokens, validation_tokens, test_tokens: of the splits; `None` if that is unknown.
-        fingerprint: that of the documents.
         trained_on: see `read_trained_on`; this run's own data are the last.
         is_fine_tuned: whether the run began with the weights of a saved model.
         base_model: the model on the Hub from which they come.
@@ -96,9 +93,6 @@ class Machine(Value):
 
     Attributes:
         seconds: time of the training steps.
-        peak_memory: in bytes.
-        processes: the number of processes that trained together.
-        versions: those of Python and of packages.
     """
 
     seconds: float | None = None

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..result import RunResult
-from ..run.recipe import Recipe, emulated_bf16
+from ..run.conflicts import emulated_bf16
+from ..run.recipe import Recipe
 from ..size import Size
 from ..text import align
 from .config import ComparisonConfig, ModelConfig
@@ -18,12 +19,7 @@ from .lr_search import Rates
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
-
-    Attributes:
-        model: a name of the comparison.
-        learning_rate, seed: settings of the run.
-    """
+    """One training run."""
 
     model: str
     learning_rate: float
@@ -41,13 +37,9 @@ class Variant:
 
     Attributes:
         config: its fields in the file, with the changes of the scale.
-        rates: the rates to choose among.
         starts_anew: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a seed, where it does not have `rates`.
-        recipe: its recipe without learning rate and seed.
-        size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
-        steps: number of optimizer steps of each run.
         tokens: number of training tokens of each run, if every batch is full.
         model_config: all fields of the configuration of its model.
     """
@@ -74,9 +66,6 @@ class Scale:
 
     Attributes:
         name: the name of the comparison, and of the scale if there are several.
-        config: the comparison at this scale alone.
-        variants: models by name.
-        command: the command that runs the comparison.
     """
 
     name: str
@@ -244,7 +233,6 @@ class ScaleProgress:
     Attributes:
         scale: the scale; its searches begin where the scale before it ended.
         tunings: the choices of each model, by seed. A model that leaves early has fewer.
-        finished: the number of finished runs of each model.
     """
 
     scale: Scale
@@ -331,10 +319,8 @@ class Comparison:
     """The same models at one scale or more, with all overrides applied.
 
     Attributes:
-        name: the name in reports.
         config: the whole comparison with its overrides. Two of them without `differences` are the same comparison.
         scales: by name, from the smallest to the largest.
-        command: the command that runs it.
     """
 
     name: str
@@ -357,9 +343,6 @@ class Comparison:
 
         Each seed begins the search for its rate where it ended at the last scale that has the seed. With one start for
         all seeds, chosen by accident at the scale before, their choices would not be independent.
-
-        Args:
-            results: the finished runs, by scale.
         """
         starts: dict[str, dict[int, float]] = {}
         progress: dict[str, ScaleProgress] = {}
@@ -397,14 +380,7 @@ class Comparison:
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:
-    """Returns the plan without its recipes and sizes: the scales in the order of the file, their rates and seeds.
-
-    Args:
-        source: the origin of the config, for messages.
-
-    Raises:
-        ValueError: if seeds or rates are missing.
-    """
+    """Returns the plan without its recipes and sizes: the scales in the order of the file, their rates and seeds."""
     scales = {}
     for name in config.scale_configs:
         here = config.at_scale(name, config.source_of(name, source))

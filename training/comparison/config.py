@@ -51,14 +51,7 @@ class _Section(Value):
 
     @classmethod
     def read(cls, content: Any, source: str):
-        """Reads the section from the content of a YAML file.
-
-        Args:
-            source: the file and the section in it, for messages.
-
-        Raises:
-            ValueError: for an unknown field, or a value that is not allowed.
-        """
+        """Reads the section from the content of a YAML file."""
         content = read_section(content, source)
         kinds = get_type_hints(cls)
         check_keys(source, content, kinds.keys() - {"nulls"})
@@ -289,11 +282,7 @@ class ComparisonConfig(_Section):
         return source if self.scales is None else f"{source}: scale {scale!r}"
 
     def at_scale(self, name: str, source: str) -> "ComparisonConfig":
-        """Returns the comparison at one scale alone, with the fields of the scale in place of its own.
-
-        Raises:
-            ValueError: if seeds are missing.
-        """
+        """Returns the comparison at one scale alone, with the fields of the scale in place of its own."""
         scale = self.scale_configs[name]
         changes = scale.models or {}
         models = {
@@ -325,12 +314,8 @@ class ComparisonFile:
     """The file of a comparison or a screening, with the recipe that it names.
 
     Attributes:
-        source: its path, for messages.
         config: its content, without the sections `switches` and `training`.
         recipe: the recipe that all models share, with those sections, and without `overrides`.
-        recipe_source: the origin of the recipe, for messages.
-        overrides: fields of the recipe that the command line changes.
-        command: the command that runs the comparison.
     """
 
     source: str
@@ -349,9 +334,6 @@ def read_file(
     Args:
         source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
         overrides, trust_parts: of the recipe that all models share, as in `load_recipe`.
-
-    Raises:
-        ValueError: for an unknown field, name or value.
     """
     path = find("comparisons", str(source))
     content = read_yaml(resolve_user_path(path))

@@ -30,12 +30,8 @@ def describe_estimate(
     """Yields lines about the time of a plan on this machine and the smallest difference it can detect.
 
     Args:
-        threads: number of threads of a run; by default PyTorch's.
         noise_floor: noise floor of earlier runs, in percent of the loss.
         has_verdicts: whether each model is compared with the baseline, which a screening does not do.
-
-    Raises:
-        ValueError: if the noise floor is negative.
     """
     check_number("--noise-floor", noise_floor, 0)
     if warning := plan.machine_warning:

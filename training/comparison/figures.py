@@ -69,7 +69,7 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
         points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
-    losses.set_ylabel(f"loss (nats per {found.loss_unit})")
+    losses.set_ylabel(f"loss (nats per {found.objective.loss_unit})")
     losses.set_title(f"{found.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
 
     reference = finished[found.baseline]
@@ -114,8 +114,8 @@ def draw_parameters(found: ScaleOutcome) -> Figure | None:
     values = [-floor, floor]
     for index, (name, effect) in enumerate(effects.items()):
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
-        values += draw_interval(axes, found.models[name].non_embedding_parameters * shift, *effect, styles[name])
-    scale_percent(axes, f"improvement of test {found.loss_name} (%)", values)
+        values += draw_interval(axes, found.models[name].size.non_embedding * shift, *effect, styles[name])
+    scale_percent(axes, f"improvement of test {found.objective.loss_name} (%)", values)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
     axes.set_title(f"{found.name}: improvement over {found.baseline}; up is better", parse_math=False)
@@ -137,7 +137,7 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
             if interim.loss_improvement_interval is not None:
                 interval = interim.loss_improvement_interval
                 values += draw_interval(axes, interim.seeds + shift, interim.loss_improvement, interval, styles[name])
-    scale_percent(axes, f"improvement of test {found.loss_name} (%)", values)
+    scale_percent(axes, f"improvement of test {found.objective.loss_name} (%)", values)
     axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
     axes.set_xlabel("seeds")
     axes.set_title(f"{found.name}: improvement at each interim analysis; up is better", parse_math=False)
@@ -210,7 +210,7 @@ def draw_losses(outcome: Outcome) -> Figure | None:
         return None
     _scale_compute(axes, outcome)
     axes.grid(alpha=0.25)
-    axes.set_ylabel(f"test loss (nats per {outcome.largest.loss_unit})")
+    axes.set_ylabel(f"test loss (nats per {outcome.largest.objective.loss_unit})")
     axes.set_title(f"{outcome.name}: loss over compute, every seed", parse_math=False)
     add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles)
     return figure
@@ -265,7 +265,7 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
         reported = [run.validation_loss for name in styles for run in outcome.scales[scale].models[name].finished]
         _draw_bowls_at(axes, tried_at[scale], reported, styles)
         axes.set_title(scale, fontsize=10, parse_math=False)
-        axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.loss_name} (nats)")
+        axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.objective.loss_name} (nats)")
     figure.suptitle(f"{outcome.name}: learning rates tried, mean over seeds", parse_math=False)
     cross = Line2D([], [], color="#555555", linestyle="none", marker="x", label="a run diverged")
     add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles, [cross])

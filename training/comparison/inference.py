@@ -69,13 +69,10 @@ class Effect:
 
     Attributes:
         pairs: seeds that both the model and the baseline finished.
-        diverged: runs of the model that diverged.
-        mean_loss: the mean loss in nats over the seeds that the model finished.
         mean_difference: model minus baseline over the pairs, in nats; negative is better.
         difference_deviation: standard deviation of these differences, in nats.
         loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
         perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
-        standard_error: the standard error of `mean_difference` in nats: `difference_deviation` / sqrt(`pairs`).
         t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every
             pair).
         p: two-sided, with `pairs` - 1 degrees of freedom.
@@ -105,12 +102,9 @@ class Analysis:
     """The verdicts of a comparison at one scale, without NaN or infinity.
 
     Attributes:
-        baseline: the model that the others are compared with.
         baseline_mean_loss: the baseline's mean loss in nats over the seeds that it finished.
         noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
-        noise_floor_percent: the same in percent of `baseline_mean_loss`.
         alpha: the probability that any model at all is wrongly called better or worse, nominally.
-        effects: the effect of every model but the baseline.
     """
 
     baseline: str
@@ -146,12 +140,7 @@ def analyse_early(
 
     Args:
         losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
-        seeds: all planned seeds, in order.
         boundaries: the seeds of each model whose best rate is at the boundary of those tried.
-        parts: as for `with_text`.
-
-    Returns:
-        The analysis, and what was known at each interim analysis, by model.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     effects: dict[str, Effect] = {}
@@ -191,8 +180,6 @@ def analyse(
     Args:
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run
             diverged.
-        baseline: a key of `losses`, of which there are two or more.
-        alpha: family-wise error rate.
         at_boundary: models whose best rate is at the boundary of those tried, in a search or a list. Such a model may
             be better than its losses say.
         resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs
@@ -295,9 +282,7 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     runs of a seed share noise, smaller differences are found.
 
     Args:
-        seeds, models, alpha: as for `critical_t`.
         noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats, as the result is.
-        power: between `alpha` and 1.
     """
     critical = critical_t(seeds, models, alpha)
     freedom = seeds - 1
@@ -367,10 +352,8 @@ def with_text(
     interval becomes narrower. Verdicts and p stay: they are about this text.
 
     Args:
-        analysis: whose intervals become wider.
         parts: `parts[model][seed][part]`, losses in nats per token, whose mean over parts is that of the text. Empty
             if they are not known: then nothing changes.
-        most: as for `analyse`.
     """
     if not parts:
         return analysis

@@ -61,8 +61,6 @@ class Rates:
     Attributes:
         listed: the rates of a list, ascending; empty for a search.
         start: the middle of the first three rates of a search, without a `shift`.
-        factor: the ratio of neighbouring rates, above 1.
-        limit: the most rates that a search tries, at least 3.
         shift: by how many factors a search begins above `start`. So all searches of a model try rates of one grid.
     """
 
@@ -88,11 +86,7 @@ class Rates:
         return [self._at(self.shift + power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
 
     def next(self, losses: Mapping[float, float]) -> list[float]:
-        """Returns the rates to try next; none when the best is found or the limit is reached.
-
-        Args:
-            losses: validation loss of each rate tried, in nats per token; infinity if it diverged.
-        """
+        """Returns the rates to try next; none when the best is found or the limit is reached."""
         if missing := [rate for rate in self.first if rate not in losses]:
             return missing
         boundary = self.boundary(losses)
@@ -132,11 +126,7 @@ class Rates:
 
 
 def make_rates(value: float | list[float] | SearchConfig | None) -> Rates | None:
-    """Makes the rates of a field `learning_rates`; none if the file leaves it out.
-
-    Raises:
-        ValueError: for a rate that is not above 0, or is listed twice.
-    """
+    """Makes the rates of a field `learning_rates`; none if the file leaves it out."""
     if isinstance(value, SearchConfig):
         return Rates(start=value.start, factor=value.factor or _FACTOR, limit=value.limit or _LIMIT)
     rates = value if isinstance(value, list) else [] if value is None else [value]

@@ -70,10 +70,8 @@ class LossCurve:
         Only the difference from the baseline enters, so noise that the runs of a seed share cancels.
 
         Args:
-            scale: index of the scale.
             differences: the baseline's loss minus the model's `(seed,)`, in nats, for the seeds of the baseline.
             flops: C_k, of the model's run.
-            confidence: level of the interval.
 
         Returns:
             The multiplier and its interval. None stands for a value for which C' lies more than `REACH` decades beyond

@@ -50,9 +50,6 @@ def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
         parts: z_s, a value for each seed, with the weight of the scale. Quantities of one seed are in one z_s, so
             pairs stay pairs.
         value: the estimate, if the parts give only its noise (delta method).
-
-    Returns:
-        `None` if a scale has a single seed.
     """
     if any(len(part) < 2 for part in parts):
         return None

@@ -15,11 +15,7 @@ _DATA = ".data"
 
 
 class RayEngine(RayWorkers):
-    """Makes runs on the cluster of `RAY_ADDRESS`, or on one of this machine.
-
-    Args:
-        options: fields of `Resources`.
-    """
+    """Makes runs on the cluster of `RAY_ADDRESS`, or on one of this machine."""
 
     def __init__(self, **options: Any):
         super().__init__(Resources(**options))

@@ -11,6 +11,7 @@ from ..result import RunResult
 from ..run.objectives import Objective, objective_in
 from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
+from ..size import Size
 from ..values import from_json
 from .comparison import Comparison, Run, ScaleProgress
 from .config import SINGLE
@@ -19,7 +20,11 @@ from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
 
 
-VERSION = 1
+VERSION = 2
+# What files of version 1 and before say of a scale and of a model, in place of their runs
+_SHARED = ("dataset_fingerprint", "train_tokens", "validation_tokens", "test_tokens", "device", "versions")
+_SHARED += ("parameters", "trained_parameters", "non_embedding_parameters", "flops_per_token")
+_RUNS = ("tried", "runs")
 
 Curve = list[tuple[int, float | None]]
 
@@ -31,8 +36,6 @@ class History:
 
     Attributes:
         train_loss, validation_loss, gradient_norm: in nats per token, and before clipping.
-        loss_spikes: the steps of `loss_spikes`.
-        stability: the quantities of `attention_statistics`, by layer.
     """
 
     train_loss: Curve = field(default_factory=list)
@@ -84,20 +87,13 @@ class ModelOutcome:
 
     Attributes:
         given: its entry in the comparison's file: the switches and training arguments that differ.
-        parameters, trained_parameters, non_embedding_parameters, flops_per_token, intermediate_size: see `Variant`.
-        learning_rates: those tried, ascending.
         search: the settings of a search for them; `None` for a list.
         boundaries: by seed, whether its rate is at the boundary of those tried: the `smallest` or the `largest`.
-        kernels: what computed its runs.
         tried: the runs that were made only to choose a rate.
         runs: the runs that are reported.
     """
 
     given: dict[str, Any]
-    parameters: int
-    trained_parameters: int
-    non_embedding_parameters: int
-    flops_per_token: int
     intermediate_size: int | None
     learning_rates: list[float]
     search: dict[str, float] | None
@@ -105,6 +101,11 @@ class ModelOutcome:
     tried: list[RunOutcome]
     runs: list[RunOutcome]
     kernels: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> Size:
+        """The number of parameters, and their cost."""
+        return self.runs[0].result.size
 
     @property
     def is_at_boundary(self) -> bool:
@@ -136,10 +137,7 @@ class TaskOutcome:
     """The scores of the reported runs in one metric of a downstream task.
 
     Attributes:
-        items: the number of items.
-        chance: the score of guessing.
         scores: by model and seed, as far as runs are evaluated; `None` where a run diverged.
-        statistics: the result of `analyse` for them, as for losses.
     """
 
     items: int | None
@@ -156,7 +154,6 @@ class ScaleOutcome:
     Attributes:
         tokens_per_run: the most tokens that a finished run saw; the plan's number if every run was stopped early. The
             plan counts the last batch of an epoch as full, which it may not be.
-        comparison: the fields of the file.
         token_streams: by seed, the hash of the tokens that its runs saw, in order.
         same_tokens: whether all models of every seed saw the same tokens in the same order; `None` if every run was
             stopped early.
@@ -164,8 +161,6 @@ class ScaleOutcome:
         interim: with `stop: early`, what was known at each interim analysis, by model, else `None`.
         noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of
             them has no losses of parts of the text.
-        added_seeds: the seeds that were added after a finished report.
-        tasks: by task and metric.
     """
 
     name: str
@@ -173,12 +168,6 @@ class ScaleOutcome:
     seeds: list[int]
     command: str
     tokens_per_run: int
-    dataset_fingerprint: str | None
-    train_tokens: int | None
-    validation_tokens: int | None
-    test_tokens: int | None
-    device: str
-    versions: dict[str, str]
     comparison: dict[str, Any]
     token_streams: dict[int, str]
     same_tokens: bool | None
@@ -188,6 +177,24 @@ class ScaleOutcome:
     noise_from_text: float | None = None
     added_seeds: list[int] = field(default_factory=list)
     tasks: dict[str, dict[str, TaskOutcome]] = field(default_factory=dict)
+
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a record. Older files say once what each run says now."""
+        try:
+            models = {
+                name: {**model, **{kind: [_older(content, model, run) for run in model[kind]] for kind in _RUNS}}
+                for name, model in content["models"].items()
+            }
+        except (AttributeError, KeyError, TypeError):  # of another type, which `from_json` names
+            return content
+        return {**content, "models": models}
+
+    @property
+    def sample(self) -> RunResult:
+        """The result of one run, for the data, device and versions that all runs share."""
+        model = next(iter(self.models.values()))
+        return [*model.tried, *model.runs][0].result
 
     @property
     def at_boundary(self) -> list[str]:
@@ -222,19 +229,9 @@ class ScaleOutcome:
         recipe = self.comparison.get("recipe")
         return objective_in(recipe if isinstance(recipe, dict) else {})
 
-    @property
-    def loss_unit(self) -> str:
-        """What losses are means over, in nats: tokens, or masked tokens."""
-        return self.objective.loss_unit
-
-    @property
-    def loss_name(self) -> str:
-        """What a loss is called in titles."""
-        return self.objective.loss_name
-
     def flops(self, model: str) -> int:
         """The FLOPs of a run of a model."""
-        return self.models[model].flops_per_token * self.tokens_per_run
+        return self.models[model].size.flops_per_token * self.tokens_per_run
 
 
 @dataclass(frozen=True)
@@ -242,9 +239,7 @@ class Outcome:
     """The results of a comparison, which `results.json` holds.
 
     Attributes:
-        comparison: the fields of the file.
         scales: by name, from the smallest to the largest; a single scale is `SINGLE`.
-        trend: how improvements change over the scales; `None` if there is only one.
     """
 
     name: str
@@ -266,6 +261,11 @@ class Outcome:
         return list(self.scales.values())[-1]
 
 
+def _older(scale: dict[str, Any], model: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Adds to the record of a run what an older file says of its scale and model."""
+    return {name: fields[name] for fields in (scale, model) for name in _SHARED if name in fields} | run
+
+
 def read_outcome(file: Path) -> Outcome:
     """Reads `results.json`; raises `ValueError` for a field that is missing or of another type."""
     return from_json(Outcome, read_json(file), f"{file}: ")
@@ -276,7 +276,6 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
 
     Args:
         progress: no run of it is ready.
-        more: other fields of the results.
     """
     scale, models, runs = progress.scale, {}, []
     for name, variant in scale.variants.items():
@@ -285,10 +284,6 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         runs += [*tried, *reported]
         models[name] = ModelOutcome(
             given=without_folders(variant.config.to_dict()),
-            parameters=variant.size.total,
-            trained_parameters=variant.size.trained,
-            non_embedding_parameters=variant.size.non_embedding,
-            flops_per_token=variant.size.flops_per_token,
             intermediate_size=variant.intermediate_size,
             learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
             search=variant.rates.search,
@@ -304,7 +299,6 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         streams.setdefault(run.seed, set()).add(finished[run.name].data.token_stream)
     same_tokens = len({finished[run.name].data.fingerprint for run in runs}) == 1
     same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
-    sample = finished[runs[0].name]
     analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
     return ScaleOutcome(
         name=scale.name,
@@ -312,12 +306,6 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         seeds=scale.seeds,
         command=scale.command,
         tokens_per_run=max((finished[run.name].data.tokens_seen for run in whole), default=scale.tokens_per_run),
-        dataset_fingerprint=sample.data.fingerprint,
-        train_tokens=sample.data.train_tokens,
-        validation_tokens=sample.data.validation_tokens,
-        test_tokens=sample.data.test_tokens,
-        device=sample.machine.device,
-        versions=sample.machine.versions,
         comparison=without_folders(scale.config.to_dict()),
         token_streams={seed: sorted(found)[0] for seed, found in sorted(streams.items())},
         same_tokens=same_tokens if streams else None,

@@ -82,7 +82,6 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
 
     Args:
-        folder: folder of the comparison.
         has_page: whether `nlq explore` has a page there, which the report links to.
     """
     found, of_figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
@@ -127,9 +126,6 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
         run: the name of its run's folder. If it is not among the reported ones, no row is marked.
         scale: that of the model, if there are several; by default the largest.
-
-    Raises:
-        ValueError: if there is no such model.
     """
     scale = scale or list(outcome.scales)[-1]
     found = outcome.scales[scale]
@@ -166,15 +162,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
 
 
 def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
-    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by their published names.
-
-    Args:
-        run: the folder of the run, which may be part of the comparison.
-        folder: the folder of the comparison.
-
-    Raises:
-        ValueError: for a screening, or a model that the comparison does not have.
-    """
+    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by their published names."""
     files = files_in(folder, ("results.md", "figures/*.png"))
     contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
     if (report := contents.get("comparison/results.md")) is not None:
@@ -240,7 +228,7 @@ def _runs(found: ScaleOutcome) -> list[Section]:
     return [
         *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
         *(
-            [Section("Learning rates", [_RATES_CAPTION.format(found.loss_unit), markdown_table(rates)])]
+            [Section("Learning rates", [_RATES_CAPTION.format(found.objective.loss_unit), markdown_table(rates)])]
             if rates
             else []
         ),
@@ -292,7 +280,7 @@ def trend_protocol(outcome: Outcome) -> list[str]:
 def cost_sentence(found: ScaleOutcome) -> str:
     """What a run of the baseline costs at one scale."""
     return (
-        f"{found.models[found.baseline].non_embedding_parameters:,} non-embedding parameters, "
+        f"{found.models[found.baseline].size.non_embedding:,} non-embedding parameters, "
         f"{found.tokens_per_run:,} tokens "
         f"and {found.flops(found.baseline):.2g} FLOPs a run, {len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}."
     )

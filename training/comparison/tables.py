@@ -30,7 +30,7 @@ def summary_rows(found: ScaleOutcome) -> Rows:
     finished = {name: model.finished for name, model in found.models.items()}
     scores = {name: [run.result.losses.validation.chrf for run in runs] for name, runs in finished.items()}
     scores = {name: [score for score in own if score is not None] for name, own in scores.items()}
-    has_frozen = any(model.trained_parameters < model.parameters for model in found.models.values())
+    has_frozen = any(model.size.trained < model.size.total for model in found.models.values())
     rows = []
     for name, model in found.models.items():
         own = finished[name]
@@ -43,11 +43,11 @@ def summary_rows(found: ScaleOutcome) -> Rows:
             **({"chrF (validation)": _mean_and_deviation(scores[name], ".1f")} if any(scores.values()) else {}),
             **({"seeds": str(len(model.runs))} if found.interim else {}),
             "learning rate": _chosen_rate(model),
-            "parameters": f"{model.parameters:,}",
-            **({"trained": f"{model.trained_parameters:,}"} if has_frozen else {}),
-            "non-embedding": f"{model.non_embedding_parameters:,}",
+            "parameters": f"{model.size.total:,}",
+            **({"trained": f"{model.size.trained:,}"} if has_frozen else {}),
+            "non-embedding": f"{model.size.non_embedding:,}",
             "MLP width": number(model.intermediate_size, ","),
-            "FLOPs per token": f"{model.flops_per_token:,}",
+            "FLOPs per token": f"{model.size.flops_per_token:,}",
             "tokens/s": _median((machine.tokens_per_second for machine in machines), ",.0f"),
             "peak memory (MiB)": _memory(machine.peak_memory for machine in machines),
             "training time (s)": _median((machine.seconds for machine in machines), ",.1f"),
@@ -55,7 +55,7 @@ def summary_rows(found: ScaleOutcome) -> Rows:
         }
         rows.append(row)
     names = {
-        "test loss (nats)": f"test {found.loss_name} (nats)",
+        "test loss (nats)": f"test {found.objective.loss_name} (nats)",
         "perplexity improvement (%)": f"{found.objective.perplexity.replace('_', '-')} improvement (%)",
         **({"Holm p": BONFERRONI} if found.interim else {}),
     }
@@ -134,7 +134,7 @@ def stability_rows(found: ScaleOutcome) -> Rows:
 
 def run_rows(found: ScaleOutcome) -> Rows:
     """A row for each run."""
-    rows = []
+    rows, loss = [], found.objective.loss_name
     for name, model in found.models.items():
         for kind, run in [*(("tried", run) for run in model.tried), *(("reported", run) for run in model.runs)]:
             row = {
@@ -143,9 +143,9 @@ def run_rows(found: ScaleOutcome) -> Rows:
                 "learning rate": f"{run.learning_rate:g}",
                 "seed": str(run.seed),
                 "outcome": _ending(run),
-                f"train {found.loss_name}": number(run.result.losses.train, ".4f"),
-                f"validation {found.loss_name}": number(run.validation_loss, ".4f"),
-                f"test {found.loss_name}": number(run.test_loss, ".4f"),
+                f"train {loss}": number(run.result.losses.train, ".4f"),
+                f"validation {loss}": number(run.validation_loss, ".4f"),
+                f"test {loss}": number(run.test_loss, ".4f"),
                 "tokens/s": number(run.result.machine.tokens_per_second, ",.0f"),
                 "seconds": number(run.result.machine.seconds, ",.1f"),
                 "peak memory (MiB)": _memory([run.result.machine.peak_memory]),
@@ -227,15 +227,16 @@ _MULTIPLIERS_CAPTION = (
 
 def provenance(found: ScaleOutcome) -> Rows:
     """Corpus, device, versions, and what computed the runs of each model."""
+    data, machine = found.sample.data, found.sample.machine
     values = {
         "corpus": str(found.comparison["recipe"].get("dataset", "python-stdlib")),
-        "fingerprint": found.dataset_fingerprint or NOTHING,
+        "fingerprint": data.fingerprint or NOTHING,
         **{
-            f"{split} tokens": number(getattr(found, f"{split}_tokens"), ",")
+            f"{split} tokens": number(getattr(data, f"{split}_tokens"), ",")
             for split in ("train", "validation", "test")
         },
-        "device": found.device,
-        **found.versions,
+        "device": machine.device,
+        **machine.versions,
         **{f"kernels of {name}": " | ".join(model.kernels) for name, model in found.models.items() if model.kernels},
     }
     return [{"what": what, "value": value} for what, value in values.items()]

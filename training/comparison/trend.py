@@ -25,8 +25,6 @@ class ScaleLosses:
     """The losses of all models at one scale, with the same seeds for each.
 
     Attributes:
-        name: the name of the scale.
-        flops: the FLOPs of a run of each model.
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run
             diverged.
         at_boundary: models whose search of rates stopped with the best at the boundary, and which so may be better.
@@ -44,7 +42,6 @@ class Step:
     there are no intervals and no multiplier.
 
     Attributes:
-        flops: the FLOPs of a run of the model.
         improvement: the baseline's loss minus the model's over the seeds that both finished, in percent of
             the baseline's mean loss over them.
         improvement_interval: (low, high), a paired t interval; the baseline's mean loss counts as known.
@@ -79,12 +76,8 @@ class ModelTrend:
 
     Attributes:
         meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
-        steps: the model at each scale, in order of compute.
         slope: the slope of the least-squares line through the improvements, in percent of the loss per decade of
             compute.
-        slope_interval: (low, high).
-        p: two-sided, of a slope of 0.
-        holm_p: `p` corrected for the number of models tested.
     """
 
     verdict: TrendVerdict
@@ -101,13 +94,10 @@ class Trend:
     """The trends of a ladder, without NaN or infinity.
 
     Attributes:
-        baseline: the model that the others are compared with.
         alpha: the chance that any model wrongly grows or shrinks, nominally.
         flops: the FLOPs of a run of the baseline at each scale, in order of compute.
         noise_floor_percent: the standard deviation of the baseline's loss over its seeds at each scale, in percent of
             its mean.
-        multiplier_note: why there are no multipliers, or empty.
-        models: the trend of each model but the baseline.
     """
 
     baseline: str
@@ -130,8 +120,6 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
 
     Args:
         scales: two or more, in any order, with the same models and no two of the same compute.
-        baseline: a model; there is another one.
-        alpha: family-wise error rate over the models.
     """
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]

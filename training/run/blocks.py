@@ -53,13 +53,7 @@ def make_blocks(
     number of processes. An `IterableDataset` is cut a thousand documents at a time, without the rest of each thousand.
 
     Args:
-        documents: a split.
-        tokenizer: a fast one.
-        recipe: names the column of text and the block size.
         keep_remainder: keep two or more tokens at the end of a `Dataset` as a shorter block.
-
-    Raises:
-        ValueError: if the documents do not fill a block.
     """
     column = recipe.text_column
     block_size = recipe.block_size
@@ -158,7 +152,6 @@ class BlockCollator:
     """Makes a batch of blocks, with each token as its own label. Pads shorter blocks by tokens without labels.
 
     Attributes:
-        end_of_text: the token after each document.
         restart: whether positions, and so attention, restart after each end of text. The first token of a document
             then loses its label, because it does not see the token before it.
         is_causal: false for encoders, which would attend to padding, and where each token of the text keeps its label.

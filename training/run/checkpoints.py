@@ -84,10 +84,7 @@ def checkpoint_to_resume(
     """Finds the checkpoint that a run resumes from, with its state; `None` if the run begins.
 
     Args:
-        arguments: name the run folder.
-        config: configuration of the model that is trained.
         record: it takes over the counts of the checkpoint.
-        is_fsdp: whether FSDP stores the weights in this run.
 
     Raises:
         ValueError: if the checkpoint belongs to another model or to other data, or is stored in another way.

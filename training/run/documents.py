@@ -129,7 +129,6 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     """Loads the documents in the splits `train`, `validation` and, if `test_fraction` is set, `test`.
 
     Args:
-        recipe: names the dataset.
         is_whole: put all documents into the split `validation`, the only one.
 
     Raises:

@@ -35,7 +35,6 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 
     Args:
         logits: `(batch, length, vocabulary)`, or a tuple that begins with them.
-        labels: `(batch, length)`; -100 is ignored.
         shift: 1 where a token's logits stand one place before it, 0 for masked tokens and targets.
 
     Returns:

@@ -30,11 +30,6 @@ class Masking(DataCollatorForLanguageModeling):
 
     This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805), by Transformers' own code. Special tokens are never
     chosen. If chance chooses nothing in a row, one token is masked, because a row without labels does not have a loss.
-
-    Args:
-        tokenizer: a tokenizer with a mask token.
-        probability: the probability that a token is chosen.
-        seed: the data's seed.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):

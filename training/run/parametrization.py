@@ -67,12 +67,7 @@ def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arg
     """Checks that a recipe can have `parametrization: completep`.
 
     Args:
-        config: the configuration of its model.
         base_sizes: `hidden_size` of the base model, and `num_hidden_layers` if it has fewer layers.
-        arguments: arguments of `Trainer`.
-
-    Raises:
-        ValueError: naming the field, its value, and what is allowed.
     """
     check_keys("base_sizes", base_sizes, BASE_SIZES)
     if "hidden_size" not in base_sizes:
@@ -104,9 +99,6 @@ def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> 
     """The factors of every parameter of a model, by name.
 
     An input of a matrix counts as wide if there are twice as many in a model of twice the width.
-
-    Args:
-        model: an NLQ language model.
     """
     config = model.config
     width = config.hidden_size / base_sizes["hidden_size"]

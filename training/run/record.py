@@ -29,7 +29,6 @@ class RunRecord(TrainerCallback, ExportableState):
     """Keeps the record of a run, in its checkpoints too, and stops a run whose loss is infinite or not a number.
 
     Args:
-        global_batch_size: samples of an optimizer step, of all processes together.
         dataset_fingerprint: fingerprint of the training documents, or `None` if it is unknown (a stream from the Hub).
 
     Attributes:
@@ -136,7 +135,6 @@ class RecordingTrainer(MaskingTrainer):
     """A `Trainer` whose `record` sees every batch.
 
     Args:
-        record: it becomes a callback, too.
         factors: what each parameter's learning rate, weight decay and epsilon have, by name; `None` for `Trainer`'s
             own.
     """

@@ -80,12 +80,9 @@ class RunProgress:
     """The content of a run's `.progress.json`.
 
     Attributes:
-        host, pid: the machine and the process that train.
         state: `running` or `failed`.
         step, steps: optimizer steps that are done, and all of them; `None` before training begins.
-        loss: training loss of the last step that was logged.
         updated: seconds since 1970.
-        error: type and message of the error that ended the run.
     """
 
     host: str

@@ -48,16 +48,12 @@ def attention_statistics(
     The model is left as it was, its random state included. Scores and what follows are in float32 at least.
 
     Args:
-        model: any model with NLQ attention layers.
         input_ids: `(batch, length)`, without padding.
         position_ids: `(batch, length)`, for packed documents.
 
     Returns:
         A dictionary per layer, without quantities that do not exist, such as the entropy of a layer whose weights are
         all 0. It is empty for a layer of linear attention, which has no weights.
-
-    Raises:
-        ValueError: if the model has no NLQ attention layers.
     """
     inputs: dict[str, torch.Tensor | int] = {"logits_to_keep": 1}
     segments = None
@@ -147,9 +143,6 @@ class StabilityCallback(TrainerCallback):
 
     Args:
         trainer: trains a model with NLQ attention layers and logs the numbers; add the callback to it.
-        input_ids: `(batch, length)`, the tokens.
-        interval: optimizer steps between two records.
-        position_ids: `(batch, length)`, for packed documents.
     """
 
     def __init__(

@@ -33,15 +33,10 @@ def evaluate_tasks(
         tasks: names of lm_eval's tasks or groups, or paths of YAML files; also one text with commas.
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
-        batch_size: texts per forward pass.
 
     Returns:
         The results of lm_eval, with the score of guessing in `chance`: for each task, the mean of one over the number
         of choices, or `None` if a task does not offer choices.
-
-    Raises:
-        ImportError: without lm_eval.
-        ValueError: for a model or a task that cannot be loaded, or a number out of range.
     """
     _require_lm_eval()
     from lm_eval import simple_evaluate
@@ -106,12 +101,7 @@ def write_task_results(results: dict[str, Any], path: str | Path) -> None:
 
 
 def check_tasks(tasks: str | Sequence[str]) -> None:
-    """Checks the names of tasks without loading their data.
-
-    Raises:
-        ImportError: without lm_eval.
-        ValueError: for an unknown task.
-    """
+    """Checks the names of tasks without loading their data."""
     _require_lm_eval()
     _find_tasks(tasks, "")
 

@@ -41,12 +41,13 @@ from ..sharing.scrub import without_folders
 from ..size import ModelKind, Size, auto_class_of, listed, measure, size_of, vocabulary_of
 from .blocks import Blocks
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
+from .conflicts import check_recipe, conflicts_of_lengths, emulated_bf16
 from .data import check_vocabulary, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import choose_trained, merge_lora
 from .objectives import objective_of
 from .parametrization import completep_factors, scale_initial_values
-from .recipe import Recipe, check_recipe, conflicts_of_lengths, emulated_bf16
+from .recipe import Recipe
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -70,10 +71,6 @@ def train_recipe(
 
     Args:
         tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
-        callbacks: more callbacks for `Trainer`.
-
-    Raises:
-        ValueError: as `train` does.
     """
     arguments = recipe.arguments
     place = RunFolder(Path(arguments.output_dir))
@@ -175,9 +172,6 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     tokens.
 
     What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
-
-    Raises:
-        ValueError: if the tokenizer has ids for which the model has no embeddings.
     """
     config = copy.deepcopy(recipe.config)
     check_vocabulary(tokenizer, recipe.tokenizer_name, config)

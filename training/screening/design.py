@@ -45,11 +45,7 @@ class Design:
 
 
 def make_design(factors: Sequence[str]) -> Design:
-    """Makes the smallest design of resolution IV or more, with the learning rate as one more factor.
-
-    Raises:
-        ImportError: if the package `pydoe` is not installed.
-    """
+    """Makes the smallest design of resolution IV or more, with the learning rate as one more factor."""
     try:
         from pydoe import fracfact_by_res
     except ImportError as error:
@@ -62,11 +58,7 @@ def make_design(factors: Sequence[str]) -> Design:
 
 
 def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The `switches` and `training` of several factors together.
-
-    Raises:
-        ValueError: if two of them set one field to different values.
-    """
+    """The `switches` and `training` of several factors together."""
     merged: dict[str, dict[str, Any]] = {"switches": {}, "training": {}}
     owners: dict[tuple[str, str], str] = {}
     for name in names:

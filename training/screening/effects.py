@@ -41,9 +41,7 @@ class Interaction:
     """The sum of the interactions that the design cannot tell from each other.
 
     Attributes:
-        aliases: the pairs of factors.
         effect: in nats; positive if the loss is higher where both are on or both off.
-        p: of an effect of 0.
     """
 
     aliases: list[list[str]]
@@ -56,13 +54,9 @@ class Effects:
     """What the runs of a design say.
 
     Attributes:
-        main: the effect of each factor, and of the rate.
-        interactions: those of two factors.
         interaction_size: their root mean square, in nats.
         p_of_interactions: of the F test that there are none.
         noise: the standard deviation of a run within a seed, in nats.
-        freedom: its degrees of freedom.
-        mean_loss: of all runs, in nats.
         survivors: the factors that lower the loss with a corrected p below `ALPHA`.
     """
 

@@ -27,8 +27,6 @@ class Screening:
     """The plan of a screening.
 
     Attributes:
-        config: its fields, with all overrides.
-        rates: the low and the high learning rate.
         runs: a comparison of the rows of the design, in order.
         sizes: the size of the model with one factor on, by its name, and of the baseline, by `OFF`.
         confirm: function from the factors that survive to the comparison that confirms them.
@@ -87,23 +85,14 @@ class Screening:
 
 
 def describe_estimate(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
-    """Yields lines about the time of both parts on this machine, and what the confirmation can find.
-
-    Args:
-        threads, noise_floor: as in the estimate of a comparison.
-    """
+    """Yields lines about the time of both parts on this machine, and what the confirmation can find."""
     yield from estimate.describe_estimate(plan.runs, threads, has_verdicts=False)
     yield "confirmation, without what its factors add to the time:"
     yield from estimate.describe_estimate(plan.confirmation, threads, noise_floor)
 
 
 def read_screening(file: ComparisonFile) -> Screening:
-    """Makes the plan of a screening from its file.
-
-    Raises:
-        ValueError: for an unknown field, name or value, factors that no model can have together, and one that changes
-            nothing.
-    """
+    """Makes the plan of a screening from its file."""
     config, source = file.config, file.source
     _check(config, source)
     design = make_design(list(config.factors))
@@ -155,11 +144,7 @@ def _model_with(config: ComparisonConfig, factors: Sequence[str], **fields: Any)
 
 
 def _sizes(config: ComparisonConfig, shared: Recipe, source: str) -> dict[str, Size]:
-    """Returns the size of the baseline, and of the model with each factor alone.
-
-    Raises:
-        ValueError: for a factor that changes nothing.
-    """
+    """Returns the size of the baseline, and of the model with each factor alone."""
 
     def variant(name: str, factors: list[str], budget: Size | None = None) -> Variant:
         unsized = Variant(_model_with(config, factors), Rates(listed=(1.0,)))

@@ -34,12 +34,8 @@ class ScreeningOutcome:
     """The results of a screening, in `results.json`.
 
     Attributes:
-        factors: the factors by name.
-        rates: the low and the high learning rate.
-        alpha: the level of the tests.
         effects: those of the factors; `None` if a run diverged.
         diverged: the rows that did.
-        runs: the results of the runs of the design.
         confirmation: those of the comparison of `best` with `off`; `None` if no factor survived.
         split: whose losses the effects are about.
     """
@@ -198,8 +194,8 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"improvement of {results.split} {results.runs.largest.loss_name} (%), average over the other factors; right "
-        "is better"
+        f"improvement of {results.split} {results.runs.largest.objective.loss_name} (%), average over the other "
+        "factors; right is better"
     )
     axes.set_title(f"{results.name}: main effects", parse_math=False)
     axes.grid(axis="x", alpha=0.25)
