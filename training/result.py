@@ -50,8 +50,7 @@ class Losses(Value):
 
     Attributes:
         diverged: whether the validation loss is worse than that of an untrained model.
-        diverged_at: the step after which the loss was infinite or not a number, which ended the run without an
-            evaluation; `None` if it did not.
+        diverged_at: the step after which the loss was infinite or NaN, which ended the run.
         train: the last training loss that was logged and is finite, in nats per token.
         validation, test: the evaluations of the model at the end.
     """
@@ -142,15 +141,15 @@ class RunResult(Value):
         """Returns the fields of a record, in groups, which files without a version do not have."""
         if "version" in content:
             return content
-        found: dict[str, Any] = {}
+        nested: dict[str, Any] = {}
         for name, path in _FLAT.items():
             if name in content:
                 *groups, last = path.split(".")
-                group = found
+                group = nested
                 for part in groups:
                     group = group.setdefault(part, {})
                 group[last] = content[name]
-        return found
+        return nested
 
 
 # The names of fields in files without a version: the `metrics.json` of a run, and a run in `results.json`

@@ -17,7 +17,7 @@ from .local import environment_of_one_run
 
 # Steps of a model that are timed, after two that warm up; fewer if they take longer than `_SECONDS`
 _STEPS, _SECONDS = 10, 5.0
-# Most tokens of a timed batch on a CPU, where larger batches are hardly faster per token
+# Most tokens of a timed batch on a CPU
 _CPU_TOKENS = 8192
 # Seconds of a run beside its steps: process, data, saving, figure and card, measured on an EPYC (Zen 5)
 _SECONDS_OF_A_RUN = 3.0

@@ -21,9 +21,9 @@ from .outcome import History, Outcome, RunOutcome, ScaleOutcome
 from .render import Section
 
 
-# For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
+# For any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
-# Not as many as the colours, so that pairs of colour and marker differ for many models
+# One fewer than the colours, so that pairs differ for many models
 _MARKERS = "osD^vPX*"
 BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
 NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
@@ -98,14 +98,10 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
 def draw_parameters(found: ScaleOutcome) -> Figure | None:
     """Improvement against parameters, as in Figure 2 of arXiv 2603.13381; models of one size stand side by side."""
     styles = model_styles(found.baseline, found.models)
-    effects = {
-        found.baseline: (0.0, None),
-        **{
-            name: (one.loss_improvement, one.loss_improvement_interval)
-            for name, one in found.statistics.effects.items()
-        },
-    }
-    effects = {name: effect for name, effect in effects.items() if effect[0] is not None}
+    effects = {found.baseline: (0.0, None)}
+    for name, effect in found.statistics.effects.items():
+        if effect.loss_improvement is not None:
+            effects[name] = effect.loss_improvement, effect.loss_improvement_interval
     if len(effects) < 2:
         return None
     figure, axes = _begin_improvements()
@@ -146,10 +142,7 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
 
 
 def draw_stability(found: ScaleOutcome) -> Figure | None:
-    """The quantities of `attention_statistics` and the gradient norm over steps.
-
-    Runs that diverged are dotted, one by one.
-    """
+    """The quantities of `attention_statistics` and the gradient norm over steps; runs that diverged are dotted."""
     styles, runs = model_styles(found.baseline, found.models), _runs(found)
     curves = {
         quantity: {
@@ -157,7 +150,7 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
         }
         for quantity in QUANTITIES
     }
-    # A quantity that never changes is left out, such as the rows without weight under softmax
+    # A constant is left out, such as the rows without weight under softmax
     panels = [
         quantity
         for quantity, of in curves.items()
@@ -217,9 +210,7 @@ def draw_losses(outcome: Outcome) -> Figure | None:
 
 
 def draw_improvements(outcome: Outcome) -> Figure | None:
-    """Improvement of the test loss over compute; the models stand a little aside so that intervals do not cover each
-    other.
-    """
+    """Improvement of the test loss over compute, with the models a little apart."""
     trend, styles = outcome.trend, _ladder_styles(outcome)
     figure, axes = _begin_improvements()
     values = [0.0]
@@ -249,8 +240,7 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
 def draw_bowls(outcome: Outcome) -> Figure | None:
     """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
 
-    A cross at the top marks a rate without a mean, because a run diverged. Every reported run is visible; losses of
-    other runs that lie far above are cut off.
+    A cross at the top marks a rate at which a run diverged. Losses far above those of reported runs are cut off.
     """
     styles = _ladder_styles(outcome)
     tried_at = {
@@ -278,7 +268,7 @@ def _draw_bowls_at(
     reported: list[float],
     styles: dict[str, dict[str, Any]],
 ) -> None:
-    """Draws the losses of one scale by model and rate, of which those reported must be visible."""
+    """Draws the losses of one scale by model and rate, in a range that shows those reported."""
     means = []
     for name, losses_at in tried.items():
         style = {**styles[name], "markersize": 3}
@@ -383,7 +373,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
-    """Sets the range without the first tenth of training, whose fall would flatten the rest of the curve."""
+    """Sets the range of the axis by all but the first tenth of training."""
     last = max((step for step, _ in points), default=0)
     values = [value for step, value in points if step >= 0.1 * last]
     if values:
@@ -392,9 +382,7 @@ def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
 
 
 def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None:
-    """If the largest value is over `ratio` times the median magnitude, makes the axis logarithmic beyond it and
-    returns it.
-    """
+    """Makes the axis logarithmic beyond the median magnitude, and returns it, if a value is over `ratio` times it."""
     magnitudes = [abs(value) for value in values if value]
     if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
         return None
@@ -405,7 +393,7 @@ def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None
 
 
 def scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
-    """Formats the y axis as signed percent; logarithmic beyond a limit if single values lie far from the others."""
+    """Formats the y axis as signed percent, logarithmic beyond a limit if values lie far apart."""
     if limit := _compress(axes, values, 30.0):
         label += f"\n(logarithmic beyond ±{limit:.2g})"
     axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")
@@ -425,7 +413,7 @@ def add_legend(
     styles: dict[str, dict[str, Any]],
     others: Sequence[Line2D | Patch] = (),
 ) -> None:
-    """Adds the legend below the axes: the models of `styles`, and the runs that their curves do not show."""
+    """Adds the legend below the axes: the models of `styles`, and how many of their runs diverged."""
     handles = []
     for name, style in styles.items():
         notes = ["baseline"] if name == baseline else []

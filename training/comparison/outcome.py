@@ -88,7 +88,7 @@ class ModelOutcome:
     Attributes:
         given: its entry in the comparison's file: the switches and training arguments that differ.
         search: the settings of a search for them; `None` for a list.
-        boundaries: by seed, whether its rate is at the boundary of those tried: the `smallest` or the `largest`.
+        boundaries: `smallest` or `largest`, for the seeds whose rate is at the boundary of those tried.
         tried: the runs that were made only to choose a rate.
         runs: the runs that are reported.
     """
@@ -119,9 +119,7 @@ class ModelOutcome:
 
     @property
     def chosen(self) -> list[RunOutcome]:
-        """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose
-        none.
-        """
+        """The reported runs whose rate was chosen or given; a seed that diverged at every rate chose none."""
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
     def losses_by_rate(self) -> dict[float, list[float | None]]:
@@ -152,15 +150,12 @@ class ScaleOutcome:
     """The results at one scale.
 
     Attributes:
-        tokens_per_run: the most tokens that a finished run saw; the plan's number if every run was stopped early. The
-            plan counts the last batch of an epoch as full, which it may not be.
+        tokens_per_run: the most tokens that a run saw; the plan's number if every run was stopped early.
         token_streams: by seed, the hash of the tokens that its runs saw, in order.
-        same_tokens: whether all models of every seed saw the same tokens in the same order; `None` if every run was
-            stopped early.
-        statistics: the result of `analyse` for the test losses; with `stop: early` that of each model's last analysis.
-        interim: with `stop: early`, what was known at each interim analysis, by model, else `None`.
-        noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of
-            them has no losses of parts of the text.
+        same_tokens: whether models saw the same tokens in the same order; `None` if every run was stopped early.
+        statistics: of the test losses; with `stop: early` at each model's last analysis.
+        interim: with `stop: early`, the interim analyses by model.
+        noise_from_text: of the baseline's reported runs, see the function; `None` if a run has no parts.
     """
 
     name: str
@@ -298,7 +293,7 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
     for run in whole:
         streams.setdefault(run.seed, set()).add(finished[run.name].data.token_stream)
     same_tokens = len({finished[run.name].data.fingerprint for run in runs}) == 1
-    same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
+    same_tokens = same_tokens and all(len(stream) == 1 for stream in streams.values())
     analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
     return ScaleOutcome(
         name=scale.name,
@@ -307,7 +302,7 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         command=scale.command,
         tokens_per_run=max((finished[run.name].data.tokens_seen for run in whole), default=scale.tokens_per_run),
         comparison=without_folders(scale.config.to_dict()),
-        token_streams={seed: sorted(found)[0] for seed, found in sorted(streams.items())},
+        token_streams={seed: min(stream) for seed, stream in sorted(streams.items())},
         same_tokens=same_tokens if streams else None,
         models=models,
         statistics=analysis,
@@ -323,7 +318,7 @@ def judge(
     """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
-    parts = {} if any(None in own.values() for own in parts.values()) else parts
+    parts = {} if any(None in by_seed.values() for by_seed in parts.values()) else parts
     share = noise_from_text(list(parts.get(baseline, {}).values()))
     boundaries = {name: model.boundaries for name, model in models.items()}
     if stop is None:
@@ -339,14 +334,14 @@ def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Ou
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
-    """The trend of the test losses over several scales, in which each scale has the intervals of its own analysis."""
+    """Returns the trend of the test losses over several scales, with the intervals of each scale's own analysis."""
     if len(scales) < 2:
         return None
-    found = [
+    losses = [
         ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
         for name, scale in scales.items()
     ]
-    trend = analyse_trend(found, next(iter(scales.values())).baseline)
+    trend = analyse_trend(losses, next(iter(scales.values())).baseline)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
             step = trend.models[model].steps[name]

@@ -1,6 +1,4 @@
-"""The report of a comparison, made from its outcome alone: a list of sections, and parts of it for terminals and
-cards.
-"""
+"""The report of a comparison, made from its outcome alone, and parts of it for terminals and cards."""
 
 import textwrap
 from collections.abc import Iterable
@@ -34,7 +32,7 @@ from .trend import TrendVerdict
 
 
 _TERMINAL_WIDTH = 120
-# In the terminal: columns of the table of models, with their titles there
+# Columns of the table in the terminal, with their titles there
 _TERMINAL_COLUMNS = {
     "model": "model",
     "test loss (nats)": "test loss (nats)",
@@ -119,8 +117,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> Markdown:
-    """The outcome for a model card, as Markdown: warnings, the protocol, the noise floor, a row for each model, and
-    the trend.
+    """The outcome for a model card, as Markdown.
 
     Args:
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
@@ -136,15 +133,14 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = Markdown(f"**{plain(model)}** (this model)")
-    has_choice = any(len(each.learning_rates) > 1 for each in found.models.values())
-    chosen = ", each model at its own best learning rate" if has_choice else ""
+    chosen = ", each model at its own best learning rate" if found.has_choice else ""
     same = ", all on the same tokens in the same order" if found.same_tokens else ""
     parts = [
         *map(warning, warning_sentences(outcome)),
         Markdown(
             f"From the comparison {code(found.name)}: {len(rows)} models, "
-            f"{'up to ' * bool(found.interim)}{len(found.seeds)} "
-            f"seeds each, {found.tokens_per_run:,} tokens a run{chosen}{same}."
+            f"{'up to ' if found.interim else ''}{len(found.seeds)} seeds each, {found.tokens_per_run:,} "
+            f"tokens a run{chosen}{same}."
         ),
         outcome_sentence(found),
         noise_floor_sentence(found),
@@ -162,7 +158,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
 
 
 def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
-    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by their published names."""
+    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by published names."""
     files = files_in(folder, ("results.md", "figures/*.png"))
     contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
     if (report := contents.get("comparison/results.md")) is not None:
@@ -179,7 +175,7 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
-    """The report, section by section: verdicts, a figure and a table, then details; how all was judged is folded."""
+    """The report, section by section."""
     head = Section("", [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)])
     first, others = figures[:1], figures[1:]
     if outcome.trend:
@@ -216,32 +212,26 @@ def _models(found: ScaleOutcome) -> Section:
         Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's"))
         for name, fields in given.items()
     ]
-    early = early_sentences(found)
-    return Section(
-        "Models", [markdown_table(summary_rows(found)), *early, "What differs between them:", bullets(differences)]
-    )
+    parts = [markdown_table(summary_rows(found)), *early_sentences(found), "What differs between them:"]
+    return Section("Models", [*parts, bullets(differences)])
 
 
 def _runs(found: ScaleOutcome) -> list[Section]:
     """The sections of one scale about tasks, rates and runs."""
-    rates, tasks, stability = rate_rows(found), task_rows(found), stability_rows(found)
-    return [
-        *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
-        *(
-            [Section("Learning rates", [_RATES_CAPTION.format(found.objective.loss_unit), markdown_table(rates)])]
-            if rates
-            else []
-        ),
-        *([Section("Stability at the end", [_STABILITY_CAPTION, markdown_table(stability)])] if stability else []),
-        Section("Every run", [markdown_table(run_rows(found))], is_folded=True),
-    ]
+    tables = {
+        "Downstream tasks": (_TASKS_CAPTION, task_rows(found)),
+        "Learning rates": (_RATES_CAPTION.format(found.objective.loss_unit), rate_rows(found)),
+        "Stability at the end": (_STABILITY_CAPTION, stability_rows(found)),
+    }
+    sections = [Section(title, [text, markdown_table(rows)]) for title, (text, rows) in tables.items() if rows]
+    return [*sections, Section("Every run", [markdown_table(run_rows(found))], is_folded=True)]
 
 
 # Sentences
 
 
 def outcome_sentences(outcome: Outcome) -> list[str]:
-    """The verdicts in one line, those at the largest scale if there are several, and then the trend in another."""
+    """The verdicts at the largest scale in one line, and the trend in another if there is one."""
     name, found = list(outcome.scales.items())[-1]
     if outcome.trend is None:
         return [outcome_sentence(found)]
@@ -269,19 +259,17 @@ def trend_protocol(outcome: Outcome) -> list[str]:
         "No model is tested over the scales."
         if not tested
         else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
-        "logarithm of "
-        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected for {tested} "
-        "models "
-        "by Holm's method.",
+        f"logarithm of compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected "
+        f"for {tested} models by Holm's method.",
         *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
 
 
 def cost_sentence(found: ScaleOutcome) -> str:
     """What a run of the baseline costs at one scale."""
+    parameters = found.models[found.baseline].size.non_embedding
     return (
-        f"{found.models[found.baseline].size.non_embedding:,} non-embedding parameters, "
-        f"{found.tokens_per_run:,} tokens "
+        f"{parameters:,} non-embedding parameters, {found.tokens_per_run:,} tokens "
         f"and {found.flops(found.baseline):.2g} FLOPs a run, {len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}."
     )
 
@@ -305,15 +293,11 @@ def outcome_sentence(found: ScaleOutcome) -> str:
 
 
 def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
-    """What a reader must know before the outcome, the largest scale first; where models are tested, also of too few
-    seeds.
-    """
-    found = [
-        (name, text)
-        for name, scale in reversed(outcome.scales.items())
-        for text in _warnings_of_scale(scale, has_tests)
-    ]
-    warnings = [f"Scale {name}: {text}" if len(outcome.scales) > 1 else text for name, text in found]
+    """What a reader must know before the outcome, the largest scale first."""
+    warnings = []
+    for name, scale in reversed(outcome.scales.items()):
+        prefix = f"Scale {name}: " if len(outcome.scales) > 1 else ""
+        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(scale, has_tests)]
     return [*warnings, outcome.trend.multiplier_note] if outcome.trend and outcome.trend.multiplier_note else warnings
 
 
@@ -405,8 +389,8 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
     if found.has_choice:
         sentences.append(
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "
-            "validation "
-            "split. The reported loss is that of the same run on the test split, which was not used to choose."
+            "validation split. The reported loss is that of the same run on the test split, which was not "
+            "used to choose."
         )
         if any(model.search for model in found.models.values()):
             sentences.append(

@@ -70,9 +70,7 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
 
 
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
-    """Makes all runs that are not finished, writes the report, and returns the results; raises as `run_comparison`
-    does.
-    """
+    """Makes all runs that are not finished, writes the report, and returns the results."""
     outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
@@ -135,10 +133,7 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """Writes the page of the best model beside the baseline if the recipe asks it, and returns whether it did.
-
-    The page shows one run of each model at the largest scale. A baseline that diverged has none.
-    """
+    """Writes the page of the best model and the baseline if the recipe asks for it, and returns whether it did."""
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
     if not recipe.explore:
@@ -159,7 +154,7 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
 
 
 def _claim_folder(folder: Path, comparison: Comparison) -> None:
-    """Writes the comparison into a new folder, or checks that it is the one there, which may have fewer seeds."""
+    """Writes the comparison into a new folder, or checks that the folder has the same, perhaps with fewer seeds."""
     place, config = RunFolder(folder, COMPARISON_FILE), comparison.config
     with place.held(CLAIM_PATIENCE):
         written = place.made_from()

@@ -29,16 +29,16 @@ def summary_rows(found: ScaleOutcome) -> Rows:
     """A row for each model at one scale."""
     finished = {name: model.finished for name, model in found.models.items()}
     scores = {name: [run.result.losses.validation.chrf for run in runs] for name, runs in finished.items()}
-    scores = {name: [score for score in own if score is not None] for name, own in scores.items()}
+    scores = {name: [score for score in values if score is not None] for name, values in scores.items()}
     has_frozen = any(model.size.trained < model.size.total for model in found.models.values())
     rows = []
     for name, model in found.models.items():
-        own = finished[name]
-        cells, machines = _verdict_cells(found.statistics, name, len(model.runs)), [run.result.machine for run in own]
+        runs = finished[name]
+        cells, machines = _verdict_cells(found.statistics, name, len(model.runs)), [run.result.machine for run in runs]
         row = {
             "model": name,
             "verdict": cells.pop("verdict"),
-            "test loss (nats)": _mean_and_deviation([run.test_loss for run in own]),
+            "test loss (nats)": _mean_and_deviation([run.test_loss for run in runs]),
             **cells,
             **({"chrF (validation)": _mean_and_deviation(scores[name], ".1f")} if any(scores.values()) else {}),
             **({"seeds": str(len(model.runs))} if found.interim else {}),
@@ -51,7 +51,7 @@ def summary_rows(found: ScaleOutcome) -> Rows:
             "tokens/s": _median((machine.tokens_per_second for machine in machines), ",.0f"),
             "peak memory (MiB)": _memory(machine.peak_memory for machine in machines),
             "training time (s)": _median((machine.seconds for machine in machines), ",.1f"),
-            "diverged": f"{len(model.runs) - len(own)} of {len(model.runs)}",
+            "diverged": f"{len(model.runs) - len(runs)} of {len(model.runs)}",
         }
         rows.append(row)
     names = {
@@ -81,7 +81,7 @@ def _verdict_cells(analysis: Analysis, model: str, runs: int) -> dict[str, str]:
 
 
 def rate_rows(found: ScaleOutcome) -> Rows:
-    """Validation loss of each model at each learning rate tried, the mean over seeds; empty if there was no choice."""
+    """Mean validation loss of each model at each learning rate tried; empty if there was no choice."""
     swept = {name: model for name, model in found.models.items() if len(model.learning_rates) > 1}
     rates = sorted({rate for model in swept.values() for rate in model.learning_rates})
     rows = []
@@ -120,13 +120,13 @@ def task_rows(found: ScaleOutcome) -> Rows:
 
 
 def stability_rows(found: ScaleOutcome) -> Rows:
-    """A row for each model: its quantities of stability at the last recorded step; empty if none were recorded."""
-    runs = {name: model.finished for name, model in found.models.items()}
-    if not any(run.history.stability for own in runs.values() for run in own):
+    """A row for each model: its stability at the last recorded step; empty if none was recorded."""
+    finished = {name: model.finished for name, model in found.models.items()}
+    if not any(run.history.stability for runs in finished.values() for run in runs):
         return []
     rows = []
-    for name, own in runs.items():
-        curves = {title: [over_layers(run.history, of) for run in own] for of, (title, *_) in QUANTITIES.items()}
+    for name, runs in finished.items():
+        curves = {title: [over_layers(run.history, of) for run in runs] for of, (title, *_) in QUANTITIES.items()}
         ends = {title: [curve[-1][1] for curve in those if curve] for title, those in curves.items()}
         rows.append({"model": name, **{title: _mean_and_deviation(values, ".3g") for title, values in ends.items()}})
     return rows
@@ -157,17 +157,18 @@ def run_rows(found: ScaleOutcome) -> Rows:
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
     """The tables of a trend, each with its caption."""
-    multipliers = [
-        {"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in outcome.trend.models.items()
-    ]
     tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
     if rows := family_rows(outcome):
         tables.append((rows, _FAMILY_CAPTION))
-    return tables if outcome.trend.multiplier_note else [*tables, (multipliers, _MULTIPLIERS_CAPTION)]
+    if not outcome.trend.multiplier_note:
+        models = outcome.trend.models.items()
+        rows = [{"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in models]
+        tables.append((rows, _MULTIPLIERS_CAPTION))
+    return tables
 
 
 def family_rows(outcome: Outcome) -> Rows:
-    """A row for each model: p at each scale, corrected for all tests of all scales; empty if there is no test."""
+    """A row for each model: p at each scale, corrected for all tests of all scales."""
     tests = [
         (scale, model, effect.p)
         for scale, found in outcome.scales.items()
@@ -220,8 +221,8 @@ _FAMILY_CAPTION = (
 )
 _MULTIPLIERS_CAPTION = (
     "Compute multiplier: how many times the model's compute the baseline would need for the model's loss, by a curve "
-    "through "
-    "its mean losses, with 95 % intervals. A dash stands for an end that lies more than a decade beyond the ladder."
+    "through its mean losses, with 95 % intervals. A dash stands for an end that lies more than a decade "
+    "beyond the ladder."
 )
 
 
@@ -258,9 +259,7 @@ def with_interval(value: float | None, interval: Interval | None, form: str) -> 
 
 
 def p_value(p: float | None) -> str:
-    """Formats a p-value; tiny ones only as a bound, and those near 0.05 so that the reader sees on which side they
-    are.
-    """
+    """Formats a p-value: tiny ones as a bound, those near 0.05 with one more digit."""
     if p is not None and p < 1e-4:
         return "< 0.0001"
     return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")

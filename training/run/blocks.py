@@ -48,9 +48,8 @@ def make_blocks(
 ) -> Blocks:
     """Joins documents by end-of-text into one stream, and cuts the stream into blocks.
 
-    Reads a special token that a document contains, such as `<|endoftext|>`, as text. Tokenizers that look up whole
-    words (`Unigram`, `WordLevel`) still read it as a special token. The blocks of a `Dataset` do not depend on the
-    number of processes. An `IterableDataset` is cut a thousand documents at a time, without the rest of each thousand.
+    Reads a special token that a document contains, such as `<|endoftext|>`, as text, unless the tokenizer looks up
+    whole words. An `IterableDataset` is cut a thousand documents at a time, without the rest of each thousand.
 
     Args:
         keep_remainder: keep two or more tokens at the end of a `Dataset` as a shorter block.
@@ -152,9 +151,9 @@ class BlockCollator:
     """Makes a batch of blocks, with each token as its own label. Pads shorter blocks by tokens without labels.
 
     Attributes:
-        restart: whether positions, and so attention, restart after each end of text. The first token of a document
-            then loses its label, because it does not see the token before it.
-        is_causal: false for encoders, which would attend to padding, and where each token of the text keeps its label.
+        restart: whether positions, and so attention, restart after each end of text. Then a decoder has no label for
+            the first token of a document.
+        is_causal: false for encoders, which need a mask of padding.
     """
 
     end_of_text: int

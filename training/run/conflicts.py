@@ -19,9 +19,7 @@ from .recipe import Recipe
 
 
 def emulated_bf16(training: Mapping[str, Any]) -> str | None:
-    """A warning if bfloat16 is asked for on a CPU without instructions for it, where PyTorch is much slower than in
-    float32.
-    """
+    """Returns a warning if bfloat16 is asked for on a CPU without instructions for it."""
     if not training.get("bf16") or torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
         return None
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -33,16 +31,9 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Finds every conflict between settings before anything heavy starts.
-
-    Raises:
-        ValueError: for conflicts, which it lists, or a model that does not exist.
-    """
-    if conflicts := [
-        *_conflicts_with_model(recipe),
-        *_conflicts_of_arguments(recipe),
-        *_conflicts_of_trained(recipe),
-    ]:
+    """Raises `ValueError` for conflicts between settings, which it lists, or a model that does not exist."""
+    checks = (_conflicts_with_model, _conflicts_of_arguments, _conflicts_of_trained)
+    if conflicts := [conflict for check in checks for conflict in check(recipe)]:
         raise ValueError("; ".join(conflicts))
 
 

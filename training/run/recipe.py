@@ -32,7 +32,7 @@ from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
-# Metrics of an evaluation that are better if greater. Trainer assumes this of every metric but a loss
+# Metrics of an evaluation that are better if greater
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
 
 
@@ -57,10 +57,7 @@ def _field(
 
 @dataclass(frozen=True)
 class Recipe(Value):
-    """Everything that says what a run is. Equal recipes make equal runs, and have equal hashes.
-
-    `config`, `conversion` and `arguments` are made at first use, and are not pickled.
-    """
+    """Everything that says what a run is. Equal recipes make equal runs, and have equal hashes."""
 
     model: str = _field("model")
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
@@ -251,7 +248,7 @@ _FIELDS = {
     for kind in (Recipe, TrainingArguments)
 }
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
-# Fields of text. `TrainingArguments` has optional ones that also take other types: `fsdp` takes true
+# Fields of text alone. Optional ones of `TrainingArguments` may take other types, as `fsdp` takes true
 _TEXTS = {
     name
     for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
@@ -287,20 +284,13 @@ class _RecipeParser(HfArgumentParser):
 
 
 def read_overrides(words: list[str]) -> dict[str, Any]:
-    """Reads the overrides of a recipe from a command line.
-
-    Args:
-        words: `--field value` for any field of `Recipe` or `TrainingArguments`, `--set switch=value` for the model.
-
-    Returns:
-        The fields on the command line, with those of `--set` as a mapping under `"switches"`.
-    """
+    """Reads the overrides of a recipe from the words of a command line, with those of `--set` under `"switches"`."""
     fields = _RECIPE_FIELDS | _TRAINING_FIELDS
     # Without defaults, argparse returns only what the command line gives
     arguments, unknown = _RecipeParser(dict.fromkeys(fields, None)).parse_known_args(words)
     if unknown:
-        given = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
-        check_keys("command line", given, fields | {"set"})
+        names = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
+        check_keys("command line", names, fields | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
     if "text_template" in overrides:
@@ -356,11 +346,9 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
 
 
 def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str, trust_parts: bool) -> None:
-    """Raises `ValueError` if a recipe read from YAML holds the code of parts, as the record of a run does, or names a
-    kernel.
+    """Raises `ValueError` if a recipe read from YAML holds the code of parts, or names a kernel.
 
-    Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps
-    from elsewhere. The processes that this program starts do not get their recipes as YAML.
+    The YAML may come from elsewhere, with the code in it. `parts: [my_idea.py]` names a file of this machine.
     """
     check_kernels(content, source)
     parts = content.get("parts")
@@ -378,8 +366,7 @@ def read_recipe(
     """Makes a recipe from the content of its file.
 
     Args:
-        content: the fields of `Recipe`, with `training` and `switches` as mappings of their own.
-        source: the origin of the content, for error messages; its stem names the default `output_dir`.
+        source: the file, for error messages; its stem names the default `output_dir`.
     """
     content = dict(content)
     overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
@@ -420,11 +407,10 @@ def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
 
 
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Loads files of attention parts, and returns their texts by name: a recipe holds them, so that other machines can
-    run it.
+    """Loads files of attention parts, and returns their texts by name, which a recipe holds for other machines.
 
     Args:
-        parts: files, in the folder of the recipe or the working directory; or what this function has returned.
+        parts: files, in the folder of the recipe or the working directory; or their texts by name.
     """
     texts = parts
     if not isinstance(parts, Mapping):
@@ -445,19 +431,16 @@ def without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the fields of `TrainingArguments` that do not belong in a recipe: the user's folders, names and tokens."""
+    """Drops the fields of `TrainingArguments` with the user's folders, names and tokens."""
     return {
         name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)
     }
 
 
 def _training_defaults(training: dict[str, Any]) -> dict[str, Any]:
-    """Values of `TrainingArguments` that suit the device and make curves of 20 and 5 points, unless the recipe sets
-    them.
-    """
+    """Returns defaults that suit the device, and make curves of 20 and 5 points."""
     has_gpu = torch.cuda.is_available()
-    # Without `use_cpu`, processes that `accelerate launch` starts on a machine without accelerator do not find each
-    # other
+    # Without `use_cpu`, processes of `accelerate launch` do not find each other on a CPU
     defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
     defaults |= {"logging_steps": 0.05, "eval_steps": 0.2, "eval_strategy": "steps"}  # shares of all steps
     if not {"bf16", "fp16"} & set(training):

@@ -35,8 +35,7 @@ def evaluate_tasks(
         limit: evaluate the first items only: this many, or below 1 this share.
 
     Returns:
-        The results of lm_eval, with the score of guessing in `chance`: for each task, the mean of one over the number
-        of choices, or `None` if a task does not offer choices.
+        The results of lm_eval, with the score of guessing in `chance`, which is `None` for a task without choices.
     """
     _require_lm_eval()
     from lm_eval import simple_evaluate
@@ -57,8 +56,7 @@ def evaluate_tasks(
 def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     """Returns the numbers in the results of `evaluate_tasks` by task or group, ready for JSON.
 
-    These are each metric, its standard error as `METRIC_stderr` if known, the number of `items`, and `chance`, the
-    accuracy of guessing or `None`. A metric after a filter of lm_eval is named `METRIC,FILTER`.
+    These are each metric as `METRIC` or `METRIC,FILTER`, its `METRIC_stderr`, the number of `items`, and `chance`.
     """
     scores = {}
     for task, values in results["results"].items():

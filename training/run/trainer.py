@@ -90,8 +90,7 @@ def train_recipe(
     )
     forget_used_kernels()
     if arguments.torch_compile:
-        # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record
-        # empty
+        # Kernels are recorded while a graph is traced
         torch.compiler.reset()
     run = _build(recipe, size, tokenizer_folder or folder, callbacks)
     if is_main_process:
@@ -108,9 +107,7 @@ def train_recipe(
 
 @dataclass
 class _Run:
-    """The parts of a run: its recipe, `Trainer`, record, data by split, the fingerprint of the documents, and the size
-    of the model.
-    """
+    """The parts of a run."""
 
     recipe: Recipe
     trainer: Trainer
@@ -168,8 +165,7 @@ def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequen
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special
-    tokens.
+    """Makes or loads the model of a recipe, with the tokenizer's special tokens.
 
     What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
     """
@@ -191,7 +187,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         initialize_by_name(model, recipe.arguments.seed)
     else:
         with source_named(recipe.model):
-            model, found = auto_class_of(config).from_pretrained(
+            model, loading = auto_class_of(config).from_pretrained(
                 recipe.model,
                 config=config,
                 dtype=torch.float32,
@@ -199,7 +195,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        if missing := sorted(found["missing_keys"]):  # they would be new, without a word
+        if missing := sorted(loading["missing_keys"]):  # they would be new, without a word
             raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or objective.loss_type
@@ -207,7 +203,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 
 def _announcement(run: _Run) -> str:
-    """Says what is trained, on how much text, where, and by which attention backends, compiled now if need be."""
+    """Says what is trained, on how much text, where, and by which attention backends."""
     model = run.trainer.model
     arguments = run.trainer.args
     tokens = run.blocks["train"].tokens
@@ -247,8 +243,8 @@ def _train(run: _Run) -> None:
         except UnpicklingError:  # PyTorch's message advises to run what it holds
             raise ValueError(f"{checkpoint} is damaged, or holds code besides tensors; delete it") from None
         return
-    # Interrupted after its last step, when Trainer would take one more: only the weights are loaded. TensorBoard's
-    # folder is named when training begins: without it the evaluation would be logged below the current folder
+    # Interrupted after its last step, when Trainer would take one more. TensorBoard would log the evaluation below the
+    # current folder, because its own is named when training begins
     trainer.remove_callback(TensorBoardCallback)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
@@ -347,7 +343,7 @@ def _write_results(run: _Run, result: RunResult) -> None:
         config = run.trainer.model.config
         card = render(folder.resolve().name, config, size, run.recipe.to_dict(), result, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
-    # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
+    # Trainer's summary counts only the part of the run after the last interruption
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
     with atomic_dir(folder) as unfinished:
         state.save_to_json(str(unfinished / STATE_FILE))

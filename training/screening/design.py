@@ -1,8 +1,7 @@
-"""The design of a screening: a two-level fractional factorial, in which every factor is a change that is off or on.
+"""The design of a screening: a two-level fractional factorial of changes that are off or on, and a low or high rate.
 
-So is the learning rate, low or high. Each row of the design is a model, trained with every seed. In a design of
-resolution IV no main effect is mixed with another one or with an interaction of two factors (Box, Hunter and Hunter
-2005, chapter 6).
+Each row of the design is a model, trained with every seed. In a design of resolution IV no main effect is mixed with
+another one or with an interaction of two factors (Box, Hunter and Hunter 2005, chapter 6).
 """
 
 import itertools

@@ -9,9 +9,17 @@ from typing import Any
 
 from ..comparison import estimate
 from ..comparison.comparison import Comparison, Variant, outline
-from ..comparison.config import SINGLE, ComparisonConfig, ComparisonFile, ConfirmConfig, FactorConfig, ModelConfig
+from ..comparison.config import (
+    SINGLE,
+    ComparisonConfig,
+    ComparisonFile,
+    ConfirmConfig,
+    FactorConfig,
+    ModelConfig,
+    SearchConfig,
+)
 from ..comparison.inference import FIRST_INTERIM
-from ..comparison.lr_search import Rates, SearchConfig
+from ..comparison.lr_search import Rates
 from ..comparison.reading import read_shared_recipe, size_scale, size_variant
 from ..run.recipe import Recipe
 from ..size import Size
