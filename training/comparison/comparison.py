@@ -80,7 +80,7 @@ class Scale:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of the runs, of which each chooses a rate for each model and reports its run at that rate."""
+        """The seeds of the runs. Each chooses a learning rate for each model."""
         return self.config.seeds
 
     @property

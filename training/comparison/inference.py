@@ -166,7 +166,7 @@ def analyse(
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
-    A model is not tested if it or the baseline diverged on one of its seeds, or if the rate of one of the two is at
+    A model is not tested if it or the baseline diverged on one of its seeds, or if the best rate of either is at
     the boundary. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within noise",
     or "too few seeds" if the smallest detectable effect exceeds `PLAUSIBLE_EFFECT`. Without any noise p is 1 for equal
     losses and 0 for others.
@@ -297,7 +297,7 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
 
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
     replication, Fisher 1925). A seed may do well on one part and badly on another, e_sp, and the mean over P parts
-    keeps var(e) / P of this. So the share is the mean square of the residuals over that of the seeds: 1 / F.
+    keeps var(e) / P of this. So the share is 1 / F, the mean square of residuals over that of seeds.
     Neighbours are merged to `_TEXT_PARTS` parts, because parts of one document are not independent.
 
     Args:
@@ -319,8 +319,8 @@ def with_text(
     """Widens the intervals of an analysis so that they hold for other test texts too.
 
     The difference of seed s on part p is modelled as in `noise_from_text`, with parts drawn at random. The variance of
-    its mean over S seeds and P parts is estimated without bias by (MS_seeds + MS_parts - MS_rest) / (S P), with
-    Satterthwaite's degrees of freedom (1946), and at least the fewer of those of seeds and parts. No interval becomes
+    its mean over S seeds and P parts is estimated by (MS_seeds + MS_parts - MS_rest) / (S P), without bias.
+    Degrees of freedom are Satterthwaite's (1946), and at least the fewer of seeds and parts. No interval becomes
     narrower. Verdicts and p stay: they are about this text.
 
     Args:

@@ -102,7 +102,7 @@ class _Curve:
         self.log_loss = CubicHermiteSpline(log_flops, self.log_means, _slopes(log_flops, self.log_means))
 
     def place(self, scale: int, difference: float) -> tuple[float, float]:
-        """Returns log C at which the loss is lower than the mean of a scale by so many nats, and the slope there."""
+        """Returns log C and the slope where the loss is lower than the mean of a scale by `difference`."""
         log_loss = math.log(self.means[scale] - difference)
         for end, is_beyond in ((0, log_loss >= self.log_means[0]), (-1, log_loss <= self.log_means[-1])):
             if is_beyond:

@@ -41,8 +41,8 @@ def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     """Adds the means of several scales, each with the noise of its own seeds.
 
     The sum of `mean(z_s)` has the variance V = sum v_s, v_s = var(z_s) / n_s. Welch (1947) and Satterthwaite (1946)
-    give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom, with which tests of few seeds err too often. So the mean
-    of this number and of the smallest n_s - 1 is used, which is never too many (Banerjee 1960). A test of a single
+    give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom. With few seeds that is too many, so the mean of this
+    number and of the smallest n_s - 1 is used (Banerjee 1960). A test of a single
     scale is Student's. Returns `None` if a scale has a single seed.
 
     Args:

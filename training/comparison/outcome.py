@@ -21,7 +21,7 @@ from .trend import ScaleLosses, Trend, analyse_trend
 
 
 VERSION = 2
-# What files of version 1 and before say of a scale and of a model, in place of their runs
+# Fields of a scale and of a model in files of version 1 and older; runs have them now
 _SHARED = ("dataset_fingerprint", "train_tokens", "validation_tokens", "test_tokens", "device", "versions")
 _SHARED += ("parameters", "trained_parameters", "non_embedding_parameters", "flops_per_token")
 _RUNS = ("tried", "runs")
@@ -31,8 +31,7 @@ Curve = list[tuple[int, float | None]]
 
 @dataclass(frozen=True)
 class History:
-    """What a run recorded while training: `(step, value)` of each loss and gradient norm; `None` where it was not
-    finite.
+    """The curves of a run, of points `(step, value)`; `None` is a value that is not finite.
 
     Attributes:
         train_loss, validation_loss, gradient_norm: in nats per token, and before clipping.
@@ -57,7 +56,7 @@ class RunOutcome:
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a record, which in files without a version has no group `result`."""
+        """Returns the fields of a record. In files without a version its result has no group."""
         return {"result": content, **content}
 
     @property
@@ -77,7 +76,7 @@ class RunOutcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run diverged, or its test loss is not finite, which leaves nothing to compare."""
+        """Whether the run diverged, or its test loss is not finite."""
         return self.test_loss is None
 
 

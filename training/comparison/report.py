@@ -334,7 +334,7 @@ def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
 
 
 def _boundary_warnings(name: str, model: ModelOutcome, since: str) -> list[str]:
-    """Says where a model's best rate is the smallest or the largest tried, and since when it has no verdict."""
+    """Warns if a model's best rate is the smallest or the largest tried."""
     warnings = []
     for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
         seeds = [seed for seed, found in model.boundaries.items() if found == end]

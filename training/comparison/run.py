@@ -133,7 +133,7 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """Writes the page of the best model and the baseline if the recipe asks for it, and returns whether it did."""
+    """Writes the page of the best model and the baseline if the recipe asks for it. Returns whether it was written."""
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
     if not recipe.explore:

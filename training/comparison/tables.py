@@ -21,7 +21,7 @@ _ABSURD = 100.0
 Rows = list[dict[str, str]]
 
 
-# With interim analyses: p times the number of models, divided by the share of the error that the analysis spends
+# With interim analyses: p times the number of models over the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"
 
 
@@ -198,7 +198,7 @@ def improvement_rows(trend: Trend) -> Rows:
 
 
 def _steps(found: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
-    """A quantity of a model at each scale; where it has none, the note says why."""
+    """A quantity of a model at each scale, or the note that says why it is missing."""
     cells = {}
     for scale, step in found.steps.items():
         value = getattr(step, quantity)

@@ -43,7 +43,7 @@ class Step:
         improvement_interval: a paired t interval; the baseline's mean loss counts as known.
         multiplier: how many times the model's FLOPs the baseline would need to be as good.
         multiplier_interval: an end is None if it lies more than `REACH` decades beyond the ladder.
-        note: "beyond" if this is so for the multiplier or an end, else why there is no multiplier, or empty.
+        note: "beyond" if the multiplier or an end lies there; else the reason for no multiplier, or empty.
     """
 
     flops: float
