@@ -71,7 +71,6 @@ class Scale:
     name: str
     config: ComparisonConfig
     variants: dict[str, Variant]
-    command: str = ""
 
     @property
     def baseline(self) -> str:
@@ -171,7 +170,6 @@ class Scale:
             )
 
     def _describe_model(self, name: str) -> dict[str, str]:
-        """Returns a row of the plan's table."""
         variant = self.variants[name]
         size = variant.size
         return {

@@ -113,7 +113,6 @@ def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of a field as in a file."""
     if isinstance(value, _Section):
         return value.to_dict()
     return {name: _plain(entry) for name, entry in value.items()} if isinstance(value, dict) else value

@@ -48,10 +48,10 @@ def figure_section(folder: Path, name: str, title: str, caption: str, figure: Fi
     return Section(title, [caption], figure=(name, drawn))
 
 
-def draw_curves(found: ScaleOutcome) -> Figure | None:
+def draw_curves(results: ScaleOutcome) -> Figure | None:
     """Losses over steps, and below the improvement over the baseline, as in Figure 1 of arXiv 2603.13381."""
-    styles = model_styles(found.baseline, found.models)
-    finished = {name: model.finished for name, model in found.models.items()}
+    styles = model_styles(results.baseline, results.models)
+    finished = {name: model.finished for name, model in results.models.items()}
     if not any(finished.values()):
         return None
     figure = Figure(figsize=(9, 8.5), layout="constrained")
@@ -69,10 +69,10 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
         points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
-    losses.set_ylabel(f"loss (nats per {found.objective.loss_unit})")
-    losses.set_title(f"{found.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
+    losses.set_ylabel(f"loss (nats per {results.objective.loss_unit})")
+    losses.set_title(f"{results.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
 
-    reference = finished[found.baseline]
+    reference = finished[results.baseline]
     steps, values = _align(run.history.validation_loss for run in reference)
     points = [(step, 0.0) for step in steps]
     improvements.axhline(0.0, color=BASELINE["color"], linewidth=BASELINE["linewidth"])
@@ -82,49 +82,51 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
         points += [*zip(steps, floor), *zip(steps, -floor)]
     for name, runs in finished.items():
         pairs = [(run, other) for run in runs for other in reference if run.seed == other.seed]
-        if pairs and name != found.baseline:
+        if pairs and name != results.baseline:
             steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
             own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
             points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
     scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
-    improvements.set(xlabel="optimizer step", title=f"Improvement over {found.baseline}, seed by seed; up is better")
+    improvements.set(xlabel="optimizer step", title=f"Improvement over {results.baseline}, seed by seed; up is better")
     grey = {"color": "#555555", "linewidth": 1.6}
     lines = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
-    add_legend(figure, found.baseline, _runs(found), styles, [*lines, noise_patch()] if len(reference) > 1 else lines)
+    add_legend(
+        figure, results.baseline, _runs(results), styles, [*lines, noise_patch()] if len(reference) > 1 else lines
+    )
     return figure
 
 
-def draw_parameters(found: ScaleOutcome) -> Figure | None:
+def draw_parameters(results: ScaleOutcome) -> Figure | None:
     """Improvement against parameters, as in Figure 2 of arXiv 2603.13381; models of one size stand side by side."""
-    styles = model_styles(found.baseline, found.models)
-    effects = {found.baseline: (0.0, None)}
-    for name, effect in found.statistics.effects.items():
+    styles = model_styles(results.baseline, results.models)
+    effects = {results.baseline: (0.0, None)}
+    for name, effect in results.statistics.effects.items():
         if effect.loss_improvement is not None:
             effects[name] = effect.loss_improvement, effect.loss_improvement_interval
     if len(effects) < 2:
         return None
     figure, axes = _begin_improvements()
-    floor = found.statistics.noise_floor_percent or 0.0
+    floor = results.statistics.noise_floor_percent or 0.0
     axes.axhspan(-floor, floor, **NOISE)
     values = [-floor, floor]
     for index, (name, effect) in enumerate(effects.items()):
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
-        values += draw_interval(axes, found.models[name].size.non_embedding * shift, *effect, styles[name])
-    scale_percent(axes, f"improvement of test {found.objective.loss_name} (%)", values)
+        values += draw_interval(axes, results.models[name].size.non_embedding * shift, *effect, styles[name])
+    scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
-    axes.set_title(f"{found.name}: improvement over {found.baseline}; up is better", parse_math=False)
-    add_legend(figure, found.baseline, _runs(found), styles, [noise_patch()] if floor else [])
+    axes.set_title(f"{results.name}: improvement over {results.baseline}; up is better", parse_math=False)
+    add_legend(figure, results.baseline, _runs(results), styles, [noise_patch()] if floor else [])
     return figure
 
 
-def draw_interim(found: ScaleOutcome) -> Figure | None:
+def draw_interim(results: ScaleOutcome) -> Figure | None:
     """Improvement and interval of each model at each interim analysis, of a comparison with `stop: early`."""
-    interims = {name: own for name, own in (found.interim or {}).items() if own}
+    interims = {name: own for name, own in (results.interim or {}).items() if own}
     if not interims:
         return None
-    styles = model_styles(found.baseline, found.models)
+    styles = model_styles(results.baseline, results.models)
     figure, axes = _begin_improvements()
     values = [0.0]
     for index, (name, own) in enumerate(interims.items()):
@@ -133,17 +135,17 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
             if interim.loss_improvement_interval is not None:
                 interval = interim.loss_improvement_interval
                 values += draw_interval(axes, interim.seeds + shift, interim.loss_improvement, interval, styles[name])
-    scale_percent(axes, f"improvement of test {found.objective.loss_name} (%)", values)
+    scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
     axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
     axes.set_xlabel("seeds")
-    axes.set_title(f"{found.name}: improvement at each interim analysis; up is better", parse_math=False)
-    add_legend(figure, found.baseline, _runs(found), styles)
+    axes.set_title(f"{results.name}: improvement at each interim analysis; up is better", parse_math=False)
+    add_legend(figure, results.baseline, _runs(results), styles)
     return figure
 
 
-def draw_stability(found: ScaleOutcome) -> Figure | None:
+def draw_stability(results: ScaleOutcome) -> Figure | None:
     """The quantities of `attention_statistics` and the gradient norm over steps; runs that diverged are dotted."""
-    styles, runs = model_styles(found.baseline, found.models), _runs(found)
+    styles, runs = model_styles(results.baseline, results.models), _runs(results)
     curves = {
         quantity: {
             name: [(run.diverged, over_layers(run.history, quantity)) for run in own] for name, own in runs.items()
@@ -178,8 +180,8 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
-    add_legend(figure, found.baseline, runs, styles, [dotted])
-    figure.suptitle(f"{found.name}: stability while training, mean over seeds", parse_math=False)
+    add_legend(figure, results.baseline, runs, styles, [dotted])
+    figure.suptitle(f"{results.name}: stability while training, mean over seeds", parse_math=False)
     return figure
 
 
@@ -190,8 +192,8 @@ def draw_losses(outcome: Outcome) -> Figure | None:
     is_empty = True
     for name, style in styles.items():
         losses = {
-            float(outcome.scales[scale].flops(name)): [run.test_loss for run in found.models[name].finished]
-            for scale, found in outcome.scales.items()
+            float(outcome.scales[scale].flops(name)): [run.test_loss for run in results.models[name].finished]
+            for scale, results in outcome.scales.items()
         }
         means = [(place, np.mean(values)) for place, values in losses.items() if values]
         points = [(place, value) for place, values in losses.items() for value in values]
@@ -347,15 +349,15 @@ def over_layers(history: History, quantity: str) -> list[tuple[int, float]]:
     return [(step, float(QUANTITIES[quantity][2](those))) for step, those in sorted(values.items())]
 
 
-def _runs(found: ScaleOutcome) -> dict[str, list[RunOutcome]]:
-    return {name: model.runs for name, model in found.models.items()}
+def _runs(results: ScaleOutcome) -> dict[str, list[RunOutcome]]:
+    return {name: model.runs for name, model in results.models.items()}
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps where every curve has a value, and the values `(curve, step)`, empty without curves."""
-    found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
-    steps = sorted(set.intersection(*(set(curve) for curve in found)))
-    return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
+    values = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
+    steps = sorted(set.intersection(*(set(curve) for curve in values)))
+    return np.array(steps), np.array([[curve[step] for step in steps] for curve in values], dtype=float)
 
 
 def _plot(axes: Axes, steps: Sequence[int], values: Sequence[float], style: dict[str, Any]) -> list[tuple[int, float]]:
@@ -426,7 +428,7 @@ def add_legend(
 def _ladder_runs(outcome: Outcome) -> dict[str, list[RunOutcome]]:
     """The reported runs of each model at all scales, those of the baseline first."""
     names = [outcome.baseline, *outcome.trend.models]
-    return {name: [run for found in outcome.scales.values() for run in found.models[name].runs] for name in names}
+    return {name: [run for results in outcome.scales.values() for run in results.models[name].runs] for name in names}
 
 
 def _ladder_styles(outcome: Outcome) -> dict[str, dict[str, Any]]:

@@ -18,6 +18,8 @@ from enum import StrEnum
 import numpy as np
 from scipy import optimize, stats
 
+from ..text import count
+
 
 # In standard deviations of a paired difference. A comparison that detects only larger ones cannot say "within noise"
 PLAUSIBLE_EFFECT = 4.0
@@ -139,8 +141,8 @@ def analyse_early(
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     effects: dict[str, Effect] = {}
-    for count in range(FIRST_INTERIM, len(losses[baseline]) + 1):
-        seen = seeds[:count]
+    for number in range(FIRST_INTERIM, len(losses[baseline]) + 1):
+        seen = seeds[:number]
         first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
         analysis = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
@@ -149,9 +151,9 @@ def analyse_early(
         }
         analysis = with_text(analysis, first_parts, most=len(seeds))
         for name, history in interims.items():
-            if len(first[name]) == count:
+            if len(first[name]) == number:
                 effect = effects[name] = analysis.effects[name]
-                history.append(Interim(count, effect.loss_improvement, effect.loss_improvement_interval))
+                history.append(Interim(number, effect.loss_improvement, effect.loss_improvement_interval))
     whole = analyse(losses, baseline, alpha, most=len(seeds))
     return dataclasses.replace(whole, effects={**whole.effects, **effects}), interims
 
@@ -279,10 +281,12 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
 
 def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
     """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough."""
-    enough = next(count for count in itertools.count(2) if detectable_effect(count, models, alpha) <= PLAUSIBLE_EFFECT)
+    enough = next(
+        number for number in itertools.count(2) if detectable_effect(number, models, alpha) <= PLAUSIBLE_EFFECT
+    )
     if seeds >= enough:
         return None
-    plan = f"{seeds} seed{'s' * (seeds != 1)} and {models} model{'s' * (models != 1)}"
+    plan = f"{count(seeds, 'seed')} and {count(models, 'model')}"
     if seeds < 2:
         return f"{plan}: no verdict is possible, for the noise shows only between seeds; take at least {enough} seeds"
     return (
@@ -411,7 +415,6 @@ def _describe(verdict: Verdict | None, runs: dict[int, float | None], reference:
 
 
 def _test(effect: Effect, resolution: float) -> Effect:
-    """Adds the t-test of a mean difference of 0."""
     standard_error = max(effect.difference_deviation, resolution) / math.sqrt(effect.pairs)
     if standard_error:
         t = effect.mean_difference / standard_error

@@ -160,7 +160,6 @@ class ScaleOutcome:
     name: str
     baseline: str
     seeds: list[int]
-    command: str
     tokens_per_run: int
     comparison: dict[str, Any]
     token_streams: dict[int, str]
@@ -298,7 +297,6 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         name=scale.name,
         baseline=scale.baseline,
         seeds=scale.seeds,
-        command=scale.command,
         tokens_per_run=max((finished[run.name].data.tokens_seen for run in whole), default=scale.tokens_per_run),
         comparison=without_folders(scale.config.to_dict()),
         token_streams={seed: min(stream) for seed, stream in sorted(streams.items())},

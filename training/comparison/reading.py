@@ -28,7 +28,6 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         recipe = with_sections({**file.recipe, **entry.recipe_fields()}, entry, file.recipe_source)
         recipe_source = file.recipe_source if file.config.scales is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
-        scales[name] = dataclasses.replace(scales[name], command=file.command)
     scales = dict(sorted(scales.items(), key=lambda item: item[1].baseline_flops))
     if file.config.scales is None:
         config = scales[SINGLE].config

@@ -79,7 +79,6 @@ def to_page(name: str, sections: Iterable[Section]) -> str:
 
 
 def _image(title: str, content: bytes) -> str:
-    """A figure within the page itself."""
     data = base64.b64encode(content).decode()
     return f'<p><span class="figure scroll"><img src="data:image/png;base64,{data}" alt="{title}"></span></p>\n'
 

@@ -25,23 +25,24 @@ Rows = list[dict[str, str]]
 BONFERRONI = "Bonferroni p"
 
 
-def summary_rows(found: ScaleOutcome) -> Rows:
+def summary_rows(results: ScaleOutcome) -> Rows:
     """A row for each model at one scale."""
-    finished = {name: model.finished for name, model in found.models.items()}
+    finished = {name: model.finished for name, model in results.models.items()}
     scores = {name: [run.result.losses.validation.chrf for run in runs] for name, runs in finished.items()}
     scores = {name: [score for score in values if score is not None] for name, values in scores.items()}
-    has_frozen = any(model.size.trained < model.size.total for model in found.models.values())
+    has_frozen = any(model.size.trained < model.size.total for model in results.models.values())
     rows = []
-    for name, model in found.models.items():
+    for name, model in results.models.items():
         runs = finished[name]
-        cells, machines = _verdict_cells(found.statistics, name, len(model.runs)), [run.result.machine for run in runs]
+        cells = _verdict_cells(results.statistics, name, len(model.runs))
+        machines = [run.result.machine for run in runs]
         row = {
             "model": name,
             "verdict": cells.pop("verdict"),
             "test loss (nats)": _mean_and_deviation([run.test_loss for run in runs]),
             **cells,
             **({"chrF (validation)": _mean_and_deviation(scores[name], ".1f")} if any(scores.values()) else {}),
-            **({"seeds": str(len(model.runs))} if found.interim else {}),
+            **({"seeds": str(len(model.runs))} if results.interim else {}),
             "learning rate": _chosen_rate(model),
             "parameters": f"{model.size.total:,}",
             **({"trained": f"{model.size.trained:,}"} if has_frozen else {}),
@@ -55,9 +56,9 @@ def summary_rows(found: ScaleOutcome) -> Rows:
         }
         rows.append(row)
     names = {
-        "test loss (nats)": f"test {found.objective.loss_name} (nats)",
-        "perplexity improvement (%)": f"{found.objective.perplexity.replace('_', '-')} improvement (%)",
-        **({"Holm p": BONFERRONI} if found.interim else {}),
+        "test loss (nats)": f"test {results.objective.loss_name} (nats)",
+        "perplexity improvement (%)": f"{results.objective.perplexity.replace('_', '-')} improvement (%)",
+        **({"Holm p": BONFERRONI} if results.interim else {}),
     }
     return [{names.get(title, title): cell for title, cell in row.items()} for row in rows]
 
@@ -80,9 +81,9 @@ def _verdict_cells(analysis: Analysis, model: str, runs: int) -> dict[str, str]:
     }
 
 
-def rate_rows(found: ScaleOutcome) -> Rows:
+def rate_rows(results: ScaleOutcome) -> Rows:
     """Mean validation loss of each model at each learning rate tried; empty if there was no choice."""
-    swept = {name: model for name, model in found.models.items() if len(model.learning_rates) > 1}
+    swept = {name: model for name, model in results.models.items() if len(model.learning_rates) > 1}
     rates = sorted({rate for model in swept.values() for rate in model.learning_rates})
     rows = []
     for name, model in swept.items():
@@ -97,10 +98,10 @@ def rate_rows(found: ScaleOutcome) -> Rows:
     return rows
 
 
-def task_rows(found: ScaleOutcome) -> Rows:
+def task_rows(results: ScaleOutcome) -> Rows:
     """A row for each model, downstream task and metric; empty if the comparison has no tasks."""
     rows = []
-    for task, metrics in found.tasks.items():
+    for task, metrics in results.tasks.items():
         for metric, entry in metrics.items():
             for name, scores in entry.scores.items():
                 cells = _verdict_cells(entry.statistics, name, len(scores))
@@ -119,9 +120,9 @@ def task_rows(found: ScaleOutcome) -> Rows:
     return rows
 
 
-def stability_rows(found: ScaleOutcome) -> Rows:
+def stability_rows(results: ScaleOutcome) -> Rows:
     """A row for each model: its stability at the last recorded step; empty if none was recorded."""
-    finished = {name: model.finished for name, model in found.models.items()}
+    finished = {name: model.finished for name, model in results.models.items()}
     if not any(run.history.stability for runs in finished.values() for run in runs):
         return []
     rows = []
@@ -132,10 +133,10 @@ def stability_rows(found: ScaleOutcome) -> Rows:
     return rows
 
 
-def run_rows(found: ScaleOutcome) -> Rows:
+def run_rows(results: ScaleOutcome) -> Rows:
     """A row for each run."""
-    rows, loss = [], found.objective.loss_name
-    for name, model in found.models.items():
+    rows, loss = [], results.objective.loss_name
+    for name, model in results.models.items():
         for kind, run in [*(("tried", run) for run in model.tried), *(("reported", run) for run in model.runs)]:
             row = {
                 "model": name,
@@ -162,7 +163,7 @@ def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
         tables.append((rows, _FAMILY_CAPTION))
     if not outcome.trend.multiplier_note:
         models = outcome.trend.models.items()
-        rows = [{"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in models]
+        rows = [{"model": name, **_steps(trend, "", "multiplier", ".2f")} for name, trend in models]
         tables.append((rows, _MULTIPLIERS_CAPTION))
     return tables
 
@@ -171,8 +172,8 @@ def family_rows(outcome: Outcome) -> Rows:
     """A row for each model: p at each scale, corrected for all tests of all scales."""
     tests = [
         (scale, model, effect.p)
-        for scale, found in outcome.scales.items()
-        for model, effect in found.statistics.effects.items()
+        for scale, results in outcome.scales.items()
+        for model, effect in results.statistics.effects.items()
         if effect.p is not None
     ]
     corrected = {test[:2]: p for test, p in zip(tests, holm([p for *_, p in tests]))}
@@ -188,19 +189,19 @@ def improvement_rows(trend: Trend) -> Rows:
     return [
         {
             "model": name,
-            **_steps(found, " (%)", "improvement", "+.2f"),
-            "slope (% per decade)": with_interval(found.slope, found.slope_interval, "+.2f"),
-            "Holm p": p_value(found.holm_p),
-            "trend": found.verdict,
+            **_steps(model, " (%)", "improvement", "+.2f"),
+            "slope (% per decade)": with_interval(model.slope, model.slope_interval, "+.2f"),
+            "Holm p": p_value(model.holm_p),
+            "trend": model.verdict,
         }
-        for name, found in trend.models.items()
+        for name, model in trend.models.items()
     ]
 
 
-def _steps(found: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
+def _steps(model: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
     """A quantity of a model at each scale, or the note that says why it is missing."""
     cells = {}
-    for scale, step in found.steps.items():
+    for scale, step in model.steps.items():
         value = getattr(step, quantity)
         is_missing = quantity == "multiplier" and value is None
         cells[f"{scale}{unit}"] = (
@@ -226,11 +227,11 @@ _MULTIPLIERS_CAPTION = (
 )
 
 
-def provenance(found: ScaleOutcome) -> Rows:
+def provenance(results: ScaleOutcome) -> Rows:
     """Corpus, device, versions, and what computed the runs of each model."""
-    data, machine = found.sample.data, found.sample.machine
+    data, machine = results.sample.data, results.sample.machine
     values = {
-        "corpus": str(found.comparison["recipe"].get("dataset", "python-stdlib")),
+        "corpus": str(results.comparison["recipe"].get("dataset", "python-stdlib")),
         "fingerprint": data.fingerprint or NOTHING,
         **{
             f"{split} tokens": number(getattr(data, f"{split}_tokens"), ",")
@@ -238,7 +239,7 @@ def provenance(found: ScaleOutcome) -> Rows:
         },
         "device": machine.device,
         **machine.versions,
-        **{f"kernels of {name}": " | ".join(model.kernels) for name, model in found.models.items() if model.kernels},
+        **{f"kernels of {name}": " | ".join(model.kernels) for name, model in results.models.items() if model.kernels},
     }
     return [{"what": what, "value": value} for what, value in values.items()]
 

@@ -146,7 +146,9 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
                     measured.index(index), found[baseline] - found[model], step.flops, 1 - alpha
                 )
                 is_beyond = multiplier is None or None in (interval or ())
-                step = replace(step, multiplier=multiplier, multiplier_interval=interval, note="beyond" * is_beyond)
+                step = replace(
+                    step, multiplier=multiplier, multiplier_interval=interval, note="beyond" if is_beyond else ""
+                )
             steps[scale.name] = step
             if note or len(found[model]) < 2:
                 notes.append(f"{note or 'a single seed'} at {scale.name}")

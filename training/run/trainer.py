@@ -118,7 +118,6 @@ class _Run:
 
 
 def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
-    """Prepares the data, makes the model, and puts both into a `Trainer`."""
     arguments = recipe.arguments
     with arguments.main_process_first(local=False, desc="data preparation"):
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
@@ -259,7 +258,6 @@ def _train(run: _Run) -> None:
 
 
 def _collect(run: _Run) -> RunResult:
-    """Evaluates and saves the model, and returns the result of the run."""
     recipe, trainer, record, arguments = run.recipe, run.trainer, run.record, run.trainer.args
     evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
     config = trainer.model.config  # with a LoRA, of the merged model

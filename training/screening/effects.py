@@ -85,7 +85,6 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     error = noise * math.sqrt(4 / rows / seeds)
 
     def contrast(column: np.ndarray) -> tuple[float, float]:
-        """The effect of a column, and p."""
         effect = float(means[column > 0].mean() - means[column < 0].mean())
         if not error:
             return effect, 0.0 if effect else 1.0

@@ -109,13 +109,12 @@ def read_screening(file: ComparisonFile) -> Screening:
     sizes = _sizes(config, shared, source)
 
     def plan(name: str, **fields: Any) -> Comparison:
-        """Sizes a comparison of models with some factors."""
         try:
             changed = dataclasses.replace(config, factors=None, confirm=None, **fields)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         (scale,) = outline(changed, source).scales.values()
-        scale = dataclasses.replace(scale, name=f"{file.config.name}, {name}", command=file.command)
+        scale = dataclasses.replace(scale, name=f"{file.config.name}, {name}")
         scale = size_scale(scale, shared, source)
         return Comparison(scale.name, scale.config, {SINGLE: scale}, file.command)
 
@@ -127,7 +126,6 @@ def read_screening(file: ComparisonFile) -> Screening:
     runs = plan("screening", models=rows, baseline=_row_name([], low), learning_rates=[low])
 
     def confirm(survivors: Sequence[str]) -> Comparison:
-        """Plans the comparison of the baseline with the factors that survive."""
         models = {OFF: ModelConfig(), BEST: _model_with(config, survivors)}
         asked = config.confirm or ConfirmConfig()
         unused = max(config.seeds) + 1  # seeds that did not choose the survivors
@@ -146,7 +144,6 @@ def _row_name(factors: list[str], rate: float) -> str:
 
 
 def _model_with(config: ComparisonConfig, factors: Sequence[str], **fields: Any) -> ModelConfig:
-    """Returns the model with some factors on."""
     changes = {name: config.factors[name].to_dict() for name in factors}
     return ModelConfig(**merged_change(changes, factors), **fields)
 

@@ -201,7 +201,6 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
 
 
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:
-    """The report, section by section."""
     head = [*map(warning, warnings_of(results)), *screening_outcome(results), *map(warning, limits_of(results))]
     sections = [Section("", head), *figures]
     if results.effects is not None:
