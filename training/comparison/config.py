@@ -94,10 +94,11 @@ def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
     """Reads the sections in a field, and leaves the check of any other value to `Value`."""
     if value is None:
         return None
-    if name == "learning_rates":
-        if isinstance(value, Mapping):
-            return SearchConfig.read(value, f"{source}: learning_rates")
-        return [float(rate) if type(rate) is int else rate for rate in value] if isinstance(value, list) else value
+    if name == "learning_rates" and isinstance(value, list):
+        return [float(rate) if type(rate) is int else rate for rate in value]
+    for section in (SearchConfig, ConfirmConfig):
+        if isinstance(value, Mapping) and section in get_args(kind):
+            return section.read(value, f"{source}: {name}")
     kind = next((part for part in (kind, *get_args(kind)) if get_origin(part) is dict), kind)
     if get_origin(kind) is dict and (isinstance(value, Mapping) or name != "recipe"):
         value = read_section(value, f"{source}: {name}")
@@ -107,8 +108,6 @@ def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
             for key in value:
                 check_name(entry_name, key)
             return {key: entry_kind.read(entry, f"{entry_name} {key!r}") for key, entry in value.items()}
-    if isinstance(value, Mapping) and ConfirmConfig in get_args(kind):
-        return ConfirmConfig.read(value, f"{source}: {name}")
     return value
 
 
