@@ -77,7 +77,7 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 
 @environment_of_one_run()
 def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
-    """Returns the median seconds of a training step on random tokens, timed on a part of a large batch."""
+    """Returns the median seconds of a training step, timed on random tokens."""
     recipe, arguments, config = variant.recipe, variant.recipe.arguments, copy.deepcopy(variant.recipe.config)
     device, rows = arguments.device, arguments.per_device_train_batch_size
     if device.type == "cpu":

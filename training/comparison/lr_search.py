@@ -67,7 +67,7 @@ class Rates:
         return "largest" if len(losses) > 1 and best == max(losses) else None
 
     def starting_at(self, rate: float) -> "Rates":
-        """A search like this one that begins at another rate, the nearest of its grid; a list stays as it is."""
+        """Returns a search that begins at the rate of its grid nearest to this one; a list stays as it is."""
         return dataclasses.replace(self, shift=self._power(rate)) if self.is_search else self
 
     def __str__(self) -> str:

@@ -27,8 +27,7 @@ class Blocks:
     """The tokens of a split, in blocks or pairs.
 
     Attributes:
-        dataset: rows `input_ids` of `block_size` tokens. The last may be shorter if the remainder was kept. Pairs also
-            have `labels`.
+        dataset: rows of `input_ids`, and of `labels` for pairs. The last block may be shorter.
         tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
         references: the whole targets of the first `GENERATED_ROWS` pairs.

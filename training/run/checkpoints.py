@@ -78,10 +78,7 @@ def checkpoint_to_resume(
     record: RunRecord,
     is_fsdp: bool = False,
 ) -> tuple[Path, TrainerState] | None:
-    """Finds the checkpoint that a run resumes from, with its state; `None` if the run begins.
-
-    Args:
-        record: it takes over the counts of the checkpoint.
+    """Finds the checkpoint that a run resumes from, with its state, and restores the `record`; `None` if there is none.
 
     Raises:
         ValueError: if the checkpoint belongs to another model or to other data, or is stored in another way.

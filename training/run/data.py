@@ -120,8 +120,7 @@ def prepare_data(
     """Returns the tokenizer, the blocks by split, and the fingerprint of the documents (see `Documents`).
 
     Args:
-        tokenizer_folder: a folder to load the tokenizer from, or to save it in for other processes and a resumed run.
-            Blocks that `save_blocks` has saved there are loaded, too.
+        tokenizer_folder: a folder to load tokenizer and saved blocks from, or to save the tokenizer in.
         seed: shuffles the documents of a stream. `Trainer` shuffles stored blocks.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():

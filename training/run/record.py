@@ -50,7 +50,7 @@ class RunRecord(TrainerCallback, ExportableState):
         self._started_at: float | None = None
 
     def add_batch(self, input_ids: torch.Tensor) -> None:
-        """Adds a batch. It is hashed later, because reading it now would make an accelerator wait."""
+        """Adds a batch, to be hashed later: reading it now would make an accelerator wait."""
         self._batches.append(input_ids.detach())
         if len(self._batches) >= _BATCHES_TO_KEEP:
             self.hash_batches()

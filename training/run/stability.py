@@ -131,16 +131,10 @@ def _row_statistics(
 
 
 class StabilityCallback(TrainerCallback):
-    """Logs `attention_statistics` of the same tokens while training: after the first step, regularly, and after the
-    last.
+    """Logs `attention_statistics` of the same tokens: after the first step, regularly, and after the last.
 
-    The numbers are named `attention/layer_0/entropy` and so on. Trainer reports them like other logs and keeps them in
-    its `log_history`, which is part of every checkpoint: a resumed run has each record once. Every process computes
-    them: others would wait for the first one anyway, and a model that is sharded over the processes needs all of them
-    to run.
-
-    Args:
-        trainer: trains a model with NLQ attention layers and logs the numbers; add the callback to it.
+    The numbers are named `attention/layer_0/entropy` and so on, and are kept in Trainer's `log_history`. Every process
+    computes them, because a sharded model needs all processes to run.
     """
 
     def __init__(

@@ -26,9 +26,8 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
         model: a folder (also a checkpoint in one) or a Hub name, of a run or of a conversion.
 
     Returns:
-        For each run the fields of its recipe that say which documents it saw, with `fingerprint`: that of its
-        documents, or `None`. Of a run that is not finished, its own recipe alone: it may name any model of this
-        machine.
+        For each run the fields of its recipe that say which documents it saw, with their `fingerprint` or `None`. For
+        an unfinished run, which may name any model of this machine, its own recipe alone.
     """
     folder = Path(model)
     if (folder / STATE_FILE).is_file() and not (folder / RECIPE_FILE).is_file():
