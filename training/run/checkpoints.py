@@ -78,7 +78,7 @@ def checkpoint_to_resume(
     record: RunRecord,
     is_fsdp: bool = False,
 ) -> tuple[Path, TrainerState] | None:
-    """Finds the checkpoint that a run resumes from, with its state, and restores the `record`; `None` if there is none.
+    """Finds the checkpoint that a run resumes from, with its state, and restores the `record`, or returns `None`.
 
     Raises:
         ValueError: if the checkpoint belongs to another model or to other data, or is stored in another way.
