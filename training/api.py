@@ -9,8 +9,9 @@ from tqdm.auto import tqdm
 from .disk import results_folder
 from .files import PAGE_FILE
 from .result import RunResult
+from .run.conflicts import check_recipe
 from .run.jobs import make_runs
-from .run.recipe import Recipe, check_recipe, load_recipe
+from .run.recipe import Recipe, load_recipe
 from .run.run_folder import RunFolder
 from .run.trainer import train_recipe
 from .text import bar_options, check_number
@@ -87,21 +88,20 @@ def train_on_ray(
 ) -> RunResult:
     """Trains a recipe on a cluster of Ray, at the same global batch size for any number of workers.
 
-    A second call resumes the run. Its log, and `NAME.data` with tokenizer and tokenised data, are beside the run
-    folder.
+    A second call resumes the run. Its log and `NAME.data`, with tokenizer and tokenised data, are beside its folder.
 
     Args:
         recipe: its `output_dir` is a folder that all nodes see.
         workers: processes that train together.
-        cpus_per_worker: CPUs that each of them reserves, and its number of threads. Defaults to 1, or to PyTorch's
-            number of threads in this process for a single worker without GPU.
+        cpus_per_worker: CPUs and threads of each. Defaults to 1, or for a single worker without GPU to PyTorch's
+            number of threads here.
         gpus_per_worker: 0, 1, or a fraction for a single worker.
         max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
 
     Raises:
         ImportError: if Ray is not installed.
-        ValueError: for a recipe that cannot be trained, a cluster that does not answer or is too small, or a folder
-            that cannot be written.
+        ValueError: for an impossible recipe, a cluster that does not answer or is too small, or a folder that cannot
+            be written.
         ChildProcessError: if the run failed.
     """
     from .run import ray_jobs  # it imports Ray, which takes seconds

@@ -22,7 +22,6 @@ class Evaluation(Value):
     Attributes:
         loss: in nats per token, or per masked token; `perplexity` or `pseudo_perplexity` is its exponential.
         token_accuracy: the share of tokens that were the likeliest.
-        chrf: of generated text, from 0 to 100.
         loss_parts: the loss on each of several parts of the text, whose mean it is.
         runtime: in seconds, as Trainer measures it.
     """
@@ -51,8 +50,7 @@ class Losses(Value):
 
     Attributes:
         diverged: whether the validation loss is worse than that of an untrained model.
-        diverged_at: the step after which the loss was infinite or not a number, which ended the run without an
-            evaluation; `None` if it did not.
+        diverged_at: the step after which the loss was infinite or NaN, which ended the run.
         train: the last training loss that was logged and is finite, in nats per token.
         validation, test: the evaluations of the model at the end.
     """
@@ -69,10 +67,8 @@ class Data(Value):
     """What the model was trained on.
 
     Attributes:
-        steps: the number of optimizer steps.
         tokens_seen, token_stream: see `RunRecord`.
         train_tokens, validation_tokens, test_tokens: of the splits; `None` if that is unknown.
-        fingerprint: that of the documents.
         trained_on: see `read_trained_on`; this run's own data are the last.
         is_fine_tuned: whether the run began with the weights of a saved model.
         base_model: the model on the Hub from which they come.
@@ -96,9 +92,6 @@ class Machine(Value):
 
     Attributes:
         seconds: time of the training steps.
-        peak_memory: in bytes.
-        processes: the number of processes that trained together.
-        versions: those of Python and of packages.
     """
 
     seconds: float | None = None
@@ -148,15 +141,15 @@ class RunResult(Value):
         """Returns the fields of a record, in groups, which files without a version do not have."""
         if "version" in content:
             return content
-        found: dict[str, Any] = {}
+        nested: dict[str, Any] = {}
         for name, path in _FLAT.items():
             if name in content:
                 *groups, last = path.split(".")
-                group = found
+                group = nested
                 for part in groups:
                     group = group.setdefault(part, {})
                 group[last] = content[name]
-        return found
+        return nested
 
 
 # The names of fields in files without a version: the `metrics.json` of a run, and a run in `results.json`

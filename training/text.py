@@ -76,6 +76,11 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
+def count(number: int, noun: str) -> str:
+    """Returns a number with its noun, in the plural unless it is 1."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """Returns a duration in suitable units: 12 s, 3 min, 2 h 10 min, 4 d 3 h."""
     if seconds < 9.95:

@@ -72,6 +72,8 @@ def from_json(kind: Any, value: Any, path: str = "") -> Any:
         raise ValueError(f"{path[:-1]}={reprlib.repr(value)} must be {allowed}")
     if is_dataclass(kind):
         types = get_type_hints(kind)
+        if isinstance(version := value.get("version"), int) and version > getattr(kind, "version", version):
+            raise ValueError(f"{path}version={version} must be at most {kind.version}; update nlq to read newer files")
         value = getattr(kind, "fields_in", dict)(value)
         arguments = {}
         for entry in fields(kind):

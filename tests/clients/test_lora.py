@@ -128,7 +128,7 @@ def test_a_comparison_trains_adapters(llama, recipe, tmp_path):
     size = measure(recipe.config, 32, prepare=partial(choose_trained, recipe))
     assert f"{size.total:,}" in (line := list(comparison.describe())[2]) and f"{size.trained:,}" in line
     results = run_comparison(comparison, tmp_path / "results")
-    assert results.largest.same_tokens and results.largest.models["lora"].trained_parameters == size.trained
+    assert results.largest.same_tokens and results.largest.models["lora"].size.trained == size.trained
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..result import RunResult
-from ..run.recipe import Recipe, emulated_bf16
+from ..run.conflicts import emulated_bf16
+from ..run.recipe import Recipe
 from ..size import Size
 from ..text import align
 from .config import ComparisonConfig, ModelConfig
@@ -18,12 +19,7 @@ from .lr_search import Rates
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
-
-    Attributes:
-        model: a name of the comparison.
-        learning_rate, seed: settings of the run.
-    """
+    """One training run."""
 
     model: str
     learning_rate: float
@@ -37,18 +33,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a comparison, at one scale. One that was not sized has a config and rates alone.
+    """A model of a comparison, at one scale. In an outline it has a config and rates alone.
 
     Attributes:
         config: its fields in the file, with the changes of the scale.
-        rates: the rates to choose among.
         starts_anew: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a seed, where it does not have `rates`.
-        recipe: its recipe without learning rate and seed.
-        size: parameters and FLOPs per token.
         intermediate_size: the MLP width, after matching.
-        steps: number of optimizer steps of each run.
-        tokens: number of training tokens of each run, if every batch is full.
+        tokens: number of training tokens of each run, with full batches.
         model_config: all fields of the configuration of its model.
     """
 
@@ -74,15 +66,11 @@ class Scale:
 
     Attributes:
         name: the name of the comparison, and of the scale if there are several.
-        config: the comparison at this scale alone.
-        variants: models by name.
-        command: the command that runs the comparison.
     """
 
     name: str
     config: ComparisonConfig
     variants: dict[str, Variant]
-    command: str = ""
 
     @property
     def baseline(self) -> str:
@@ -91,15 +79,12 @@ class Scale:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of the runs, which all models share.
-
-        Every seed tries the rates of a model, and reports its own run at the rate with the lowest validation loss.
-        """
+        """The seeds of the runs. Each chooses a learning rate for each model."""
         return self.config.seeds
 
     @property
     def stop(self) -> str | None:
-        """`"early"` if models leave at their verdicts (see `progress_of`); then the seeds are the most of a model."""
+        """`"early"` if models leave at their verdicts (see `progress_of`)."""
         return self.config.stop
 
     def runs_of(self, model: str) -> int:
@@ -113,22 +98,22 @@ class Scale:
 
     @property
     def tasks(self) -> list[str]:
-        """The downstream tasks for every reported run (see `evaluate_tasks`)."""
+        """The downstream tasks for every reported run."""
         return self.config.tasks or []
 
     @property
     def baseline_flops(self) -> int:
-        """The compute of a run of the baseline, the order of scales."""
+        """The compute of a run of the baseline."""
         return self.variants[self.baseline].size.flops_per_token * self.tokens_per_run
 
     @property
     def tokens_per_run(self) -> int:
-        """The number of training tokens, if every batch is full; `gather` counts the tokens that the runs saw."""
+        """The number of training tokens, with full batches."""
         return self.variants[self.baseline].tokens
 
     @property
     def steps_per_run(self) -> int:
-        """The number of optimizer steps of a run, which all models share."""
+        """The number of optimizer steps of a run."""
         return self.variants[self.baseline].steps
 
     @property
@@ -149,10 +134,7 @@ class Scale:
         return self.variants[run.model].recipe.replace(training=settings)
 
     def starting_at(self, chosen: Mapping[str, Mapping[int, float]]) -> "Scale":
-        """Returns this scale with searches that begin at the rates chosen before, by model and seed.
-
-        Other seeds begin where the file says. So do all seeds of a model if the scale gives its rates.
-        """
+        """Returns this scale with searches that begin at rates chosen before, unless the scale sets its own."""
         variants = dict(self.variants)
         for name, variant in variants.items():
             if not variant.starts_anew:
@@ -166,7 +148,7 @@ class Scale:
         return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
 
     def describe(self) -> Iterator[str]:
-        """Yields the plan line by line: a table of the models, the number of runs, and warnings."""
+        """Yields the plan line by line."""
         rows = [self._describe_model(name) for name in self.variants]
         shown = [column for column in rows[0] if any(row[column] for row in rows)]
         if all(row["trained"] == row["parameters"] for row in rows):
@@ -188,7 +170,6 @@ class Scale:
             )
 
     def _describe_model(self, name: str) -> dict[str, str]:
-        """Returns a row of the plan's table."""
         variant = self.variants[name]
         size = variant.size
         return {
@@ -239,12 +220,11 @@ Results = Mapping[str, RunResult]
 
 @dataclass(frozen=True)
 class ScaleProgress:
-    """The progress of a scale: the choices of rates and the seeds of each model, from its finished runs.
+    """The progress of a scale, from its finished runs.
 
     Attributes:
         scale: the scale; its searches begin where the scale before it ended.
         tunings: the choices of each model, by seed. A model that leaves early has fewer.
-        finished: the number of finished runs of each model.
     """
 
     scale: Scale
@@ -313,9 +293,9 @@ def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
         if ready := [run for run in runs if run.name not in results]:
             return Tuning(model, seed, losses, ready)
         for run in runs:
-            found = results[run.name].losses
-            has_loss = not found.diverged and found.validation.loss is not None
-            losses[run.learning_rate] = found.validation.loss if has_loss else math.inf
+            measured = results[run.name].losses
+            loss = None if measured.diverged else measured.validation.loss
+            losses[run.learning_rate] = math.inf if loss is None else loss
     return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
 
 
@@ -331,10 +311,8 @@ class Comparison:
     """The same models at one scale or more, with all overrides applied.
 
     Attributes:
-        name: the name in reports.
         config: the whole comparison with its overrides. Two of them without `differences` are the same comparison.
         scales: by name, from the smallest to the largest.
-        command: the command that runs it.
     """
 
     name: str
@@ -353,13 +331,10 @@ class Comparison:
         return list(self.scales.values())[-1]
 
     def progress(self, results: Mapping[str, Results]) -> dict[str, ScaleProgress]:
-        """Returns how far each scale is that has begun, by name; the next one begins when all before it are finished.
+        """Returns how far each scale is that has begun, by name. A scale begins when those before it are finished.
 
-        Each seed begins the search for its rate where it ended at the last scale that has the seed. With one start for
-        all seeds, chosen by accident at the scale before, their choices would not be independent.
-
-        Args:
-            results: the finished runs, by scale.
+        Each seed begins its search where it ended at the last scale that has the seed, so that choices of seeds stay
+        independent.
         """
         starts: dict[str, dict[int, float]] = {}
         progress: dict[str, ScaleProgress] = {}
@@ -397,14 +372,7 @@ class Comparison:
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:
-    """Returns the plan without its recipes and sizes: the scales in the order of the file, their rates and seeds.
-
-    Args:
-        source: the origin of the config, for messages.
-
-    Raises:
-        ValueError: if seeds or rates are missing.
-    """
+    """Returns the plan without recipes and sizes, with the scales in the order of the file."""
     scales = {}
     for name in config.scale_configs:
         here = config.at_scale(name, config.source_of(name, source))

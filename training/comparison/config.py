@@ -1,6 +1,7 @@
 """The file of a comparison as typed values: what it may hold, and how it is read and written."""
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ..size import ModelKind
 from ..text import QUOTE_IT, check_name
 from ..values import Value
 from .inference import FIRST_INTERIM
-from .lr_search import Rates, SearchConfig, make_rates
+from .lr_search import LIMIT, Rates
 
 
 SECTIONS = ("switches", "training")
@@ -38,7 +39,7 @@ class _Section(Value):
 
     def __post_init__(self):
         super().__post_init__()
-        make_rates(getattr(self, "learning_rates", None))
+        self.rates  # noqa: B018 - raises for values that are not allowed
         check_set_by_run("training: ", getattr(self, "training", None) or {})
         seeds = getattr(self, "seeds", None)
         if seeds is not None and (not seeds or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)):
@@ -46,19 +47,12 @@ class _Section(Value):
         if len(set(seeds or ())) < len(seeds or ()):
             raise ValueError(f"seeds={seeds!r} holds a seed twice")
         ratio = getattr(self, "tokens_per_parameter", None)
-        if ratio is not None and not 0 < ratio < float("inf"):
+        if ratio is not None and not 0 < ratio < math.inf:
             raise ValueError(f"tokens_per_parameter={ratio:g} must be a number above 0")
 
     @classmethod
     def read(cls, content: Any, source: str):
-        """Reads the section from the content of a YAML file.
-
-        Args:
-            source: the file and the section in it, for messages.
-
-        Raises:
-            ValueError: for an unknown field, or a value that is not allowed.
-        """
+        """Reads the section from the content of a YAML file."""
         content = read_section(content, source)
         kinds = get_type_hints(cls)
         check_keys(source, content, kinds.keys() - {"nulls"})
@@ -74,7 +68,20 @@ class _Section(Value):
     @property
     def rates(self) -> Rates | None:
         """The learning rates to choose among, if the section has any."""
-        return make_rates(self.learning_rates)
+        value = getattr(self, "learning_rates", None)
+        if isinstance(value, SearchConfig):
+            return Rates(start=value.start, factor=value.factor or 2.0, limit=value.limit or LIMIT)
+        rates = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(f"learning_rates={rates!r} must be a list of numbers above 0")
+        if len({f"{rate:g}" for rate in rates}) < len(rates):
+            raise ValueError(f"learning_rates={rates!r} holds a rate twice")
+        return Rates(listed=tuple(sorted(rates))) if rates else None
+
+    def recipe_fields(self) -> dict[str, Any]:
+        """Returns the fields that a recipe has too, without its sections; `None` is the default of a recipe."""
+        known = Recipe.__dataclass_fields__.keys() - {*SECTIONS}
+        return {name: value for name, value in self.to_dict().items() if name in known}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as in a file; `read` makes an equal section of them."""
@@ -87,10 +94,11 @@ def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
     """Reads the sections in a field, and leaves the check of any other value to `Value`."""
     if value is None:
         return None
-    if name == "learning_rates":
-        if isinstance(value, Mapping):
-            return SearchConfig.read(value, f"{source}: learning_rates")
-        return [float(rate) if type(rate) is int else rate for rate in value] if isinstance(value, list) else value
+    if name == "learning_rates" and isinstance(value, list):
+        return [float(rate) if type(rate) is int else rate for rate in value]
+    for section in (SearchConfig, ConfirmConfig):
+        if isinstance(value, Mapping) and section in get_args(kind):
+            return section.read(value, f"{source}: {name}")
     kind = next((part for part in (kind, *get_args(kind)) if get_origin(part) is dict), kind)
     if get_origin(kind) is dict and (isinstance(value, Mapping) or name != "recipe"):
         value = read_section(value, f"{source}: {name}")
@@ -100,14 +108,11 @@ def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
             for key in value:
                 check_name(entry_name, key)
             return {key: entry_kind.read(entry, f"{entry_name} {key!r}") for key, entry in value.items()}
-    if isinstance(value, Mapping) and ConfirmConfig in get_args(kind):
-        return ConfirmConfig.read(value, f"{source}: {name}")
     return value
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of a field as in a file."""
-    if isinstance(value, _Section | SearchConfig):
+    if isinstance(value, _Section):
         return value.to_dict()
     return {name: _plain(entry) for name, entry in value.items()} if isinstance(value, dict) else value
 
@@ -116,6 +121,34 @@ def check_set_by_run(source: str, fields: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a field that differs between the runs of one model."""
     if fixed := [name for name in _SET_BY_RUN if name in fields]:
         raise ValueError(f"{source}{', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
+
+
+@dataclass(frozen=True)
+class SearchConfig(_Section):
+    """The fields of a search for the learning rate, which each seed makes by itself."""
+
+    start: float
+    """The middle of the first three rates."""
+    factor: float | None = None
+    """The ratio of neighbouring rates, from 1.05 to 100; by default 2."""
+    limit: int | None = None
+    """The most rates that a seed tries, at least 3; by default 8."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.start < math.inf:
+            raise ValueError(f"start={self.start:g} must be a number above 0")
+        if self.factor is not None and not 1.05 <= self.factor <= 100:
+            raise ValueError(f"factor={self.factor:g} must be a number from 1.05 to 100")
+        if self.limit is not None and self.limit < 3:
+            raise ValueError(f"limit={self.limit} must be a whole number of at least 3 rates")
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any], source: str) -> "SearchConfig":
+        """Reads a search, of which only the start is needed."""
+        if content.get("start") is None:
+            raise ValueError(f"{source}: start is missing; a search is {{start: RATE, factor: 2, limit: {LIMIT}}}")
+        return super().read(content, source)
 
 
 @dataclass(frozen=True)
@@ -166,11 +199,6 @@ class ModelConfig(_Section):
                 changes[section] = {**(before.get(section) or {}), **(changes[section] or {})}
         return self.read({**before, **changes}, source)
 
-    def recipe_fields(self) -> dict[str, Any]:
-        """Returns the fields that a recipe has too, without the sections; `None` is the default of a recipe."""
-        names = ("model", "trainable", "lora", "parametrization", "base_sizes")
-        return {name: value for name, value in self.to_dict().items() if name in names}
-
 
 @dataclass(frozen=True)
 class ScaleConfig(_Section):
@@ -194,10 +222,6 @@ class ScaleConfig(_Section):
     """As in the comparison."""
     nulls: tuple[str, ...] = ()
     """The fields that are null, which takes those of a recipe back to their defaults."""
-
-    def recipe_fields(self) -> dict[str, Any]:
-        """Returns the fields that a recipe has too, without the sections."""
-        return {name: value for name, value in self.to_dict().items() if name in ("model", "tokenizer", "block_size")}
 
 
 @dataclass(frozen=True)
@@ -289,11 +313,7 @@ class ComparisonConfig(_Section):
         return source if self.scales is None else f"{source}: scale {scale!r}"
 
     def at_scale(self, name: str, source: str) -> "ComparisonConfig":
-        """Returns the comparison at one scale alone, with the fields of the scale in place of its own.
-
-        Raises:
-            ValueError: if seeds are missing.
-        """
+        """Returns the comparison at one scale alone, with the fields of the scale in place of its own."""
         scale = self.scale_configs[name]
         changes = scale.models or {}
         models = {
@@ -310,7 +330,7 @@ class ComparisonConfig(_Section):
         )
 
     def starts_anew(self, scale: str, model: str) -> bool:
-        """Tells whether a scale gives learning rates for a model: then the scale before it does not change them."""
+        """Tells whether a scale gives learning rates for a model."""
         changes = self.scale_configs[scale].models or {}
         return model in changes and changes[model].learning_rates is not None
 
@@ -322,16 +342,7 @@ class ComparisonConfig(_Section):
 
 @dataclass(frozen=True)
 class ComparisonFile:
-    """The file of a comparison or a screening, with the recipe that it names.
-
-    Attributes:
-        source: its path, for messages.
-        config: its content, without the sections `switches` and `training`.
-        recipe: the recipe that all models share, with those sections, and without `overrides`.
-        recipe_source: the origin of the recipe, for messages.
-        overrides: fields of the recipe that the command line changes.
-        command: the command that runs the comparison.
-    """
+    """The file of a comparison or a screening, and its recipe, which has the file's `switches` and `training`."""
 
     source: str
     config: ComparisonConfig
@@ -344,15 +355,7 @@ class ComparisonFile:
 def read_file(
     source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
 ) -> ComparisonFile:
-    """Reads the file of a comparison or a screening, and the recipe of its models.
-
-    Args:
-        source: the name of a shipped comparison or a YAML file, such as the `comparison.yaml` of a results folder.
-        overrides, trust_parts: of the recipe that all models share, as in `load_recipe`.
-
-    Raises:
-        ValueError: for an unknown field, name or value.
-    """
+    """Reads the file of a comparison or a screening, and the recipe of its models; arguments as for `load_recipe`."""
     path = find("comparisons", str(source))
     content = read_yaml(resolve_user_path(path))
     misplaced = TrainingArguments.__dataclass_fields__.keys() - {*get_type_hints(ComparisonConfig), *_SET_BY_RUN}
@@ -383,7 +386,7 @@ def read_file(
 
 
 def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
-    """Reads the `comparison.yaml` of a results folder without the defaults of a recipe, which older versions wrote."""
+    """Reads the `comparison.yaml` of a results folder, without defaults that older versions wrote."""
     config = ComparisonConfig.read(content, source)
     if isinstance(config.recipe, dict):
         config = dataclasses.replace(config, recipe=without_defaults(config.recipe))
@@ -405,7 +408,7 @@ def default_folder(name: str) -> Path:
 
 
 def read_default_folder(source: str) -> Path:
-    """Returns a comparison's default results folder, from the name in its file. Nothing else is read."""
+    """Returns a comparison's default results folder, from the name in its file."""
     path = find("comparisons", source)
     return default_folder(_name_in(read_yaml(resolve_user_path(path)), path))
 

@@ -20,10 +20,7 @@ from .results import RunStore, run_folder
 
 
 def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
-    """Evaluates the reported runs that have no `tasks.json` yet, one after another, in this process.
-
-    A run that diverged has no weights to evaluate.
-    """
+    """Evaluates the reported runs that have weights and no `tasks.json` yet, one after another."""
     scale = progress.scale
     if not scale.tasks:
         return
@@ -41,11 +38,7 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
 
 
 def read_scores(progress: ScaleProgress, folder: Path) -> dict[str, dict[str, TaskOutcome]]:
-    """Reads and judges the scores of the reported runs, by task and metric.
-
-    Scores are judged as losses are (see `judged_losses`). Holm's correction is over the models, for each metric by
-    itself.
-    """
+    """Reads the scores of the reported runs, by task and metric, and judges each metric by itself as losses are."""
     scale, found = progress.scale, {}
     for model in scale.variants:
         for run in progress.reported(model) if scale.tasks else ():
@@ -74,10 +67,9 @@ def resolution(entry: TaskOutcome) -> float:
 
 
 def judged_losses(entry: TaskOutcome) -> dict[str, dict[int, float | None]]:
-    """The scores of a metric as numbers of which lower ones are better, by model and seed.
+    """Returns the scores of a metric so that lower is better, by model and seed.
 
-    Of an accuracy or a probability that is its distance from 1, the rate of errors; of other metrics of which higher
-    values are better, the negative.
+    Where higher is better, these are distances from 1 of accuracies and probabilities, and negatives of others.
     """
     if not entry.higher_is_better:
         return entry.scores

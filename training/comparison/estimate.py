@@ -17,7 +17,7 @@ from .local import environment_of_one_run
 
 # Steps of a model that are timed, after two that warm up; fewer if they take longer than `_SECONDS`
 _STEPS, _SECONDS = 10, 5.0
-# Most tokens of a timed batch on a CPU, where larger batches are hardly faster per token
+# Most tokens of a timed batch on a CPU
 _CPU_TOKENS = 8192
 # Seconds of a run beside its steps: process, data, saving, figure and card, measured on an EPYC (Zen 5)
 _SECONDS_OF_A_RUN = 3.0
@@ -30,12 +30,8 @@ def describe_estimate(
     """Yields lines about the time of a plan on this machine and the smallest difference it can detect.
 
     Args:
-        threads: number of threads of a run; by default PyTorch's.
         noise_floor: noise floor of earlier runs, in percent of the loss.
         has_verdicts: whether each model is compared with the baseline, which a screening does not do.
-
-    Raises:
-        ValueError: if the noise floor is negative.
     """
     check_number("--noise-floor", noise_floor, 0)
     if warning := plan.machine_warning:
@@ -81,7 +77,7 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 
 @environment_of_one_run()
 def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
-    """Returns the median seconds of a training step on random tokens, timed on a part of a large batch."""
+    """Returns the median seconds of a training step, timed on random tokens."""
     recipe, arguments, config = variant.recipe, variant.recipe.arguments, copy.deepcopy(variant.recipe.config)
     device, rows = arguments.device, arguments.per_device_train_batch_size
     if device.type == "cpu":

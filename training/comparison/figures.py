@@ -21,9 +21,9 @@ from .outcome import History, Outcome, RunOutcome, ScaleOutcome
 from .render import Section
 
 
-# For readers of any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
+# For any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
-# Not as many as the colours, so that pairs of colour and marker differ for many models
+# One fewer than the colours, so that pairs differ for many models
 _MARKERS = "osD^vPX*"
 BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
 NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
@@ -48,10 +48,10 @@ def figure_section(folder: Path, name: str, title: str, caption: str, figure: Fi
     return Section(title, [caption], figure=(name, drawn))
 
 
-def draw_curves(found: ScaleOutcome) -> Figure | None:
+def draw_curves(results: ScaleOutcome) -> Figure | None:
     """Losses over steps, and below the improvement over the baseline, as in Figure 1 of arXiv 2603.13381."""
-    styles = model_styles(found.baseline, found.models)
-    finished = {name: model.finished for name, model in found.models.items()}
+    styles = model_styles(results.baseline, results.models)
+    finished = {name: model.finished for name, model in results.models.items()}
     if not any(finished.values()):
         return None
     figure = Figure(figsize=(9, 8.5), layout="constrained")
@@ -69,10 +69,10 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
         points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
-    losses.set_ylabel(f"loss (nats per {found.loss_unit})")
-    losses.set_title(f"{found.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
+    losses.set_ylabel(f"loss (nats per {results.objective.loss_unit})")
+    losses.set_title(f"{results.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
 
-    reference = finished[found.baseline]
+    reference = finished[results.baseline]
     steps, values = _align(run.history.validation_loss for run in reference)
     points = [(step, 0.0) for step in steps]
     improvements.axhline(0.0, color=BASELINE["color"], linewidth=BASELINE["linewidth"])
@@ -82,53 +82,51 @@ def draw_curves(found: ScaleOutcome) -> Figure | None:
         points += [*zip(steps, floor), *zip(steps, -floor)]
     for name, runs in finished.items():
         pairs = [(run, other) for run in runs for other in reference if run.seed == other.seed]
-        if pairs and name != found.baseline:
+        if pairs and name != results.baseline:
             steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
             own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
             points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
     scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
-    improvements.set(xlabel="optimizer step", title=f"Improvement over {found.baseline}, seed by seed; up is better")
+    improvements.set(xlabel="optimizer step", title=f"Improvement over {results.baseline}, seed by seed; up is better")
     grey = {"color": "#555555", "linewidth": 1.6}
     lines = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
-    add_legend(figure, found.baseline, _runs(found), styles, [*lines, noise_patch()] if len(reference) > 1 else lines)
+    add_legend(
+        figure, results.baseline, _runs(results), styles, [*lines, noise_patch()] if len(reference) > 1 else lines
+    )
     return figure
 
 
-def draw_parameters(found: ScaleOutcome) -> Figure | None:
+def draw_parameters(results: ScaleOutcome) -> Figure | None:
     """Improvement against parameters, as in Figure 2 of arXiv 2603.13381; models of one size stand side by side."""
-    styles = model_styles(found.baseline, found.models)
-    effects = {
-        found.baseline: (0.0, None),
-        **{
-            name: (one.loss_improvement, one.loss_improvement_interval)
-            for name, one in found.statistics.effects.items()
-        },
-    }
-    effects = {name: effect for name, effect in effects.items() if effect[0] is not None}
+    styles = model_styles(results.baseline, results.models)
+    effects = {results.baseline: (0.0, None)}
+    for name, effect in results.statistics.effects.items():
+        if effect.loss_improvement is not None:
+            effects[name] = effect.loss_improvement, effect.loss_improvement_interval
     if len(effects) < 2:
         return None
     figure, axes = _begin_improvements()
-    floor = found.statistics.noise_floor_percent or 0.0
+    floor = results.statistics.noise_floor_percent or 0.0
     axes.axhspan(-floor, floor, **NOISE)
     values = [-floor, floor]
     for index, (name, effect) in enumerate(effects.items()):
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
-        values += draw_interval(axes, found.models[name].non_embedding_parameters * shift, *effect, styles[name])
-    scale_percent(axes, f"improvement of test {found.loss_name} (%)", values)
+        values += draw_interval(axes, results.models[name].size.non_embedding * shift, *effect, styles[name])
+    scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
-    axes.set_title(f"{found.name}: improvement over {found.baseline}; up is better", parse_math=False)
-    add_legend(figure, found.baseline, _runs(found), styles, [noise_patch()] if floor else [])
+    axes.set_title(f"{results.name}: improvement over {results.baseline}; up is better", parse_math=False)
+    add_legend(figure, results.baseline, _runs(results), styles, [noise_patch()] if floor else [])
     return figure
 
 
-def draw_interim(found: ScaleOutcome) -> Figure | None:
+def draw_interim(results: ScaleOutcome) -> Figure | None:
     """Improvement and interval of each model at each interim analysis, of a comparison with `stop: early`."""
-    interims = {name: own for name, own in (found.interim or {}).items() if own}
+    interims = {name: own for name, own in (results.interim or {}).items() if own}
     if not interims:
         return None
-    styles = model_styles(found.baseline, found.models)
+    styles = model_styles(results.baseline, results.models)
     figure, axes = _begin_improvements()
     values = [0.0]
     for index, (name, own) in enumerate(interims.items()):
@@ -137,27 +135,24 @@ def draw_interim(found: ScaleOutcome) -> Figure | None:
             if interim.loss_improvement_interval is not None:
                 interval = interim.loss_improvement_interval
                 values += draw_interval(axes, interim.seeds + shift, interim.loss_improvement, interval, styles[name])
-    scale_percent(axes, f"improvement of test {found.loss_name} (%)", values)
+    scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
     axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
     axes.set_xlabel("seeds")
-    axes.set_title(f"{found.name}: improvement at each interim analysis; up is better", parse_math=False)
-    add_legend(figure, found.baseline, _runs(found), styles)
+    axes.set_title(f"{results.name}: improvement at each interim analysis; up is better", parse_math=False)
+    add_legend(figure, results.baseline, _runs(results), styles)
     return figure
 
 
-def draw_stability(found: ScaleOutcome) -> Figure | None:
-    """The quantities of `attention_statistics` and the gradient norm over steps.
-
-    Runs that diverged are dotted, one by one.
-    """
-    styles, runs = model_styles(found.baseline, found.models), _runs(found)
+def draw_stability(results: ScaleOutcome) -> Figure | None:
+    """The quantities of `attention_statistics` and the gradient norm over steps; runs that diverged are dotted."""
+    styles, runs = model_styles(results.baseline, results.models), _runs(results)
     curves = {
         quantity: {
             name: [(run.diverged, over_layers(run.history, quantity)) for run in own] for name, own in runs.items()
         }
         for quantity in QUANTITIES
     }
-    # A quantity that never changes is left out, such as the rows without weight under softmax
+    # A constant is left out, such as the rows without weight under softmax
     panels = [
         quantity
         for quantity, of in curves.items()
@@ -185,8 +180,8 @@ def draw_stability(found: ScaleOutcome) -> Figure | None:
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
-    add_legend(figure, found.baseline, runs, styles, [dotted])
-    figure.suptitle(f"{found.name}: stability while training, mean over seeds", parse_math=False)
+    add_legend(figure, results.baseline, runs, styles, [dotted])
+    figure.suptitle(f"{results.name}: stability while training, mean over seeds", parse_math=False)
     return figure
 
 
@@ -197,8 +192,8 @@ def draw_losses(outcome: Outcome) -> Figure | None:
     is_empty = True
     for name, style in styles.items():
         losses = {
-            float(outcome.scales[scale].flops(name)): [run.test_loss for run in found.models[name].finished]
-            for scale, found in outcome.scales.items()
+            float(outcome.scales[scale].flops(name)): [run.test_loss for run in results.models[name].finished]
+            for scale, results in outcome.scales.items()
         }
         means = [(place, np.mean(values)) for place, values in losses.items() if values]
         points = [(place, value) for place, values in losses.items() for value in values]
@@ -210,16 +205,14 @@ def draw_losses(outcome: Outcome) -> Figure | None:
         return None
     _scale_compute(axes, outcome)
     axes.grid(alpha=0.25)
-    axes.set_ylabel(f"test loss (nats per {outcome.largest.loss_unit})")
+    axes.set_ylabel(f"test loss (nats per {outcome.largest.objective.loss_unit})")
     axes.set_title(f"{outcome.name}: loss over compute, every seed", parse_math=False)
     add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles)
     return figure
 
 
 def draw_improvements(outcome: Outcome) -> Figure | None:
-    """Improvement of the test loss over compute; the models stand a little aside so that intervals do not cover each
-    other.
-    """
+    """Improvement of the test loss over compute, with the models a little apart."""
     trend, styles = outcome.trend, _ladder_styles(outcome)
     figure, axes = _begin_improvements()
     values = [0.0]
@@ -249,8 +242,7 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
 def draw_bowls(outcome: Outcome) -> Figure | None:
     """Validation loss over learning rate at every scale: the runs that chose a rate, and their means over seeds.
 
-    A cross at the top marks a rate without a mean, because a run diverged. Every reported run is visible; losses of
-    other runs that lie far above are cut off.
+    A cross at the top marks a rate at which a run diverged. Losses far above those of reported runs are cut off.
     """
     styles = _ladder_styles(outcome)
     tried_at = {
@@ -265,7 +257,7 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
         reported = [run.validation_loss for name in styles for run in outcome.scales[scale].models[name].finished]
         _draw_bowls_at(axes, tried_at[scale], reported, styles)
         axes.set_title(scale, fontsize=10, parse_math=False)
-        axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.loss_name} (nats)")
+        axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.objective.loss_name} (nats)")
     figure.suptitle(f"{outcome.name}: learning rates tried, mean over seeds", parse_math=False)
     cross = Line2D([], [], color="#555555", linestyle="none", marker="x", label="a run diverged")
     add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles, [cross])
@@ -278,7 +270,7 @@ def _draw_bowls_at(
     reported: list[float],
     styles: dict[str, dict[str, Any]],
 ) -> None:
-    """Draws the losses of one scale by model and rate, of which those reported must be visible."""
+    """Draws the losses of one scale by model and rate, in a range that shows those reported."""
     means = []
     for name, losses_at in tried.items():
         style = {**styles[name], "markersize": 3}
@@ -357,15 +349,15 @@ def over_layers(history: History, quantity: str) -> list[tuple[int, float]]:
     return [(step, float(QUANTITIES[quantity][2](those))) for step, those in sorted(values.items())]
 
 
-def _runs(found: ScaleOutcome) -> dict[str, list[RunOutcome]]:
-    return {name: model.runs for name, model in found.models.items()}
+def _runs(results: ScaleOutcome) -> dict[str, list[RunOutcome]]:
+    return {name: model.runs for name, model in results.models.items()}
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps where every curve has a value, and the values `(curve, step)`, empty without curves."""
-    found = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
-    steps = sorted(set.intersection(*(set(curve) for curve in found)))
-    return np.array(steps), np.array([[curve[step] for step in steps] for curve in found], dtype=float)
+    values = [{step: value for step, value in curve if value is not None} for curve in curves] or [{}]
+    steps = sorted(set.intersection(*(set(curve) for curve in values)))
+    return np.array(steps), np.array([[curve[step] for step in steps] for curve in values], dtype=float)
 
 
 def _plot(axes: Axes, steps: Sequence[int], values: Sequence[float], style: dict[str, Any]) -> list[tuple[int, float]]:
@@ -383,7 +375,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
-    """Sets the range without the first tenth of training, whose fall would flatten the rest of the curve."""
+    """Sets the range of the axis by all but the first tenth of training."""
     last = max((step for step, _ in points), default=0)
     values = [value for step, value in points if step >= 0.1 * last]
     if values:
@@ -392,9 +384,7 @@ def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
 
 
 def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None:
-    """If the largest value is over `ratio` times the median magnitude, makes the axis logarithmic beyond it and
-    returns it.
-    """
+    """Makes the axis logarithmic beyond the median magnitude, and returns it, if a value is over `ratio` times it."""
     magnitudes = [abs(value) for value in values if value]
     if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
         return None
@@ -405,7 +395,7 @@ def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None
 
 
 def scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
-    """Formats the y axis as signed percent; logarithmic beyond a limit if single values lie far from the others."""
+    """Formats the y axis as signed percent, logarithmic beyond a limit if values lie far apart."""
     if limit := _compress(axes, values, 30.0):
         label += f"\n(logarithmic beyond ±{limit:.2g})"
     axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")
@@ -425,7 +415,7 @@ def add_legend(
     styles: dict[str, dict[str, Any]],
     others: Sequence[Line2D | Patch] = (),
 ) -> None:
-    """Adds the legend below the axes: the models of `styles`, and the runs that their curves do not show."""
+    """Adds the legend below the axes: the models of `styles`, and how many of their runs diverged."""
     handles = []
     for name, style in styles.items():
         notes = ["baseline"] if name == baseline else []
@@ -438,7 +428,7 @@ def add_legend(
 def _ladder_runs(outcome: Outcome) -> dict[str, list[RunOutcome]]:
     """The reported runs of each model at all scales, those of the baseline first."""
     names = [outcome.baseline, *outcome.trend.models]
-    return {name: [run for found in outcome.scales.values() for run in found.models[name].runs] for name in names}
+    return {name: [run for results in outcome.scales.values() for run in results.models[name].runs] for name in names}
 
 
 def _ladder_styles(outcome: Outcome) -> dict[str, dict[str, Any]]:

@@ -1,14 +1,11 @@
-"""The statistics of a controlled comparison: which models differ from the baseline by more than the noise of their
-runs.
+"""The statistics of a comparison: which models differ from the baseline by more than noise.
 
-Runs of one seed saw the same tokens in the same order, so each model is compared with the baseline seed by seed, by
-Student's paired t-test (1908). Holm's method (1979) corrects the p-values for the number of models. Losses are in nats
-per token; a standard deviation has n - 1 in its divisor.
+Runs of one seed saw the same tokens in the same order. So each model is compared with the baseline seed by seed, by
+Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. Losses are in nats per token; standard
+deviations divide by n - 1.
 
-Each model is judged by its own differences alone, so the test holds whatever the noise of the other models is, and
-however the runs of a seed depend on each other. It assumes that seeds are independent and that differences are
-normally distributed. It errs too often where noise is skewed and that of the baseline is another one than that of the
-models: then differences are skewed, too, which a few seeds cannot show.
+Each test uses the differences of one model alone. It assumes independent seeds and normally distributed differences,
+and errs too often if the differences are skewed.
 """
 
 import dataclasses
@@ -21,9 +18,10 @@ from enum import StrEnum
 import numpy as np
 from scipy import optimize, stats
 
+from ..text import count
 
-# In standard deviations of a paired difference. An effect of four shows in each single pair (a pair of the wrong sign
-# has probability 3e-5), so a comparison that can only detect larger ones says nothing where it finds nothing.
+
+# In standard deviations of a paired difference. A comparison that detects only larger ones cannot say "within noise"
 PLAUSIBLE_EFFECT = 4.0
 
 # Of a comparison with `stop: early`: the seeds of its first interim analysis
@@ -61,27 +59,21 @@ _OPEN = (Verdict.WITHIN_NOISE, Verdict.TOO_FEW_SEEDS)
 
 @dataclass(frozen=True)
 class Effect:
-    """One model against the baseline. Values that cannot be computed are None, as are those of the test if there is
-    none.
+    """One model against the baseline. Values that cannot be computed are None.
 
-    Intervals are t intervals of the one model, of nominally 1 - `Analysis.alpha`. They are not widened for the number
-    of models, so one may exclude 0 where the verdict, which is corrected, says "within noise".
+    Intervals are t intervals of level 1 - `Analysis.alpha`. Unlike verdicts, they are not corrected for the number of
+    models, so an interval may exclude 0 where the verdict is "within noise".
 
     Attributes:
         pairs: seeds that both the model and the baseline finished.
-        diverged: runs of the model that diverged.
-        mean_loss: the mean loss in nats over the seeds that the model finished.
         mean_difference: model minus baseline over the pairs, in nats; negative is better.
         difference_deviation: standard deviation of these differences, in nats.
         loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
         perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
-        standard_error: the standard error of `mean_difference` in nats: `difference_deviation` / sqrt(`pairs`).
-        t: `mean_difference` in standard errors; None also where it is infinite (a difference that is the same in every
-            pair).
+        t: `mean_difference` in standard errors; None where it is infinite.
         p: two-sided, with `pairs` - 1 degrees of freedom.
-        holm_p: `p` corrected for the number of models tested, and for the interim analyses if there are any.
+        holm_p: `p` corrected for the number of models and of interim analyses.
         loss_improvement_interval: percent, (low, high); the baseline's mean loss counts as known.
-        perplexity_improvement_interval: percent, (low, high); exact, as the formula is monotone.
     """
 
     verdict: Verdict
@@ -105,12 +97,9 @@ class Analysis:
     """The verdicts of a comparison at one scale, without NaN or infinity.
 
     Attributes:
-        baseline: the model that the others are compared with.
         baseline_mean_loss: the baseline's mean loss in nats over the seeds that it finished.
         noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
-        noise_floor_percent: the same in percent of `baseline_mean_loss`.
-        alpha: the probability that any model at all is wrongly called better or worse, nominally.
-        effects: the effect of every model but the baseline.
+        alpha: the nominal probability that any model is wrongly called better or worse.
     """
 
     baseline: str
@@ -127,7 +116,7 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Interim:
-    """What an interim analysis at a number of seeds said about a model, in percent of the loss as in `Effect`."""
+    """The improvement of a model at an interim analysis, as in `Effect`."""
 
     seeds: int
     loss_improvement: float | None
@@ -142,30 +131,29 @@ def analyse_early(
     alpha: float = 0.05,
     parts: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
-    """Analyses a comparison with `stop: early`: each model as it was at its last interim analysis.
+    """Analyses a comparison with `stop: early`, each model at its last interim analysis.
+
+    Returns also what was known at each interim analysis, by model.
 
     Args:
         losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
-        seeds: all planned seeds, in order.
         boundaries: the seeds of each model whose best rate is at the boundary of those tried.
-        parts: as for `with_text`.
-
-    Returns:
-        The analysis, and what was known at each interim analysis, by model.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     effects: dict[str, Effect] = {}
-    for count in range(FIRST_INTERIM, len(losses[baseline]) + 1):
-        seen = seeds[:count]
+    for number in range(FIRST_INTERIM, len(losses[baseline]) + 1):
+        seen = seeds[:number]
         first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
-        found = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
-        own_parts = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in (parts or {}).items()}
-        found = with_text(found, own_parts, most=len(seeds))
-        for name, own in interims.items():
-            if len(first[name]) == count:
-                effect = effects[name] = found.effects[name]
-                own.append(Interim(count, effect.loss_improvement, effect.loss_improvement_interval))
+        analysis = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
+        first_parts = {
+            name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in (parts or {}).items()
+        }
+        analysis = with_text(analysis, first_parts, most=len(seeds))
+        for name, history in interims.items():
+            if len(first[name]) == number:
+                effect = effects[name] = analysis.effects[name]
+                history.append(Interim(number, effect.loss_improvement, effect.loss_improvement_interval))
     whole = analyse(losses, baseline, alpha, most=len(seeds))
     return dataclasses.replace(whole, effects={**whole.effects, **effects}), interims
 
@@ -180,27 +168,20 @@ def analyse(
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
-    A model with a diverged run is not tested on its other runs, since leaving out its failures would flatter it.
-    Neither is a model tested if the baseline diverged on one of its seeds, or if the rate of one of the two is at the
-    boundary. Such models do not count among the tests. "Better" and "worse" need a corrected p-value below `alpha`.
-    Otherwise the verdict is "within noise", or "too few seeds" where even the smallest detectable effect, at the
-    strictest of Holm's steps, is larger than `PLAUSIBLE_EFFECT`; below two pairs there is no test. A model that equals
-    the baseline in each pair has p = 1 and is within noise; one that differs by the same amount in each has p = 0, the
-    limit for vanishing noise.
+    A model is not tested if it or the baseline diverged on one of its seeds, or if the best rate of either is at
+    the boundary. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within noise",
+    or "too few seeds" if the smallest detectable effect exceeds `PLAUSIBLE_EFFECT`. Without any noise p is 1 for equal
+    losses and 0 for others.
 
     Args:
         losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run
             diverged.
-        baseline: a key of `losses`, of which there are two or more.
-        alpha: family-wise error rate.
-        at_boundary: models whose best rate is at the boundary of those tried, in a search or a list. Such a model may
-            be better than its losses say.
-        resolution: the smallest step of a loss, for shares of counted items. Differences of equal steps in all pairs
-            are no sign that there is no noise, so a standard deviation below it counts as one step.
-        most: of a comparison with an interim analysis after each seed from `FIRST_INTERIM` on, the number of seeds of
-            the last. The family-wise error over all models and analyses is at most `alpha`: each analysis spends its
-            part (see `alpha_spent`), and Bonferroni's method corrects for all models, also those that have left. A
-            model is "equivalent" if its interval, at the corrected level, lies within the noise floor on both sides.
+        at_boundary: models whose best rate is at the boundary of those tried.
+        resolution: the smallest step of a loss, for shares of counted items. A smaller standard deviation counts as
+            one step.
+        most: with interim analyses, the number of seeds of the last. Each analysis spends its part of `alpha` (see
+            `alpha_spent`), and Bonferroni's method corrects for all models. A model is "equivalent" if its corrected
+            interval lies within the noise floor.
     """
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
     reference = models.pop(baseline)
@@ -238,10 +219,9 @@ def analyse(
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
-    """p-values corrected by Holm's step-down method (1979), in the order given.
+    """Corrects p-values by Holm's step-down method (1979), in the same order.
 
-    The i-th smallest of K is multiplied by K - i + 1, is at least its predecessor, and at most 1. Rejecting those
-    below alpha rejects any true hypothesis with probability alpha at most, however the tests depend on each other.
+    The i-th smallest of K is multiplied by K - i + 1, is at least its predecessor, and at most 1.
     """
     p_values = np.fromiter(p_values, dtype=float)
     order = np.argsort(p_values)
@@ -252,14 +232,9 @@ def holm(p_values: Iterable[float]) -> list[float]:
 
 
 def alpha_spent(seeds: int, most: int) -> float:
-    """The part of alpha that an interim analysis spends: half at the last one, the other half in equal parts before
-    it.
+    """Returns the part of alpha that the analysis at a number of seeds spends, of `most` at the last one.
 
-    The parts sum to 1, so by Bonferroni's inequality the errors of all analyses together are alpha at most.
-
-    Args:
-        seeds: the number of seeds at this analysis; below `FIRST_INTERIM` there is none, and nothing is spent.
-        most: that of the last one, `FIRST_INTERIM` or more.
+    The last one spends half, and those before it the other half in equal parts.
     """
     if seeds < FIRST_INTERIM:
         return 0.0
@@ -269,35 +244,28 @@ def alpha_spent(seeds: int, most: int) -> float:
 
 
 def alpha_of_last(seeds: int, has_interim: bool, alpha: float = 0.05) -> float:
-    """What the last analysis of so many seeds spends: `alpha`, or its part of it if there were interim analyses
-    before.
-    """
+    """Returns what the last analysis spends: `alpha`, or its part if there were interim analyses."""
     return alpha * alpha_spent(seeds, seeds) if has_interim else alpha
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
-    """The |t| that makes one of so many models, with two seeds or more, better or worse at the strictest of Holm's
-    steps.
-    """
+    """Returns the |t| that one of so many models needs at the strictest of Holm's steps."""
     return float(stats.t.isf(alpha / models / 2, seeds - 1))
 
 
 def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
-    """The mean difference that just reaches `critical_t`, in standard deviations of a paired difference."""
+    """Returns the mean difference that reaches `critical_t`, in standard deviations of a paired difference."""
     return critical_t(seeds, models, alpha) / math.sqrt(seeds)
 
 
 def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """The smallest true difference that a comparison finds with probability `power`, even at the strictest of Holm's
-    steps.
+    """Returns the smallest true difference that a comparison finds with probability `power`.
 
-    By the noncentral t distribution. The difference of two independent runs has sqrt(2) times the noise of one; where
-    runs of a seed share noise, smaller differences are found.
+    This is by the noncentral t distribution, at the strictest of Holm's steps, for independent runs. Where runs of a
+    seed share noise, smaller differences are found.
 
     Args:
-        seeds, models, alpha: as for `critical_t`.
-        noise_floor: standard deviation of a run over seeds, in percent of its loss or in nats, as the result is.
-        power: between `alpha` and 1.
+        noise_floor: standard deviation of a run over seeds, in the unit of the result.
     """
     critical = critical_t(seeds, models, alpha)
     freedom = seeds - 1
@@ -305,22 +273,20 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     def excess(shift: float) -> float:
         return stats.nct.sf(critical, freedom, shift) - power
 
-    # Here |t| stays below the critical one only if the mean is low by luck, or the estimated noise high: half the risk
-    # each
+    # At the upper bound, half the risk is that the mean is low, the other half that the estimated noise is high
     half = (1 + power) / 2
     largest = critical * math.sqrt(stats.chi2.ppf(half, freedom) / freedom) + stats.norm.ppf(half)
     return optimize.brentq(excess, 0, largest) * math.sqrt(2 / seeds) * noise_floor
 
 
 def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
-    """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough.
-
-    Arguments are those of `critical_t`, but there may be one seed.
-    """
-    enough = next(count for count in itertools.count(2) if detectable_effect(count, models, alpha) <= PLAUSIBLE_EFFECT)
+    """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough."""
+    enough = next(
+        number for number in itertools.count(2) if detectable_effect(number, models, alpha) <= PLAUSIBLE_EFFECT
+    )
     if seeds >= enough:
         return None
-    plan = f"{seeds} seed{'s' * (seeds != 1)} and {models} model{'s' * (models != 1)}"
+    plan = f"{count(seeds, 'seed')} and {count(models, 'model')}"
     if seeds < 2:
         return f"{plan}: no verdict is possible, for the noise shows only between seeds; take at least {enough} seeds"
     return (
@@ -331,19 +297,15 @@ def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
 
 
 def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
-    """The share of the variance between the seeds of a model that is due to the choice of the test text, not to
-    training.
-
-    Neighbouring parts may be of one document, so their e_sp are not independent. Parts are merged in order to
-    `_TEXT_PARTS` at most, which depend on each other much less.
+    """Returns the share of the variance between seeds that is due to the choice of the test text.
 
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
-    replication, Fisher 1925). That a part is hard for all seeds, b_p, leaves their order alone. But a seed may do well
-    on the one part and badly on the other, e_sp, and another text would have other such parts. The mean over P parts
-    keeps var(e) / P of it, so the share is the mean square of the residuals over that of the seeds: 1 / F.
+    replication, Fisher 1925). A seed may do well on one part and badly on another, e_sp, and the mean over P parts
+    keeps var(e) / P of this. So the share is 1 / F, the mean square of residuals over that of seeds.
+    Neighbours are merged to `_TEXT_PARTS` parts, because parts of one document are not independent.
 
     Args:
-        parts: `parts[seed][part]`, losses in nats per token, of parts of equal size. All seeds have the same parts.
+        parts: `parts[seed][part]`, losses in nats per token, of parts of equal size.
 
     Returns:
         At most 1; None with fewer than two seeds or parts, or if all seeds have the same mean.
@@ -358,19 +320,15 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
 def with_text(
     analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[float]]], most: int | None = None
 ) -> Analysis:
-    """Widens the intervals of an analysis so that they hold for other test texts too, not for other seeds alone.
+    """Widens the intervals of an analysis so that they hold for other test texts too.
 
-    The difference of seed s on part p of the text is m + a_s + b_p + e_sp as in `noise_from_text`, where parts are now
-    drawn at random as seeds are. The variance of its mean over S seeds and P parts is estimated without bias by
-    (MS_seeds + MS_parts - MS_rest) / (S P), with Satterthwaite's degrees of freedom (1946). A difference of mean
-    squares can bring these near zero, so those of the seeds or the parts, whichever are fewer, are the least. No
-    interval becomes narrower. Verdicts and p stay: they are about this text.
+    The difference of seed s on part p is modelled as in `noise_from_text`, with parts drawn at random. The variance of
+    its mean over S seeds and P parts is estimated by (MS_seeds + MS_parts - MS_rest) / (S P), without bias.
+    Degrees of freedom are Satterthwaite's (1946), and at least the fewer of seeds and parts. No interval becomes
+    narrower. Verdicts and p stay: they are about this text.
 
     Args:
-        analysis: whose intervals become wider.
-        parts: `parts[model][seed][part]`, losses in nats per token, whose mean over parts is that of the text. Empty
-            if they are not known: then nothing changes.
-        most: as for `analyse`.
+        parts: `parts[model][seed][part]`, losses in nats per token; empty if they are not known.
     """
     if not parts:
         return analysis
@@ -393,7 +351,7 @@ def with_text(
 
 @dataclass(frozen=True)
 class _MeanSquares:
-    """The mean squares of a two-way analysis of variance without replication, of `cells` numbers."""
+    """The mean squares of a two-way analysis of variance without replication."""
 
     seeds: float
     parts: float
@@ -457,7 +415,6 @@ def _describe(verdict: Verdict | None, runs: dict[int, float | None], reference:
 
 
 def _test(effect: Effect, resolution: float) -> Effect:
-    """Adds the t-test of a mean difference of 0."""
     standard_error = max(effect.difference_deviation, resolution) / math.sqrt(effect.pairs)
     if standard_error:
         t = effect.mean_difference / standard_error
@@ -501,7 +458,7 @@ def _mean(values) -> float | None:
 def _deviation(values) -> float | None:
     if len(values) < 2:
         return None
-    # The mean of equal numbers may differ from them by rounding, which would look like noise
+    # The mean of equal numbers may differ from them by rounding
     return _plain(np.std(values, ddof=1)) if np.ptp(values) else 0.0
 
 
@@ -522,5 +479,5 @@ def _perplexity_improvement(difference: float | None) -> float | None:
 
 
 def _plain(value: float | None) -> float | None:
-    """A float that JSON can hold, or None; without the sign of -0.0."""
+    """Returns a finite float, or None; without the sign of -0.0."""
     return float(value) + 0.0 if value is not None and math.isfinite(value) else None

@@ -34,7 +34,7 @@ from .comparison import Run, Scale
 logger = logging.get_logger(__name__)
 
 _TOKENIZER = "tokenizer"
-# Variables of the launcher that started this process, which the process of a run must not read
+# Variables of a launcher, which the process of a run must not read
 _LAUNCHER_VARIABLES = (
     "RANK",
     "WORLD_SIZE",

@@ -15,25 +15,22 @@ from .inference import Interval
 from .noise import welch_sum
 
 
-# In decades of compute beyond the ladder. Nothing is read from the curve farther out.
+# In decades of compute beyond the ladder, where the curve is read
 REACH = 1.0
 
-# Of a mean loss, relative, for the derivatives of the delta method; at most a tenth of the smallest fall between two
-# scales
+# Relative step of a mean loss for the derivatives of the delta method
 _STEP = 1e-5
 
 
 class LossCurve:
     """The loss of the baseline over compute, and the multipliers that are read from it.
 
-    The curve is the monotone cubic interpolation of log loss over log compute through the means of the scales (Fritsch
-    and Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as
-    those of a power law do: then the slope at an end is s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)), where s_1, h_1 are the
-    slope and the length of the line through the two means at this end, s_2, h_2 those of the line beside it. Beyond
-    the ladder the curve goes on with the slope at its end. With two scales it is a line.
+    The curve interpolates log loss over log compute by a monotone cubic through the means of the scales (Fritsch and
+    Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as in a
+    power law. The slope at an end is s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)). Here s_1 and h_1 are the slope and length of
+    the line through the last two means, s_2 and h_2 those of the line before it. Beyond it the curve is a line.
 
-    A multiplier depends on the baseline's mean losses and on the model's mean difference from it. To first order it is
-    a sum of means, and `welch_sum` gives the noise of that sum (delta method).
+    To first order a multiplier is a sum of means, and `welch_sum` gives the noise of that sum (delta method).
     """
 
     def __init__(self, names: Sequence[str], flops: Sequence[float], losses: Sequence[np.ndarray]):
@@ -65,19 +62,15 @@ class LossCurve:
     def multiplier(
         self, scale: int, differences: np.ndarray, flops: float, confidence: float
     ) -> tuple[float | None, Interval | None]:
-        """The multiplier M = C' / C_k of a model, where the curve at C' has the mean loss of the model.
-
-        Only the difference from the baseline enters, so noise that the runs of a seed share cancels.
+        """Returns the multiplier M = C' / C_k of a model, where the curve at C' has the mean loss of the model.
 
         Args:
-            scale: index of the scale.
             differences: the baseline's loss minus the model's `(seed,)`, in nats, for the seeds of the baseline.
             flops: C_k, of the model's run.
-            confidence: level of the interval.
 
         Returns:
-            The multiplier and its interval. None stands for a value for which C' lies more than `REACH` decades beyond
-            the ladder, and for the interval if a scale has a single seed.
+            The multiplier and its interval. A value is None if C' lies more than `REACH` decades beyond the ladder,
+            and the interval is None if a scale has a single seed.
         """
         rise, parts = self._rise(scale, differences)
         estimate = welch_sum(parts, rise)
@@ -109,14 +102,14 @@ class _Curve:
         self.log_loss = CubicHermiteSpline(log_flops, self.log_means, _slopes(log_flops, self.log_means))
 
     def place(self, scale: int, difference: float) -> tuple[float, float]:
-        """Returns log C at which the loss is lower than the mean of a scale by so many nats, and the slope there."""
+        """Returns log C and the slope where the loss is lower than the mean of a scale by `difference`."""
         log_loss = math.log(self.means[scale] - difference)
         for end, is_beyond in ((0, log_loss >= self.log_means[0]), (-1, log_loss <= self.log_means[-1])):
             if is_beyond:
                 slope, start = float(self.log_loss(self.log_flops[end], 1)), float(self.log_flops[end])
                 return start + (log_loss - float(self.log_means[end])) / slope, slope
         roots = self.log_loss.solve(log_loss, extrapolate=False)
-        # Where it is the mean of a scale, rounding may put the root just outside the pieces on both sides
+        # At the mean of a scale, rounding may put the root just outside the pieces on both sides
         place = float(roots[0] if len(roots) else self.log_flops[np.abs(self.log_means - log_loss).argmin()])
         return place, float(self.log_loss(place, 1))
 

@@ -41,18 +41,13 @@ def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     """Adds the means of several scales, each with the noise of its own seeds.
 
     The sum of `mean(z_s)` has the variance V = sum v_s, v_s = var(z_s) / n_s. Welch (1947) and Satterthwaite (1946)
-    give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom. With four scales of three seeds, one of them four times as
-    noisy, a test at 5 % then errs in 6.3 %. With the mean of this number and of the smallest n_s - 1, which is never
-    too many (Banerjee 1960), it errs in 5 % at most. For a single scale both numbers are n - 1, and the test is
-    Student's.
+    give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom. With few seeds that is too many, so the mean of this
+    number and of the smallest n_s - 1 is used (Banerjee 1960). A test of a single
+    scale is Student's. Returns `None` if a scale has a single seed.
 
     Args:
-        parts: z_s, a value for each seed, with the weight of the scale. Quantities of one seed are in one z_s, so
-            pairs stay pairs.
+        parts: z_s, a value for each seed, with the weight of the scale.
         value: the estimate, if the parts give only its noise (delta method).
-
-    Returns:
-        `None` if a scale has a single seed.
     """
     if any(len(part) < 2 for part in parts):
         return None

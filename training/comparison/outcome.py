@@ -11,6 +11,7 @@ from ..result import RunResult
 from ..run.objectives import Objective, objective_in
 from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
+from ..size import Size
 from ..values import from_json
 from .comparison import Comparison, Run, ScaleProgress
 from .config import SINGLE
@@ -19,20 +20,21 @@ from .results import RunStore, run_folder
 from .trend import ScaleLosses, Trend, analyse_trend
 
 
-VERSION = 1
+VERSION = 2
+# Fields of a scale and of a model in files of version 1 and older; runs have them now
+_SHARED = ("dataset_fingerprint", "train_tokens", "validation_tokens", "test_tokens", "device", "versions")
+_SHARED += ("parameters", "trained_parameters", "non_embedding_parameters", "flops_per_token")
+_RUNS = ("tried", "runs")
 
 Curve = list[tuple[int, float | None]]
 
 
 @dataclass(frozen=True)
 class History:
-    """What a run recorded while training: `(step, value)` of each loss and gradient norm; `None` where it was not
-    finite.
+    """The curves of a run, of points `(step, value)`; `None` is a value that is not finite.
 
     Attributes:
         train_loss, validation_loss, gradient_norm: in nats per token, and before clipping.
-        loss_spikes: the steps of `loss_spikes`.
-        stability: the quantities of `attention_statistics`, by layer.
     """
 
     train_loss: Curve = field(default_factory=list)
@@ -54,7 +56,7 @@ class RunOutcome:
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a record, which in files without a version has no group `result`."""
+        """Returns the fields of a record. In files without a version its result has no group."""
         return {"result": content, **content}
 
     @property
@@ -74,7 +76,7 @@ class RunOutcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run diverged, or its test loss is not finite, which leaves nothing to compare."""
+        """Whether the run diverged, or its test loss is not finite."""
         return self.test_loss is None
 
 
@@ -84,20 +86,13 @@ class ModelOutcome:
 
     Attributes:
         given: its entry in the comparison's file: the switches and training arguments that differ.
-        parameters, trained_parameters, non_embedding_parameters, flops_per_token, intermediate_size: see `Variant`.
-        learning_rates: those tried, ascending.
         search: the settings of a search for them; `None` for a list.
-        boundaries: by seed, whether its rate is at the boundary of those tried: the `smallest` or the `largest`.
-        kernels: what computed its runs.
+        boundaries: `smallest` or `largest`, for the seeds whose rate is at the boundary of those tried.
         tried: the runs that were made only to choose a rate.
         runs: the runs that are reported.
     """
 
     given: dict[str, Any]
-    parameters: int
-    trained_parameters: int
-    non_embedding_parameters: int
-    flops_per_token: int
     intermediate_size: int | None
     learning_rates: list[float]
     search: dict[str, float] | None
@@ -105,6 +100,11 @@ class ModelOutcome:
     tried: list[RunOutcome]
     runs: list[RunOutcome]
     kernels: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> Size:
+        """The number of parameters, and their cost."""
+        return self.runs[0].result.size
 
     @property
     def is_at_boundary(self) -> bool:
@@ -118,9 +118,7 @@ class ModelOutcome:
 
     @property
     def chosen(self) -> list[RunOutcome]:
-        """The reported runs whose rate was chosen or given. A seed that diverged at every rate reports a run and chose
-        none.
-        """
+        """The reported runs whose rate was chosen or given; a seed that diverged at every rate chose none."""
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
     def losses_by_rate(self) -> dict[float, list[float | None]]:
@@ -136,10 +134,7 @@ class TaskOutcome:
     """The scores of the reported runs in one metric of a downstream task.
 
     Attributes:
-        items: the number of items.
-        chance: the score of guessing.
         scores: by model and seed, as far as runs are evaluated; `None` where a run diverged.
-        statistics: the result of `analyse` for them, as for losses.
     """
 
     items: int | None
@@ -154,31 +149,18 @@ class ScaleOutcome:
     """The results at one scale.
 
     Attributes:
-        tokens_per_run: the most tokens that a finished run saw; the plan's number if every run was stopped early. The
-            plan counts the last batch of an epoch as full, which it may not be.
-        comparison: the fields of the file.
+        tokens_per_run: the most tokens that a run saw; the plan's number if every run was stopped early.
         token_streams: by seed, the hash of the tokens that its runs saw, in order.
-        same_tokens: whether all models of every seed saw the same tokens in the same order; `None` if every run was
-            stopped early.
-        statistics: the result of `analyse` for the test losses; with `stop: early` that of each model's last analysis.
-        interim: with `stop: early`, what was known at each interim analysis, by model, else `None`.
-        noise_from_text: see there; that of the baseline's reported runs, without those that diverged. `None` if one of
-            them has no losses of parts of the text.
-        added_seeds: the seeds that were added after a finished report.
-        tasks: by task and metric.
+        same_tokens: whether models saw the same tokens in the same order; `None` if every run was stopped early.
+        statistics: of the test losses; with `stop: early` at each model's last analysis.
+        interim: with `stop: early`, the interim analyses by model.
+        noise_from_text: of the baseline's reported runs, see the function; `None` if a run has no parts.
     """
 
     name: str
     baseline: str
     seeds: list[int]
-    command: str
     tokens_per_run: int
-    dataset_fingerprint: str | None
-    train_tokens: int | None
-    validation_tokens: int | None
-    test_tokens: int | None
-    device: str
-    versions: dict[str, str]
     comparison: dict[str, Any]
     token_streams: dict[int, str]
     same_tokens: bool | None
@@ -188,6 +170,24 @@ class ScaleOutcome:
     noise_from_text: float | None = None
     added_seeds: list[int] = field(default_factory=list)
     tasks: dict[str, dict[str, TaskOutcome]] = field(default_factory=dict)
+
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a record. Older files say once what each run says now."""
+        try:
+            models = {
+                name: {**model, **{kind: [_older(content, model, run) for run in model[kind]] for kind in _RUNS}}
+                for name, model in content["models"].items()
+            }
+        except (AttributeError, KeyError, TypeError):  # of another type, which `from_json` names
+            return content
+        return {**content, "models": models}
+
+    @property
+    def sample(self) -> RunResult:
+        """The result of one run, for the data, device and versions that all runs share."""
+        model = next(iter(self.models.values()))
+        return [*model.tried, *model.runs][0].result
 
     @property
     def at_boundary(self) -> list[str]:
@@ -222,19 +222,9 @@ class ScaleOutcome:
         recipe = self.comparison.get("recipe")
         return objective_in(recipe if isinstance(recipe, dict) else {})
 
-    @property
-    def loss_unit(self) -> str:
-        """What losses are means over, in nats: tokens, or masked tokens."""
-        return self.objective.loss_unit
-
-    @property
-    def loss_name(self) -> str:
-        """What a loss is called in titles."""
-        return self.objective.loss_name
-
     def flops(self, model: str) -> int:
         """The FLOPs of a run of a model."""
-        return self.models[model].flops_per_token * self.tokens_per_run
+        return self.models[model].size.flops_per_token * self.tokens_per_run
 
 
 @dataclass(frozen=True)
@@ -242,9 +232,7 @@ class Outcome:
     """The results of a comparison, which `results.json` holds.
 
     Attributes:
-        comparison: the fields of the file.
         scales: by name, from the smallest to the largest; a single scale is `SINGLE`.
-        trend: how improvements change over the scales; `None` if there is only one.
     """
 
     name: str
@@ -266,6 +254,11 @@ class Outcome:
         return list(self.scales.values())[-1]
 
 
+def _older(scale: dict[str, Any], model: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Adds to the record of a run what an older file says of its scale and model."""
+    return {name: fields[name] for fields in (scale, model) for name in _SHARED if name in fields} | run
+
+
 def read_outcome(file: Path) -> Outcome:
     """Reads `results.json`; raises `ValueError` for a field that is missing or of another type."""
     return from_json(Outcome, read_json(file), f"{file}: ")
@@ -276,7 +269,6 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
 
     Args:
         progress: no run of it is ready.
-        more: other fields of the results.
     """
     scale, models, runs = progress.scale, {}, []
     for name, variant in scale.variants.items():
@@ -285,10 +277,6 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         runs += [*tried, *reported]
         models[name] = ModelOutcome(
             given=without_folders(variant.config.to_dict()),
-            parameters=variant.size.total,
-            trained_parameters=variant.size.trained,
-            non_embedding_parameters=variant.size.non_embedding,
-            flops_per_token=variant.size.flops_per_token,
             intermediate_size=variant.intermediate_size,
             learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
             search=variant.rates.search,
@@ -303,23 +291,15 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
     for run in whole:
         streams.setdefault(run.seed, set()).add(finished[run.name].data.token_stream)
     same_tokens = len({finished[run.name].data.fingerprint for run in runs}) == 1
-    same_tokens = same_tokens and all(len(found) == 1 for found in streams.values())
-    sample = finished[runs[0].name]
+    same_tokens = same_tokens and all(len(stream) == 1 for stream in streams.values())
     analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
     return ScaleOutcome(
         name=scale.name,
         baseline=scale.baseline,
         seeds=scale.seeds,
-        command=scale.command,
         tokens_per_run=max((finished[run.name].data.tokens_seen for run in whole), default=scale.tokens_per_run),
-        dataset_fingerprint=sample.data.fingerprint,
-        train_tokens=sample.data.train_tokens,
-        validation_tokens=sample.data.validation_tokens,
-        test_tokens=sample.data.test_tokens,
-        device=sample.machine.device,
-        versions=sample.machine.versions,
         comparison=without_folders(scale.config.to_dict()),
-        token_streams={seed: sorted(found)[0] for seed, found in sorted(streams.items())},
+        token_streams={seed: min(stream) for seed, stream in sorted(streams.items())},
         same_tokens=same_tokens if streams else None,
         models=models,
         statistics=analysis,
@@ -335,7 +315,7 @@ def judge(
     """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
-    parts = {} if any(None in own.values() for own in parts.values()) else parts
+    parts = {} if any(None in by_seed.values() for by_seed in parts.values()) else parts
     share = noise_from_text(list(parts.get(baseline, {}).values()))
     boundaries = {name: model.boundaries for name, model in models.items()}
     if stop is None:
@@ -351,14 +331,14 @@ def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Ou
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
-    """The trend of the test losses over several scales, in which each scale has the intervals of its own analysis."""
+    """Returns the trend of the test losses over several scales, with the intervals of each scale's own analysis."""
     if len(scales) < 2:
         return None
-    found = [
+    losses = [
         ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
         for name, scale in scales.items()
     ]
-    trend = analyse_trend(found, next(iter(scales.values())).baseline)
+    trend = analyse_trend(losses, next(iter(scales.values())).baseline)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
             step = trend.models[model].steps[name]

@@ -10,8 +10,9 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
+from ..run.conflicts import check_recipe
 from ..run.lora import choose_trained
-from ..run.recipe import Recipe, check_recipe, read_recipe, without_private
+from ..run.recipe import Recipe, read_recipe, without_private
 from ..size import Size, matching_intermediate_size, measure
 from ..text import one_line
 from .comparison import Comparison, Scale, Variant, outline
@@ -29,7 +30,6 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         recipe = with_sections({**file.recipe, **entry.recipe_fields()}, entry, file.recipe_source)
         recipe_source = file.recipe_source if file.config.scales is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
-        scales[name] = dataclasses.replace(scales[name], command=file.command)
     scales = dict(sorted(scales.items(), key=lambda item: item[1].baseline_flops))
     if file.config.scales is None:
         config = scales[SINGLE].config
@@ -56,13 +56,7 @@ def read_shared_recipe(content: Mapping[str, Any], overrides: Mapping[str, Any],
 
 
 def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
-    """Sizes the models of a scale, and checks that they see the same tokens.
-
-    Args:
-        scale: the scale in an outline.
-        shared: the recipe that its models share.
-        source: the place of its fields, for messages.
-    """
+    """Sizes the models of a scale, and checks that they see the same tokens."""
     config, baseline = scale.config, scale.baseline
     if config.tokens_per_parameter is not None:
         steps = _steps(scale, shared, source)
@@ -90,14 +84,8 @@ def size_variant(
     """Gives a model of an outline its recipe and its size.
 
     Args:
-        model: its name.
-        shared: the recipe that all models share.
-        source: the place of `models`, for messages.
         match: what is matched to the budget, where the model does not say it.
         budget: the size to match.
-
-    Raises:
-        ValueError: if the model does not exist, or the recipe cannot train it.
     """
     source, config = f"{source}: model {model!r}", variant.config
     match = config.match if config.match or "match" in config.nulls else match

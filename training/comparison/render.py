@@ -31,7 +31,6 @@ class Section:
     """A part of a report.
 
     Attributes:
-        title: its heading; empty for what stands before the first one.
         parts: its sentences as text, and its lists and tables as `Markdown`.
         is_folded: whether a page shows the heading alone until a reader opens it.
         figure: the name and the content of a figure that this report drew, in `figures/NAME.png`.
@@ -80,7 +79,6 @@ def to_page(name: str, sections: Iterable[Section]) -> str:
 
 
 def _image(title: str, content: bytes) -> str:
-    """A figure within the page itself."""
     data = base64.b64encode(content).decode()
     return f'<p><span class="figure scroll"><img src="data:image/png;base64,{data}" alt="{title}"></span></p>\n'
 

@@ -1,6 +1,4 @@
-"""The report of a comparison, made from its outcome alone: a list of sections, and parts of it for terminals and
-cards.
-"""
+"""The report of a comparison, made from its outcome alone, and parts of it for terminals and cards."""
 
 import textwrap
 from collections.abc import Iterable
@@ -12,7 +10,7 @@ from matplotlib import rc_context, rcParamsDefault
 from ..disk import delete, read_bytes, write_text
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
-from ..text import Markdown, align, code, plain
+from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, Verdict, alpha_of_last, power_warning
 from .outcome import ModelOutcome, Outcome, ScaleOutcome, read_outcome
@@ -35,7 +33,7 @@ from .trend import TrendVerdict
 
 
 _TERMINAL_WIDTH = 120
-# In the terminal: columns of the table of models, with their titles there
+# Columns of the table in the terminal, with their titles there
 _TERMINAL_COLUMNS = {
     "model": "model",
     "test loss (nats)": "test loss (nats)",
@@ -84,13 +82,12 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
 
     Args:
-        folder: folder of the comparison.
         has_page: whether `nlq explore` has a page there, which the report links to.
     """
-    found, of_figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
+    results, of_figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
     drawn = []
     for name, (title, caption, draw) in of_figures.items():
-        if (drawing := draw(found)) is not None:
+        if (drawing := draw(results)) is not None:
             drawn.append(figure_section(folder, name, title, caption, drawing))
         else:
             delete(folder / "figures" / f"{name}.png")  # of results that had more runs
@@ -107,12 +104,12 @@ def describe(outcome: Outcome) -> str:
     if outcome.trend:
         rows, notes = improvement_rows(outcome.trend), outcome_sentences(outcome)
     else:
-        found = outcome.largest
+        results = outcome.largest
         rows = [
             {title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row}
-            for row in summary_rows(found)
+            for row in summary_rows(results)
         ]
-        notes = [noise_floor_sentence(found), *selection_sentences(found), *early_sentences(found)]
+        notes = [noise_floor_sentence(results), *selection_sentences(results), *early_sentences(results)]
     warnings = [f"warning: {text}" for text in warning_sentences(outcome)]
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
     before, after = (
@@ -122,40 +119,35 @@ def describe(outcome: Outcome) -> str:
 
 
 def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> Markdown:
-    """The outcome for a model card, as Markdown: warnings, the protocol, the noise floor, a row for each model, and
-    the trend.
+    """The outcome for a model card, as Markdown.
 
     Args:
         model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
         run: the name of its run's folder. If it is not among the reported ones, no row is marked.
         scale: that of the model, if there are several; by default the largest.
-
-    Raises:
-        ValueError: if there is no such model.
     """
     scale = scale or list(outcome.scales)[-1]
-    found = outcome.scales[scale]
-    if model is not None and model not in found.models:
-        raise ValueError(f"the comparison {found.name} has no model {model!r}, only {', '.join(found.models)}")
-    rows = [{name: row[name] for name in _CARD_COLUMNS if name in row} for row in summary_rows(found)]
-    is_reported = run is None or any(each.folder == f"runs/{model}/{run}" for each in found.models[model].runs)
+    results = outcome.scales[scale]
+    if model is not None and model not in results.models:
+        raise ValueError(f"the comparison {results.name} has no model {model!r}, only {', '.join(results.models)}")
+    rows = [{name: row[name] for name in _CARD_COLUMNS if name in row} for row in summary_rows(results)]
+    is_reported = run is None or any(each.folder == f"runs/{model}/{run}" for each in results.models[model].runs)
     for row in rows:
         if row["model"] == model and is_reported:
             row["model"] = Markdown(f"**{plain(model)}** (this model)")
-    has_choice = any(len(each.learning_rates) > 1 for each in found.models.values())
-    chosen = ", each model at its own best learning rate" if has_choice else ""
-    same = ", all on the same tokens in the same order" if found.same_tokens else ""
+    chosen = ", each model at its own best learning rate" if results.has_choice else ""
+    same = ", all on the same tokens in the same order" if results.same_tokens else ""
     parts = [
         *map(warning, warning_sentences(outcome)),
         Markdown(
-            f"From the comparison {code(found.name)}: {len(rows)} models, "
-            f"{'up to ' * bool(found.interim)}{len(found.seeds)} "
-            f"seeds each, {found.tokens_per_run:,} tokens a run{chosen}{same}."
+            f"From the comparison {code(results.name)}: {len(rows)} models, "
+            f"{'up to ' if results.interim else ''}{len(results.seeds)} seeds each, {results.tokens_per_run:,} "
+            f"tokens a run{chosen}{same}."
         ),
-        outcome_sentence(found),
-        noise_floor_sentence(found),
-        *selection_sentences(found),
-        *early_sentences(found),
+        outcome_sentence(results),
+        noise_floor_sentence(results),
+        *selection_sentences(results),
+        *early_sentences(results),
         markdown_table(rows),
     ]
     if outcome.trend:
@@ -168,15 +160,7 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
 
 
 def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
-    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by their published names.
-
-    Args:
-        run: the folder of the run, which may be part of the comparison.
-        folder: the folder of the comparison.
-
-    Raises:
-        ValueError: for a screening, or a model that the comparison does not have.
-    """
+    """Reads the verdicts of a comparison, for the card of a run, and the files of its report by published names."""
     files = files_in(folder, ("results.md", "figures/*.png"))
     contents = {f"comparison/{path.relative_to(folder).as_posix()}": read_bytes(path) for path in files}
     if (report := contents.get("comparison/results.md")) is not None:
@@ -193,7 +177,6 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
-    """The report, section by section: verdicts, a figure and a table, then details; how all was judged is folded."""
     head = Section("", [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)])
     first, others = figures[:1], figures[1:]
     if outcome.trend:
@@ -206,15 +189,15 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
             *others,
             Section(PROTOCOL, [bullets(trend_protocol(outcome))], is_folded=True),
         ]
-        for name, found in outcome.scales.items():
-            parts = [cost_sentence(found), bullets(protocol_sentences(found))]
-            for section in (_models(found), *_runs(found)):
+        for name, results in outcome.scales.items():
+            parts = [cost_sentence(results), bullets(protocol_sentences(results))]
+            for section in (_models(results), *_runs(results)):
                 parts += [Markdown(f"### {section.title}"), *section.parts]
             sections.append(Section(f"Scale {name}", parts, is_folded=True))
     else:
-        found = outcome.largest
-        protocol = Section(PROTOCOL, [bullets(protocol_sentences(found))], is_folded=True)
-        sections = [head, *first, _models(found), *others, *_runs(found), protocol]
+        results = outcome.largest
+        protocol = Section(PROTOCOL, [bullets(protocol_sentences(results))], is_folded=True)
+        sections = [head, *first, _models(results), *others, *_runs(results), protocol]
     configuration = [
         Markdown(f"{code(outcome.command)}, which is after the command line:"),
         code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
@@ -223,43 +206,35 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     return [*sections, Section("Configuration", configuration, is_folded=True)]
 
 
-def _models(found: ScaleOutcome) -> Section:
-    """The models of one scale, and what differs between them."""
-    given = {name: given_fields(model) for name, model in found.models.items()}
+def _models(results: ScaleOutcome) -> Section:
+    given = {name: given_fields(model) for name, model in results.models.items()}
     differences = [
         Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's"))
         for name, fields in given.items()
     ]
-    early = early_sentences(found)
-    return Section(
-        "Models", [markdown_table(summary_rows(found)), *early, "What differs between them:", bullets(differences)]
-    )
+    parts = [markdown_table(summary_rows(results)), *early_sentences(results), "What differs between them:"]
+    return Section("Models", [*parts, bullets(differences)])
 
 
-def _runs(found: ScaleOutcome) -> list[Section]:
-    """The sections of one scale about tasks, rates and runs."""
-    rates, tasks, stability = rate_rows(found), task_rows(found), stability_rows(found)
-    return [
-        *([Section("Downstream tasks", [_TASKS_CAPTION, markdown_table(tasks)])] if tasks else []),
-        *(
-            [Section("Learning rates", [_RATES_CAPTION.format(found.loss_unit), markdown_table(rates)])]
-            if rates
-            else []
-        ),
-        *([Section("Stability at the end", [_STABILITY_CAPTION, markdown_table(stability)])] if stability else []),
-        Section("Every run", [markdown_table(run_rows(found))], is_folded=True),
-    ]
+def _runs(results: ScaleOutcome) -> list[Section]:
+    tables = {
+        "Downstream tasks": (_TASKS_CAPTION, task_rows(results)),
+        "Learning rates": (_RATES_CAPTION.format(results.objective.loss_unit), rate_rows(results)),
+        "Stability at the end": (_STABILITY_CAPTION, stability_rows(results)),
+    }
+    sections = [Section(title, [text, markdown_table(rows)]) for title, (text, rows) in tables.items() if rows]
+    return [*sections, Section("Every run", [markdown_table(run_rows(results))], is_folded=True)]
 
 
 # Sentences
 
 
 def outcome_sentences(outcome: Outcome) -> list[str]:
-    """The verdicts in one line, those at the largest scale if there are several, and then the trend in another."""
-    name, found = list(outcome.scales.items())[-1]
+    """The verdicts at the largest scale in one line, and the trend in another if there is one."""
+    name, results = list(outcome.scales.items())[-1]
     if outcome.trend is None:
-        return [outcome_sentence(found)]
-    return [f"Largest scale: {name}. {outcome_sentence(found)}", trend_sentence(outcome)]
+        return [outcome_sentence(results)]
+    return [f"Largest scale: {name}. {outcome_sentence(results)}", trend_sentence(outcome)]
 
 
 def trend_sentence(outcome: Outcome) -> str:
@@ -267,36 +242,34 @@ def trend_sentence(outcome: Outcome) -> str:
     verdicts: dict[TrendVerdict, list[str]] = {verdict: [] for verdict in TrendVerdict}
     for name, trend in outcome.trend.models.items():
         verdicts[trend.verdict].append(name)
-    found = [f"{verdict} ({in_line(names)})" for verdict, names in verdicts.items() if names]
-    return f"Trend of the improvement over the scales: {', '.join(found)}."
+    parts = [f"{verdict} ({in_line(names)})" for verdict, names in verdicts.items() if names]
+    return f"Trend of the improvement over the scales: {', '.join(parts)}."
 
 
 def trend_protocol(outcome: Outcome) -> list[str]:
     """How the trend was judged."""
     trend = outcome.trend
-    tested = sum(found.p is not None for found in trend.models.values())
+    tested = sum(model.p is not None for model in trend.models.values())
     meanings: dict[str, list[str]] = {}
-    for name, found in trend.models.items():
-        meanings.setdefault(found.meaning, []).append(name)
+    for name, model in trend.models.items():
+        meanings.setdefault(model.meaning, []).append(name)
     return [
         "The verdict at the largest scale is the judgement. The trend explains it.",
         "No model is tested over the scales."
         if not tested
         else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
-        "logarithm of "
-        f"compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected for {tested} "
-        "models "
-        "by Holm's method.",
+        f"logarithm of compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected "
+        f"for {tested} models by Holm's method.",
         *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
 
 
-def cost_sentence(found: ScaleOutcome) -> str:
+def cost_sentence(results: ScaleOutcome) -> str:
     """What a run of the baseline costs at one scale."""
+    parameters = results.models[results.baseline].size.non_embedding
     return (
-        f"{found.models[found.baseline].non_embedding_parameters:,} non-embedding parameters, "
-        f"{found.tokens_per_run:,} tokens "
-        f"and {found.flops(found.baseline):.2g} FLOPs a run, {len(found.seeds)} seed{'s' * (len(found.seeds) != 1)}."
+        f"{parameters:,} non-embedding parameters, {results.tokens_per_run:,} tokens "
+        f"and {results.flops(results.baseline):.2g} FLOPs a run, {count(len(results.seeds), 'seed')}."
     )
 
 
@@ -306,68 +279,64 @@ def in_line(names: Iterable[str]) -> str:
     return ("; " if any("," in name for name in names) else ", ").join(names)
 
 
-def outcome_sentence(found: ScaleOutcome) -> str:
+def outcome_sentence(results: ScaleOutcome) -> str:
     """All verdicts in one line, the clear ones first."""
     clear = (Verdict.BETTER, Verdict.WORSE, Verdict.EQUIVALENT, Verdict.WITHIN_NOISE)
     models: dict[str, list[str]] = {str(verdict): [] for verdict in clear}
-    for name, effect in found.statistics.effects.items():
-        models.setdefault(describe_verdict(effect, len(found.models[name].runs)), []).append(name)
+    for name, effect in results.statistics.effects.items():
+        models.setdefault(describe_verdict(effect, len(results.models[name].runs)), []).append(name)
     verdicts = [
         f"{verdict.replace(':', ',').capitalize()}: {in_line(names)}." for verdict, names in models.items() if names
     ]
-    return " ".join([f"Baseline: {found.baseline}.", *verdicts])
+    return " ".join([f"Baseline: {results.baseline}.", *verdicts])
 
 
 def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
-    """What a reader must know before the outcome, the largest scale first; where models are tested, also of too few
-    seeds.
-    """
-    found = [
-        (name, text)
-        for name, scale in reversed(outcome.scales.items())
-        for text in _warnings_of_scale(scale, has_tests)
-    ]
-    warnings = [f"Scale {name}: {text}" if len(outcome.scales) > 1 else text for name, text in found]
+    """What a reader must know before the outcome, the largest scale first."""
+    warnings = []
+    for name, scale in reversed(outcome.scales.items()):
+        prefix = f"Scale {name}: " if len(outcome.scales) > 1 else ""
+        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(scale, has_tests)]
     return [*warnings, outcome.trend.multiplier_note] if outcome.trend and outcome.trend.multiplier_note else warnings
 
 
-def _warnings_of_scale(found: ScaleOutcome, has_tests: bool) -> list[str]:
+def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
     """Other tokens, best rates at the boundary, diverged runs, too few seeds, and seeds that were added."""
     warnings = []
-    if found.same_tokens is False:
+    if results.same_tokens is False:
         warnings.append(
             "THE MODELS DID NOT SEE THE SAME TOKENS in the same order, as the hashes of the runs tell. What follows "
             "compares the data too, and its tests by seed do not hold."
         )
-    for name, model in found.models.items():
+    for name, model in results.models.items():
         if len(model.kernels) > 1:
             warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(model.kernels)}.")
-        warnings += _boundary_warnings(name, model, " from these seeds on" if found.interim else "")
+        warnings += _boundary_warnings(name, model, " from these seeds on" if results.interim else "")
         if diverged := len(model.runs) - len(model.finished):
             consequence = (
                 "models get no verdict from these seeds"
-                if name == found.baseline
+                if name == results.baseline
                 else "it gets no verdict, for without its failures it would look better than it is"
             )
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    alpha = alpha_of_last(len(found.seeds), found.interim is not None, found.statistics.alpha)
-    if has_tests and (warning := power_warning(len(found.seeds), len(found.models) - 1, alpha)):
+    alpha = alpha_of_last(len(results.seeds), results.interim is not None, results.statistics.alpha)
+    if has_tests and (warning := power_warning(len(results.seeds), len(results.models) - 1, alpha)):
         warnings.append(f"{warning}.")
-    if has_tests and len({len(model.learning_rates) > 1 for model in found.models.values()}) > 1:
+    if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
         warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")
-    if found.added_seeds:
+    if results.added_seeds:
         warnings.append(
-            f"These seeds were added after a finished report: {', '.join(map(str, found.added_seeds))}. If its "
+            f"These seeds were added after a finished report: {', '.join(map(str, results.added_seeds))}. If its "
             "outcome was the reason, p is too small."
         )
     return warnings
 
 
 def _boundary_warnings(name: str, model: ModelOutcome, since: str) -> list[str]:
-    """Says where a model's best rate is the smallest or the largest tried, and since when it has no verdict."""
+    """Warns if a model's best rate is the smallest or the largest tried."""
     warnings = []
     for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
-        seeds = [seed for seed, found in model.boundaries.items() if found == end]
+        seeds = [seed for seed, boundary in model.boundaries.items() if boundary == end]
         rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
         warnings.append(
             f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in "
@@ -376,77 +345,77 @@ def _boundary_warnings(name: str, model: ModelOutcome, since: str) -> list[str]:
     return warnings
 
 
-def selection_sentences(found: ScaleOutcome) -> list[str]:
+def selection_sentences(results: ScaleOutcome) -> list[str]:
     """Whether tests and intervals include the risk of a wrong learning rate."""
-    return [_EACH_SEED if found.has_choice else _ONE_RATE] if found.tested else []
+    return [_EACH_SEED if results.has_choice else _ONE_RATE] if results.tested else []
 
 
-def early_sentences(found: ScaleOutcome) -> list[str]:
+def early_sentences(results: ScaleOutcome) -> list[str]:
     """What interim analyses do to estimates and intervals."""
-    return [_EARLY] if found.interim else []
+    return [_EARLY] if results.interim else []
 
 
-def noise_floor_sentence(found: ScaleOutcome) -> str:
+def noise_floor_sentence(results: ScaleOutcome) -> str:
     """How much the losses of the baseline vary, and how much of it is due to the choice of the test text."""
-    statistics = found.statistics
+    statistics = results.statistics
     if statistics.noise_floor is None:
-        return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {found.baseline}."
+        return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {results.baseline}."
     sentence = (
-        f"Noise floor: the test loss of the baseline {found.baseline} varies by {statistics.noise_floor:.2g} nats "
+        f"Noise floor: the test loss of the baseline {results.baseline} varies by {statistics.noise_floor:.2g} nats "
         f"from seed to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
-    if (share := found.noise_from_text) is None:
+    if (share := results.noise_from_text) is None:
         return f"{sentence}; how much of it comes from the choice of the test text is unknown."
     percent = "less than 1" if share < 0.005 else f"about {100 * share:.0f}"
     return f"{sentence}; {percent} % of this variance comes from the choice of the test text."
 
 
-def protocol_sentences(found: ScaleOutcome) -> list[str]:
+def protocol_sentences(results: ScaleOutcome) -> list[str]:
     """How the numbers were measured."""
-    statistics, seeds, tested = found.statistics, found.seeds, found.tested
-    count = "up to " if found.interim else ""
+    statistics, seeds, tested = results.statistics, results.seeds, results.tested
+    most = "up to " if results.interim else ""
     sentences = [
-        noise_floor_sentence(found),
-        f"{len(found.models)} models, {count}{len(seeds)} seed{'s' * (len(seeds) != 1)} "
-        f"({', '.join(map(str, seeds))}), {found.tokens_per_run:,} tokens a run.",
+        noise_floor_sentence(results),
+        f"{len(results.models)} models, {most}{count(len(seeds), 'seed')} "
+        f"({', '.join(map(str, seeds))}), {results.tokens_per_run:,} tokens a run.",
     ]
-    if found.objective.loss_note:
-        sentences.append(found.objective.loss_note)
-    if found.same_tokens:
+    if results.objective.loss_note:
+        sentences.append(results.objective.loss_note)
+    if results.same_tokens:
         sentences.append(
             "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed."
         )
-    if found.has_choice:
+    if results.has_choice:
         sentences.append(
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "
-            "validation "
-            "split. The reported loss is that of the same run on the test split, which was not used to choose."
+            "validation split. The reported loss is that of the same run on the test split, which was not "
+            "used to choose."
         )
-        if any(model.search for model in found.models.values()):
+        if any(model.search for model in results.models.values()):
             sentences.append(
                 "The rates were searched for, until the best one had a worse neighbour on both sides or the limit was "
                 "reached."
             )
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
-    if found.interim:
-        made = sum(len(model.runs) for model in found.models.values())
+    if results.interim:
+        made = sum(len(model.runs) for model in results.models.values())
         sentences.append(
             f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every "
             "seed, by a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which "
             "means that its interval, corrected for the number of models, lies within the noise floor. Half of the "
             f"probability of an error, {statistics.alpha:g}, belongs to the last analysis, the other half in equal "
             f"parts to those before it. Bonferroni's method corrects p for all models and analyses. {made} of at most "
-            f"{len(seeds) * len(found.models)} runs are reported."
+            f"{len(seeds) * len(results.models)} runs are reported."
         )
     elif tested:
         sentences.append(
             "Each model is tested by a paired t-test on its differences from the baseline, seed by seed. Holm's "
-            f"method corrects p for {len(tested)} test{'s' * (len(tested) != 1)}; better or worse means a corrected p "
+            f"method corrects p for {count(len(tested), 'test')}; better or worse means a corrected p "
             f"below {statistics.alpha:g}. Intervals are 95 % t intervals of one model each, not corrected, so an "
             "interval may exclude 0 where the verdict is within noise."
         )
-    if tested and found.counts_text:
+    if tested and results.counts_text:
         sentences.append(
             "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same "
             "kind. The tests are about this text."
@@ -455,6 +424,6 @@ def protocol_sentences(found: ScaleOutcome) -> list[str]:
         sentences.append(
             "Tests and intervals are about this test text: it is too short to tell how much its choice matters."
         )
-    sentences += selection_sentences(found)
+    sentences += selection_sentences(results)
     sentences.append("Speed and time are the median of the reported runs, and memory the most of any.")
     return sentences

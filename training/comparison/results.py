@@ -20,11 +20,7 @@ def run_folder(folder: Path, run: Run) -> Path:
 
 
 class RunStore(Mapping[str, RunResult]):
-    """The results of the finished runs in the folder of a scale, by the names of the runs.
-
-    Args:
-        folder: the folder of the scale.
-    """
+    """The results of the finished runs in the folder of a scale, by the names of the runs."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -53,11 +53,7 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
     """Makes an engine.
 
     Args:
-        name: `local` or `ray`.
         options: the fields of `LocalEngine` or `RayEngine`; `None` is the default.
-
-    Raises:
-        ValueError: for an unknown name, an unknown option, or a value that is not allowed.
     """
     options = {option: value for option, value in options.items() if value is not None}
     if name == "ray":
@@ -74,9 +70,7 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
 
 
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
-    """Makes all runs that are not finished, writes the report, and returns the results; raises as `run_comparison`
-    does.
-    """
+    """Makes all runs that are not finished, writes the report, and returns the results."""
     outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
@@ -92,11 +86,6 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     """Makes all runs that are not finished, writes `results.json`, and returns its content, without a report.
 
     The scales are made one after another, the smallest first.
-
-    Args:
-        comparison: the runs to make.
-        folder: folder of the runs.
-        engine: the engine; by default `LocalEngine()`.
 
     Raises:
         ValueError: if the folder holds another comparison or something else; nothing in it is touched.
@@ -144,10 +133,7 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """Writes the page of the best model beside the baseline if the recipe asks it, and returns whether it did.
-
-    The page shows one run of each model at the largest scale. A baseline that diverged has none.
-    """
+    """Writes the page of the best model and the baseline if the recipe asks for it. Returns whether it was written."""
     (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
     if not recipe.explore:
@@ -168,11 +154,7 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
 
 
 def _claim_folder(folder: Path, comparison: Comparison) -> None:
-    """Writes the comparison into a new folder, or checks that it is the one there, which may have fewer seeds.
-
-    Raises:
-        ValueError: if the folder holds another comparison or something else.
-    """
+    """Writes the comparison into a new folder, or checks that the folder has the same, perhaps with fewer seeds."""
     place, config = RunFolder(folder, COMPARISON_FILE), comparison.config
     with place.held(CLAIM_PATIENCE):
         written = place.made_from()
@@ -223,11 +205,7 @@ def _by_scale(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
-    """Writes the configurations and weights of all models, or compares them with the record of the folder.
-
-    Raises:
-        ValueError: if the configuration of a model has changed, or the saved weights that its runs begin with.
-    """
+    """Writes the configurations and weights of all models, or compares them with the record of the folder."""
     sources = {variant.recipe.model for scale in scales.values() for variant in scale.variants.values()}
     weights = {source: weights_fingerprint(source) for source in sources}
     now = {

@@ -21,43 +21,44 @@ _ABSURD = 100.0
 Rows = list[dict[str, str]]
 
 
-# With interim analyses: p times the number of models, divided by the share of the error that the analysis spends
+# With interim analyses: p times the number of models over the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"
 
 
-def summary_rows(found: ScaleOutcome) -> Rows:
+def summary_rows(results: ScaleOutcome) -> Rows:
     """A row for each model at one scale."""
-    finished = {name: model.finished for name, model in found.models.items()}
+    finished = {name: model.finished for name, model in results.models.items()}
     scores = {name: [run.result.losses.validation.chrf for run in runs] for name, runs in finished.items()}
-    scores = {name: [score for score in own if score is not None] for name, own in scores.items()}
-    has_frozen = any(model.trained_parameters < model.parameters for model in found.models.values())
+    scores = {name: [score for score in values if score is not None] for name, values in scores.items()}
+    has_frozen = any(model.size.trained < model.size.total for model in results.models.values())
     rows = []
-    for name, model in found.models.items():
-        own = finished[name]
-        cells, machines = _verdict_cells(found.statistics, name, len(model.runs)), [run.result.machine for run in own]
+    for name, model in results.models.items():
+        runs = finished[name]
+        cells = _verdict_cells(results.statistics, name, len(model.runs))
+        machines = [run.result.machine for run in runs]
         row = {
             "model": name,
             "verdict": cells.pop("verdict"),
-            "test loss (nats)": _mean_and_deviation([run.test_loss for run in own]),
+            "test loss (nats)": _mean_and_deviation([run.test_loss for run in runs]),
             **cells,
             **({"chrF (validation)": _mean_and_deviation(scores[name], ".1f")} if any(scores.values()) else {}),
-            **({"seeds": str(len(model.runs))} if found.interim else {}),
+            **({"seeds": str(len(model.runs))} if results.interim else {}),
             "learning rate": _chosen_rate(model),
-            "parameters": f"{model.parameters:,}",
-            **({"trained": f"{model.trained_parameters:,}"} if has_frozen else {}),
-            "non-embedding": f"{model.non_embedding_parameters:,}",
+            "parameters": f"{model.size.total:,}",
+            **({"trained": f"{model.size.trained:,}"} if has_frozen else {}),
+            "non-embedding": f"{model.size.non_embedding:,}",
             "MLP width": number(model.intermediate_size, ","),
-            "FLOPs per token": f"{model.flops_per_token:,}",
+            "FLOPs per token": f"{model.size.flops_per_token:,}",
             "tokens/s": _median((machine.tokens_per_second for machine in machines), ",.0f"),
             "peak memory (MiB)": _memory(machine.peak_memory for machine in machines),
             "training time (s)": _median((machine.seconds for machine in machines), ",.1f"),
-            "diverged": f"{len(model.runs) - len(own)} of {len(model.runs)}",
+            "diverged": f"{len(model.runs) - len(runs)} of {len(model.runs)}",
         }
         rows.append(row)
     names = {
-        "test loss (nats)": f"test {found.loss_name} (nats)",
-        "perplexity improvement (%)": f"{found.objective.perplexity.replace('_', '-')} improvement (%)",
-        **({"Holm p": BONFERRONI} if found.interim else {}),
+        "test loss (nats)": f"test {results.objective.loss_name} (nats)",
+        "perplexity improvement (%)": f"{results.objective.perplexity.replace('_', '-')} improvement (%)",
+        **({"Holm p": BONFERRONI} if results.interim else {}),
     }
     return [{names.get(title, title): cell for title, cell in row.items()} for row in rows]
 
@@ -80,9 +81,9 @@ def _verdict_cells(analysis: Analysis, model: str, runs: int) -> dict[str, str]:
     }
 
 
-def rate_rows(found: ScaleOutcome) -> Rows:
-    """Validation loss of each model at each learning rate tried, the mean over seeds; empty if there was no choice."""
-    swept = {name: model for name, model in found.models.items() if len(model.learning_rates) > 1}
+def rate_rows(results: ScaleOutcome) -> Rows:
+    """Mean validation loss of each model at each learning rate tried; empty if there was no choice."""
+    swept = {name: model for name, model in results.models.items() if len(model.learning_rates) > 1}
     rates = sorted({rate for model in swept.values() for rate in model.learning_rates})
     rows = []
     for name, model in swept.items():
@@ -97,10 +98,10 @@ def rate_rows(found: ScaleOutcome) -> Rows:
     return rows
 
 
-def task_rows(found: ScaleOutcome) -> Rows:
+def task_rows(results: ScaleOutcome) -> Rows:
     """A row for each model, downstream task and metric; empty if the comparison has no tasks."""
     rows = []
-    for task, metrics in found.tasks.items():
+    for task, metrics in results.tasks.items():
         for metric, entry in metrics.items():
             for name, scores in entry.scores.items():
                 cells = _verdict_cells(entry.statistics, name, len(scores))
@@ -119,23 +120,23 @@ def task_rows(found: ScaleOutcome) -> Rows:
     return rows
 
 
-def stability_rows(found: ScaleOutcome) -> Rows:
-    """A row for each model: its quantities of stability at the last recorded step; empty if none were recorded."""
-    runs = {name: model.finished for name, model in found.models.items()}
-    if not any(run.history.stability for own in runs.values() for run in own):
+def stability_rows(results: ScaleOutcome) -> Rows:
+    """A row for each model: its stability at the last recorded step; empty if none was recorded."""
+    finished = {name: model.finished for name, model in results.models.items()}
+    if not any(run.history.stability for runs in finished.values() for run in runs):
         return []
     rows = []
-    for name, own in runs.items():
-        curves = {title: [over_layers(run.history, of) for run in own] for of, (title, *_) in QUANTITIES.items()}
+    for name, runs in finished.items():
+        curves = {title: [over_layers(run.history, of) for run in runs] for of, (title, *_) in QUANTITIES.items()}
         ends = {title: [curve[-1][1] for curve in those if curve] for title, those in curves.items()}
         rows.append({"model": name, **{title: _mean_and_deviation(values, ".3g") for title, values in ends.items()}})
     return rows
 
 
-def run_rows(found: ScaleOutcome) -> Rows:
+def run_rows(results: ScaleOutcome) -> Rows:
     """A row for each run."""
-    rows = []
-    for name, model in found.models.items():
+    rows, loss = [], results.objective.loss_name
+    for name, model in results.models.items():
         for kind, run in [*(("tried", run) for run in model.tried), *(("reported", run) for run in model.runs)]:
             row = {
                 "model": name,
@@ -143,9 +144,9 @@ def run_rows(found: ScaleOutcome) -> Rows:
                 "learning rate": f"{run.learning_rate:g}",
                 "seed": str(run.seed),
                 "outcome": _ending(run),
-                f"train {found.loss_name}": number(run.result.losses.train, ".4f"),
-                f"validation {found.loss_name}": number(run.validation_loss, ".4f"),
-                f"test {found.loss_name}": number(run.test_loss, ".4f"),
+                f"train {loss}": number(run.result.losses.train, ".4f"),
+                f"validation {loss}": number(run.validation_loss, ".4f"),
+                f"test {loss}": number(run.test_loss, ".4f"),
                 "tokens/s": number(run.result.machine.tokens_per_second, ",.0f"),
                 "seconds": number(run.result.machine.seconds, ",.1f"),
                 "peak memory (MiB)": _memory([run.result.machine.peak_memory]),
@@ -157,21 +158,22 @@ def run_rows(found: ScaleOutcome) -> Rows:
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
     """The tables of a trend, each with its caption."""
-    multipliers = [
-        {"model": name, **_steps(found, "", "multiplier", ".2f")} for name, found in outcome.trend.models.items()
-    ]
     tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
     if rows := family_rows(outcome):
         tables.append((rows, _FAMILY_CAPTION))
-    return tables if outcome.trend.multiplier_note else [*tables, (multipliers, _MULTIPLIERS_CAPTION)]
+    if not outcome.trend.multiplier_note:
+        models = outcome.trend.models.items()
+        rows = [{"model": name, **_steps(trend, "", "multiplier", ".2f")} for name, trend in models]
+        tables.append((rows, _MULTIPLIERS_CAPTION))
+    return tables
 
 
 def family_rows(outcome: Outcome) -> Rows:
-    """A row for each model: p at each scale, corrected for all tests of all scales; empty if there is no test."""
+    """A row for each model: p at each scale, corrected for all tests of all scales."""
     tests = [
         (scale, model, effect.p)
-        for scale, found in outcome.scales.items()
-        for model, effect in found.statistics.effects.items()
+        for scale, results in outcome.scales.items()
+        for model, effect in results.statistics.effects.items()
         if effect.p is not None
     ]
     corrected = {test[:2]: p for test, p in zip(tests, holm([p for *_, p in tests]))}
@@ -187,19 +189,19 @@ def improvement_rows(trend: Trend) -> Rows:
     return [
         {
             "model": name,
-            **_steps(found, " (%)", "improvement", "+.2f"),
-            "slope (% per decade)": with_interval(found.slope, found.slope_interval, "+.2f"),
-            "Holm p": p_value(found.holm_p),
-            "trend": found.verdict,
+            **_steps(model, " (%)", "improvement", "+.2f"),
+            "slope (% per decade)": with_interval(model.slope, model.slope_interval, "+.2f"),
+            "Holm p": p_value(model.holm_p),
+            "trend": model.verdict,
         }
-        for name, found in trend.models.items()
+        for name, model in trend.models.items()
     ]
 
 
-def _steps(found: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
-    """A quantity of a model at each scale; where it has none, the note says why."""
+def _steps(model: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
+    """A quantity of a model at each scale, or the note that says why it is missing."""
     cells = {}
-    for scale, step in found.steps.items():
+    for scale, step in model.steps.items():
         value = getattr(step, quantity)
         is_missing = quantity == "multiplier" and value is None
         cells[f"{scale}{unit}"] = (
@@ -220,23 +222,24 @@ _FAMILY_CAPTION = (
 )
 _MULTIPLIERS_CAPTION = (
     "Compute multiplier: how many times the model's compute the baseline would need for the model's loss, by a curve "
-    "through "
-    "its mean losses, with 95 % intervals. A dash stands for an end that lies more than a decade beyond the ladder."
+    "through its mean losses, with 95 % intervals. A dash stands for an end that lies more than a decade "
+    "beyond the ladder."
 )
 
 
-def provenance(found: ScaleOutcome) -> Rows:
+def provenance(results: ScaleOutcome) -> Rows:
     """Corpus, device, versions, and what computed the runs of each model."""
+    data, machine = results.sample.data, results.sample.machine
     values = {
-        "corpus": str(found.comparison["recipe"].get("dataset", "python-stdlib")),
-        "fingerprint": found.dataset_fingerprint or NOTHING,
+        "corpus": str(results.comparison["recipe"].get("dataset", "python-stdlib")),
+        "fingerprint": data.fingerprint or NOTHING,
         **{
-            f"{split} tokens": number(getattr(found, f"{split}_tokens"), ",")
+            f"{split} tokens": number(getattr(data, f"{split}_tokens"), ",")
             for split in ("train", "validation", "test")
         },
-        "device": found.device,
-        **found.versions,
-        **{f"kernels of {name}": " | ".join(model.kernels) for name, model in found.models.items() if model.kernels},
+        "device": machine.device,
+        **machine.versions,
+        **{f"kernels of {name}": " | ".join(model.kernels) for name, model in results.models.items() if model.kernels},
     }
     return [{"what": what, "value": value} for what, value in values.items()]
 
@@ -257,9 +260,7 @@ def with_interval(value: float | None, interval: Interval | None, form: str) -> 
 
 
 def p_value(p: float | None) -> str:
-    """Formats a p-value; tiny ones only as a bound, and those near 0.05 so that the reader sees on which side they
-    are.
-    """
+    """Formats a p-value: tiny ones as a bound, those near 0.05 with one more digit."""
     if p is not None and p < 1e-4:
         return "< 0.0001"
     return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")

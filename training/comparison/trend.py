@@ -1,11 +1,10 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
-A scale is a width, a depth and a number of tokens. Every model is trained at each scale with several seeds. Runs of
-one seed at one scale saw the same tokens, so they are paired; seeds of different scales are independent. Losses are in
-nats per token, compute is in FLOPs of a run, and a scale lies at the compute of its baseline's run.
+Runs of one seed at one scale saw the same tokens, so they are paired; seeds of different scales are independent.
+Losses are in nats per token, and compute is in FLOPs of a run of the baseline.
 
-All that is asked is a weighted sum of means, each over the seeds of one scale: an improvement, its slope over log10 of
-compute, and to first order the compute multiplier. So `noise.welch_sum` gives all tests and intervals.
+An improvement, its slope over log10 of compute, and to first order the compute multiplier are weighted sums of means
+over the seeds of a scale. So `noise.welch_sum` gives all tests and intervals.
 """
 
 import math
@@ -25,11 +24,8 @@ class ScaleLosses:
     """The losses of all models at one scale, with the same seeds for each.
 
     Attributes:
-        name: the name of the scale.
-        flops: the FLOPs of a run of each model.
-        losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run
-            diverged.
-        at_boundary: models whose search of rates stopped with the best at the boundary, and which so may be better.
+        losses: `losses[model][seed]`, the final test loss; None, NaN or infinity if the run diverged.
+        at_boundary: models whose best learning rate is at the boundary of those tried.
     """
 
     name: str
@@ -40,18 +36,14 @@ class ScaleLosses:
 
 @dataclass(frozen=True)
 class Step:
-    """One model at one scale. What cannot be computed is None; with a diverged run, or a best rate at the boundary,
-    there are no intervals and no multiplier.
+    """One model at one scale. Values that cannot be computed are None.
 
     Attributes:
-        flops: the FLOPs of a run of the model.
-        improvement: the baseline's loss minus the model's over the seeds that both finished, in percent of
-            the baseline's mean loss over them.
-        improvement_interval: (low, high), a paired t interval; the baseline's mean loss counts as known.
+        improvement: percent of the baseline's mean loss, over the seeds that both finished.
+        improvement_interval: a paired t interval; the baseline's mean loss counts as known.
         multiplier: how many times the model's FLOPs the baseline would need to be as good.
-        multiplier_interval: (low, high). An end is None if it lies more than `REACH` decades beyond the ladder.
-        note: "beyond" if the multiplier or an end of its interval lies there, else why there is no multiplier, or
-            empty.
+        multiplier_interval: an end is None if it lies more than `REACH` decades beyond the ladder.
+        note: "beyond" if the multiplier or an end lies there; else the reason for no multiplier, or empty.
     """
 
     flops: float
@@ -72,19 +64,13 @@ class TrendVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class ModelTrend:
-    """How the improvement of a model changes with compute.
+    """The trend of a model, and the model at each scale.
 
-    The improvement of a model that is worse than the baseline is negative. So it "grows" if the model catches up, and
-    "shrinks" if it falls further behind. `meaning` tells these apart.
+    The improvement of a worse model is negative: it "grows" if the model catches up.
 
     Attributes:
-        meaning: the verdict in words, with the sign of the improvement at the largest scale; or why there is no test.
-        steps: the model at each scale, in order of compute.
-        slope: the slope of the least-squares line through the improvements, in percent of the loss per decade of
-            compute.
-        slope_interval: (low, high).
-        p: two-sided, of a slope of 0.
-        holm_p: `p` corrected for the number of models tested.
+        meaning: the verdict in words, or why there is no test.
+        slope: of the least-squares line through the improvements, in percent of the loss per decade of compute.
     """
 
     verdict: TrendVerdict
@@ -101,13 +87,9 @@ class Trend:
     """The trends of a ladder, without NaN or infinity.
 
     Attributes:
-        baseline: the model that the others are compared with.
-        alpha: the chance that any model wrongly grows or shrinks, nominally.
-        flops: the FLOPs of a run of the baseline at each scale, in order of compute.
-        noise_floor_percent: the standard deviation of the baseline's loss over its seeds at each scale, in percent of
-            its mean.
-        multiplier_note: why there are no multipliers, or empty.
-        models: the trend of each model but the baseline.
+        alpha: the nominal probability that any model wrongly grows or shrinks.
+        flops: of a run of the baseline at each scale, ascending.
+        noise_floor_percent: standard deviation of the baseline's loss over seeds, in percent of its mean.
     """
 
     baseline: str
@@ -121,17 +103,11 @@ class Trend:
 def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
-    The test of a trend is on the improvement in percent of the loss, which cancels the noise that runs of a seed
-    share. It fits no curve: the slope is that of the least-squares line through the true improvements, whatever their
-    course, and all scales count equally. If the baseline's loss flattens, a compute multiplier that is the same at all
-    scales makes a percentage that shrinks.
-
-    A model with a diverged run, or at_boundary at a scale, is not tested, nor is any if the baseline is.
+    The test is on the slope of the least-squares line through the improvements in percent, where all scales count
+    equally. It is left out if the model or the baseline has a diverged run or is `at_boundary` at a scale.
 
     Args:
         scales: two or more, in any order, with the same models and no two of the same compute.
-        baseline: a model; there is another one.
-        alpha: family-wise error rate over the models.
     """
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
@@ -170,7 +146,9 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
                     measured.index(index), found[baseline] - found[model], step.flops, 1 - alpha
                 )
                 is_beyond = multiplier is None or None in (interval or ())
-                step = replace(step, multiplier=multiplier, multiplier_interval=interval, note="beyond" * is_beyond)
+                step = replace(
+                    step, multiplier=multiplier, multiplier_interval=interval, note="beyond" if is_beyond else ""
+                )
             steps[scale.name] = step
             if note or len(found[model]) < 2:
                 notes.append(f"{note or 'a single seed'} at {scale.name}")
@@ -193,9 +171,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
 
 
 def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) -> Step:
-    """A step without its multiplier, from the losses `(seed,)` of the baseline and the model, which are NaN if
-    diverged.
-    """
+    """Returns a step without its multiplier, from losses `(seed,)` that are NaN if diverged."""
     pairs = np.isfinite(base) & np.isfinite(model)
     improvement = interval = None
     if pairs.any():

@@ -220,10 +220,8 @@ def compare(
     Each is trained at its own best learning rate, and the report says which differ from the baseline by more than
     noise. Fields of the recipe can be set as in nlq train. The same command continues after an interruption.
     """
-    from modeling_nlq.training.api import describe_estimate, describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.config import default_folder, read_default_folder
     from modeling_nlq.training.disk import results_folder
-    from modeling_nlq.training.run.recipe import read_overrides
 
     if noise_floor is not None and not dry_run:
         raise ValueError("--noise-floor needs --dry-run")
@@ -232,7 +230,9 @@ def compare(
 
         _say("\n".join(describe_status(results_folder(output_dir or read_default_folder(comparison)))))
         return
+    from modeling_nlq.training.api import describe_estimate, describe_results, load_plan, run_and_report
     from modeling_nlq.training.comparison.run import is_main_process, make_engine
+    from modeling_nlq.training.run.recipe import read_overrides
 
     plan = load_plan(comparison, read_overrides(context.args), trust_parts)
     folder = results_folder(output_dir or default_folder(plan.name))

@@ -27,8 +27,7 @@ class Blocks:
     """The tokens of a split, in blocks or pairs.
 
     Attributes:
-        dataset: rows `input_ids` of `block_size` tokens. The last may be shorter if the remainder was kept. Pairs also
-            have `labels`.
+        dataset: rows of `input_ids`, and of `labels` for pairs. The last block may be shorter.
         tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
         references: the whole targets of the first `GENERATED_ROWS` pairs.
@@ -48,18 +47,11 @@ def make_blocks(
 ) -> Blocks:
     """Joins documents by end-of-text into one stream, and cuts the stream into blocks.
 
-    Reads a special token that a document contains, such as `<|endoftext|>`, as text. Tokenizers that look up whole
-    words (`Unigram`, `WordLevel`) still read it as a special token. The blocks of a `Dataset` do not depend on the
-    number of processes. An `IterableDataset` is cut a thousand documents at a time, without the rest of each thousand.
+    Reads a special token that a document contains, such as `<|endoftext|>`, as text, unless the tokenizer looks up
+    whole words. An `IterableDataset` is cut a thousand documents at a time, without the rest of each thousand.
 
     Args:
-        documents: a split.
-        tokenizer: a fast one.
-        recipe: names the column of text and the block size.
         keep_remainder: keep two or more tokens at the end of a `Dataset` as a shorter block.
-
-    Raises:
-        ValueError: if the documents do not fill a block.
     """
     column = recipe.text_column
     block_size = recipe.block_size
@@ -158,10 +150,9 @@ class BlockCollator:
     """Makes a batch of blocks, with each token as its own label. Pads shorter blocks by tokens without labels.
 
     Attributes:
-        end_of_text: the token after each document.
-        restart: whether positions, and so attention, restart after each end of text. The first token of a document
-            then loses its label, because it does not see the token before it.
-        is_causal: false for encoders, which would attend to padding, and where each token of the text keeps its label.
+        restart: whether positions, and so attention, restart after each end of text. Then a decoder has no label for
+            the first token of a document.
+        is_causal: false for encoders, which need a mask of padding.
     """
 
     end_of_text: int

@@ -42,10 +42,7 @@ def _checksum(path: Path) -> str:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; `None` if it is complete and as it was written.
-
-    The hashes are written last: a checkpoint without them is incomplete.
-    """
+    """Says what is wrong with a checkpoint; `None` if it is as it was written. Its hashes are written last."""
     file = checkpoint / CHECKSUMS_FILE
     if not file.is_file():
         return "is incomplete"
@@ -71,7 +68,7 @@ def last_complete_checkpoint(run_folder: Path) -> Path | None:
 
 
 def _on_main_process(function: Callable[[Path], Any], path: Path) -> Any:
-    """Calls a function of a path on the main process, and returns the result on all: large checkpoints read slowly."""
+    """Calls a function of a path on the main process alone, and returns the result on all."""
     return broadcast_object_list([function(path) if PartialState().is_main_process else None])[0]
 
 
@@ -81,13 +78,7 @@ def checkpoint_to_resume(
     record: RunRecord,
     is_fsdp: bool = False,
 ) -> tuple[Path, TrainerState] | None:
-    """Finds the checkpoint that a run resumes from, with its state; `None` if the run begins.
-
-    Args:
-        arguments: name the run folder.
-        config: configuration of the model that is trained.
-        record: it takes over the counts of the checkpoint.
-        is_fsdp: whether FSDP stores the weights in this run.
+    """Finds the checkpoint that a run resumes from, with its state, and restores the `record`, or returns `None`.
 
     Raises:
         ValueError: if the checkpoint belongs to another model or to other data, or is stored in another way.
@@ -102,8 +93,10 @@ def checkpoint_to_resume(
     state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
     before = record.conditions_of(state)
     if changes := differences(before, {name: record.conditions[name] for name in before}):
-        found = f"{checkpoint} was made with another dataset or global batch size ({changes})"
-        raise ValueError(f"{found}; restore what it was, or choose another --output_dir")
+        raise ValueError(
+            f"{checkpoint} was made with another dataset or global batch size ({changes}); restore what it was, or "
+            "choose another --output_dir"
+        )
     best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
     if best is not None and _on_main_process(fault_of, Path(best)) is not None:
         raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")

@@ -30,11 +30,7 @@ BLOCKS_FILE = "blocks.json"
 
 
 def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
-    """Makes the tokenizer of a recipe: trains it on the training documents (`bpe:SIZE`), or loads it.
-
-    Raises:
-        ValueError: if it cannot be loaded, or lacks an end-of-text token or a token that the objective needs.
-    """
+    """Makes the tokenizer of a recipe: trains it on the training documents (`bpe:SIZE`), or loads it."""
     if recipe.new_vocabulary_size is not None:
         # Reading a stream twice doubles its cost, so the tokenizer learns from its first documents
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
@@ -124,9 +120,7 @@ def prepare_data(
     """Returns the tokenizer, the blocks by split, and the fingerprint of the documents (see `Documents`).
 
     Args:
-        recipe: names the data.
-        tokenizer_folder: a folder to load the tokenizer from, or to save it in for other processes and a resumed run.
-            Blocks that `save_blocks` has saved there are loaded, too.
+        tokenizer_folder: a folder to load tokenizer and saved blocks from, or to save the tokenizer in.
         seed: shuffles the documents of a stream. `Trainer` shuffles stored blocks.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():

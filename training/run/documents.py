@@ -95,8 +95,8 @@ def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[s
     """Yields the documents of text files: paragraphs between blank lines. A line of white space is blank.
 
     Args:
-        paths: UTF-8 files, with or without a byte order mark, and compressed if they end in `.gz`.
-        fingerprints: hashes of their contents, the keys of the cache of `datasets`.
+        paths: UTF-8 files, also compressed.
+        fingerprints: hashes of their contents, by which `datasets` caches.
     """
     for path in paths:
         with _open(path, "rt", encoding="utf-8-sig") as file:
@@ -109,8 +109,8 @@ class Documents(dict[str, Dataset | IterableDataset]):
     """Documents by split.
 
     Attributes:
-        fingerprint: hash of the text and of the recipe's fields that shape the documents, without paths and times of
-            files. A dataset of the Hub has the fingerprint of `datasets`, and a stream from there `None`.
+        fingerprint: hash of the text and of the recipe's fields that shape the documents; for the Hub that of
+            `datasets`, or `None` for a stream.
     """
 
     def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
@@ -119,9 +119,7 @@ class Documents(dict[str, Dataset | IterableDataset]):
 
 
 def is_format(name: str) -> bool:
-    """Tells whether `datasets` has a builder of this name, such as `csv`, which reads the files of the working
-    directory.
-    """
+    """Tells whether `datasets` has a builder of this name, such as `csv`, for files of the working directory."""
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
@@ -129,7 +127,6 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     """Loads the documents in the splits `train`, `validation` and, if `test_fraction` is set, `test`.
 
     Args:
-        recipe: names the dataset.
         is_whole: put all documents into the split `validation`, the only one.
 
     Raises:
@@ -150,12 +147,12 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     elif is_format(name):
         raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
     else:
-        own = f"hf://datasets/{name}@"
-        builder = _find_files(recipe, name, lambda path: path.startswith(own) and "::" not in path)
+        start = f"hf://datasets/{name}@"
+        builder = _find_files(recipe, name, lambda path: path.startswith(start) and "::" not in path)
         splits = _load(recipe, _read_rows, builder, recipe.streaming)
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
-    # Images and the like are files that the rows name, perhaps outside the dataset; reading a row would open them
+    # Reading a row would open the files of images and the like, perhaps outside the dataset
     media = [column for column, feature in (splits["train"].features or {}).items() if require_decoding(feature)]
     if media:
         splits = {split: rows.remove_columns(media) for split, rows in splits.items()}
@@ -212,21 +209,13 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset 
         )
 
     def join(row: dict) -> dict[str, str]:
-        return {
-            recipe.text_column: template.format_map({name: "" if row[name] is None else row[name] for name in names})
-        }
+        values = {name: "" if row[name] is None else row[name] for name in names}
+        return {recipe.text_column: template.format_map(values)}
 
-    identity = (
-        {} if recipe.streaming else {"new_fingerprint": Hasher.hash((rows._fingerprint, template, recipe.text_column))}
-    )
-    return rows.map(join, remove_columns=known, **identity)
-
-
-def files_by_split(recipe: "Recipe") -> dict[str, list[Path]]:
-    """Returns the files of a built-in or local dataset by split, and nothing for a dataset of the Hub."""
-    if recipe.dataset in BUILT_IN_CORPORA:
-        return {"train": python_files(recipe.dataset)}
-    return _local_files(recipe)[1] if Path(recipe.dataset).exists() else {}
+    options = {}
+    if not recipe.streaming:
+        options["new_fingerprint"] = Hasher.hash((rows._fingerprint, template, recipe.text_column))
+    return rows.map(join, remove_columns=known, **options)
 
 
 def _load(recipe: "Recipe", load: Callable, *arguments, **options):
@@ -277,7 +266,7 @@ def _list_files(folder: Path) -> set[str]:
 
 
 def _local_files(recipe: "Recipe") -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
-    """Returns the reader of a local dataset, one of `DATA_FORMATS` or a folder's builder, and its files by split."""
+    """Returns the reader of a local dataset, a format or a builder, and its files by split."""
     name = recipe.dataset
     path = Path(name)
     if path.is_file():

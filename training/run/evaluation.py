@@ -35,15 +35,13 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 
     Args:
         logits: `(batch, length, vocabulary)`, or a tuple that begins with them.
-        labels: `(batch, length)`; -100 is ignored.
-        shift: 1 where a token's logits stand one place before it, 0 for masked tokens and targets.
+        shift: the objective's `label_shift`.
 
     Returns:
-        `(batch, length - shift)` each: negative log-likelihood in nats (0 where ignored), and whether it was the
-        likeliest.
+        `(batch, length - shift)` each: negative log-likelihood in nats, and whether the token was the likeliest.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
-    # In float32 and side by side, which a CPU reads several times as fast
+    # A CPU reads float32 side by side several times as fast
     logits = logits[:, : logits.shape[1] - shift].float().flatten(0, 1)
     targets = labels[:, shift:]
     losses = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="none")
@@ -51,7 +49,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 
 
 class LanguageModelingMetrics:
-    """Trainer's `compute_metrics` with `batch_eval_metrics=True`: adds up batch after batch, and computes at the end.
+    """Trainer's `compute_metrics` with `batch_eval_metrics=True`.
 
     Args:
         bytes_per_token: of the evaluated text, for bits per byte; `None` leaves them out.
@@ -79,14 +77,14 @@ class LanguageModelingMetrics:
         )
         if not compute_result:
             return {}
-        found = self.metric.compute(bytes_per_token=self.bytes_per_token)
-        return {self.objective.perplexity if name == "perplexity" else name: found[name] for name in found}
+        metrics = self.metric.compute(bytes_per_token=self.bytes_per_token)
+        names = {"perplexity": self.objective.perplexity}
+        return {names.get(name, name): value for name, value in metrics.items()}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
-        """Returns the share of each of several parts of the text in its loss, times their number, in nats per token.
+        """Returns the losses of several parts of the text, in nats per token, whose mean is the loss.
 
-        Their mean is the loss, and their spread shows how much noise comes from the choice of the text. Returns `None`
-        if the text has fewer blocks than parts, or a loss is infinite or NaN.
+        Returns `None` if the text has fewer blocks than parts, or a loss is infinite or NaN.
         """
         if len(self._rows) < count:
             return None
@@ -185,8 +183,7 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
     """Returns the dataset that a model was trained on last, or the default of recipes.
 
     Raises:
-        ValueError: unless it is a built-in corpus or a dataset of the Hub. The model's author may have meant a file of
-            another machine, so only the user can say whether to read one.
+        ValueError: for a local file, which the model's author may have had on another machine.
     """
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
     local = "the local " if Path(dataset).is_absolute() or Path(dataset).exists() else ""

@@ -24,12 +24,10 @@ def generate_text(
     """Continues a text with a saved model.
 
     Args:
-        model: folder or Hub name.
         prompt: the text; a special token written in it is read as one.
-        max_new_tokens: the largest number of new tokens; by default 100, or as many as the model has positions for.
+        max_new_tokens: by default 100, or as many as the model has positions for.
         temperature: 0 takes the likeliest token each time.
         top_k: sample among the k likeliest tokens; 0: among all.
-        seed: the seed of the sampling.
 
     Returns:
         The prompt and its continuation; of an encoder and decoder, the target for the prompt.

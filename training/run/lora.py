@@ -41,9 +41,6 @@ def choose_trained(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
 
     Args:
         model: it is changed in place, and may be on the meta device.
-
-    Raises:
-        ValueError: if the saved model has no record of what is new in it, or the LoRA does not fit it.
     """
     if recipe.trainable == "new":
         freeze_all_but(model, added_parameters(recipe.model, recipe.conversion))

@@ -1,7 +1,7 @@
-"""Masked language modelling: which tokens of a batch are hidden from an encoder, which it must predict.
+"""Masked language modelling: which tokens of a batch an encoder must predict.
 
-The masks follow from the data's seed, the optimizer step and the tokens of a row alone. So all models of a comparison,
-a resumed run, and any number of processes see the same ones, and an evaluation always the same.
+Masks depend only on the data's seed, the optimizer step and the tokens of a row, so they are the same for all models
+of a comparison, after a resume, and for any number of processes.
 """
 
 import hashlib
@@ -28,13 +28,8 @@ def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 class Masking(DataCollatorForLanguageModeling):
     """Chooses tokens at random, replaces 80 % of them by the mask token and 10 % by random ones, and leaves the rest.
 
-    This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805), by Transformers' own code. Special tokens are never
-    chosen. If chance chooses nothing in a row, one token is masked, because a row without labels does not have a loss.
-
-    Args:
-        tokenizer: a tokenizer with a mask token.
-        probability: the probability that a token is chosen.
-        seed: the data's seed.
+    This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805). Special tokens are never chosen. If nothing is chosen
+    in a row, one token is masked, because a row needs a loss.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):

@@ -6,37 +6,30 @@ To add an objective, write a subclass of `Objective` and its row in `OBJECTIVES`
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from datasets import Dataset, IterableDataset
-from transformers import (
-    DataCollator,
-    DataCollatorForSeq2Seq,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-
 from ..size import ModelKind
-from .blocks import BlockCollator, Blocks, make_blocks
-from .mlm import Masking, check_mask_token
-from .seq2seq import chrf_of, make_pairs
 
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import DataCollator, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from .blocks import Blocks
+    from .mlm import Masking
     from .recipe import Recipe
+
+# Methods import `datasets` and `Trainer`, which take seconds, when they need them: a recipe alone does not
 
 
 class Objective:
     """The objective of a recipe.
 
     Attributes:
-        kind: the models that it trains.
         columns: the fields of a recipe that name its columns of text.
         lengths: the fields with the lengths of a full sample in tokens, and the half of the model that reads each.
         label_shift: 1 where a token's logits stand one position before it, else 0.
         loss_type: Transformers' loss for model classes without a `loss_type`.
         loss_unit, loss_name, loss_note: the loss is a mean in nats per `loss_unit`. Titles call it `loss_name`, and
             `loss_note` explains it in reports.
-        perplexity: name of the exponential of the loss.
         has_bits_per_byte: whether the losses of a text add up to its log-likelihood.
     """
 
@@ -59,30 +52,33 @@ class Objective:
         """The length of each input of the model in a full sample."""
         return {"input_ids": self.recipe.sample_lengths[0], "labels": self.recipe.sample_lengths[-1]}
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
         """Raises `ValueError` if the tokenizer with this name lacks a special token that the objective needs."""
 
     def make_rows(
-        self, documents: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, keep_remainder: bool = False
-    ) -> Blocks:
+        self,
+        documents: "Dataset | IterableDataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        keep_remainder: bool = False,
+    ) -> "Blocks":
         """Makes rows of tokens from the documents of a split. `make_blocks` explains `keep_remainder`."""
         raise NotImplementedError
 
-    def make_collator(self, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> DataCollator:
+    def make_collator(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> "DataCollator":
         """Returns the function that makes a batch of rows."""
         raise NotImplementedError
 
-    def make_masking(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Masking | None:
+    def make_masking(self, tokenizer: "PreTrainedTokenizerBase", seed: int) -> "Masking | None":
         """Returns what masks batches, or `None`."""
 
     def evaluate_generation(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Blocks
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: "Blocks"
     ) -> dict[str, float]:
         """Returns metrics of text that the model generates for rows of the validation split."""
         return {}
 
     def tokens_to_explore(
-        self, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
+        self, row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig"
     ) -> tuple[list[int], list[int] | None]:
         """Returns the tokens of a row that the explorer shows, and the source that the encoder of a pair reads."""
         raise NotImplementedError
@@ -95,9 +91,13 @@ class PackedText(Objective):
     lengths = {"block_size": "decoder"}
 
     def make_rows(self, documents, tokenizer, keep_remainder=False):
+        from .blocks import make_blocks
+
         return make_blocks(documents, tokenizer, self.recipe, keep_remainder)
 
     def make_collator(self, tokenizer, model):
+        from .blocks import BlockCollator
+
         restart = self.recipe.packing == "documents"
         return BlockCollator(tokenizer.eos_token_id, restart, is_causal=self.kind is ModelKind.DECODER)
 
@@ -133,9 +133,13 @@ class Masked(PackedText):
     has_bits_per_byte = False
 
     def check_tokenizer(self, tokenizer, name):
+        from .mlm import check_mask_token
+
         check_mask_token(tokenizer, name)
 
     def make_masking(self, tokenizer, seed):
+        from .mlm import Masking
+
         return Masking(tokenizer, self.recipe.mask_probability, seed)
 
 
@@ -151,12 +155,18 @@ class Seq2Seq(Objective):
         return super().input_lengths | {"decoder_input_ids": self.recipe.max_target_length}
 
     def make_rows(self, documents, tokenizer, keep_remainder=False):
+        from .seq2seq import make_pairs
+
         return make_pairs(documents, tokenizer, self.recipe)
 
     def make_collator(self, tokenizer, model):
+        from transformers import DataCollatorForSeq2Seq
+
         return DataCollatorForSeq2Seq(tokenizer, model)
 
     def evaluate_generation(self, model, tokenizer, rows):
+        from .seq2seq import chrf_of
+
         return chrf_of(model, tokenizer, rows, self.recipe)
 
     def tokens_to_explore(self, row, tokenizer, config):

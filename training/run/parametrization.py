@@ -1,11 +1,10 @@
 """CompleteP: a learning rate found with a small model suits wider and deeper ones (Dey et al. 2025, arXiv 2505.01618).
 
-It goes on from the maximal update parametrization (Yang et al. 2022, arXiv 2203.03466), which is about width alone. A
-model `m` times as wide and `l` times as deep as its base model would multiply the output of each sub-layer by `1 / l`,
-and the logits by `1 / m`. Adam's steps do not depend on the scale of a gradient. So a multiplier can as well stand in
-the initial values and the learning rate of the parameters before it: the model stays as it is, and nothing about it is
-left to be published. The gradients of the ends of sub-layers are then `l` times as large, and that of the last norm
-`m` times, which `max_grad_norm` counts.
+It extends the maximal update parametrization (Yang et al. 2022, arXiv 2203.03466) to depth. A model `m` times as wide
+and `l` times as deep as its base model would multiply the output of each sub-layer by `1 / l`, and the logits by
+`1 / m`. Adam's steps do not depend on the scale of a gradient. So these factors stand in initial values and learning
+rates instead, and the published model does not need them. For `max_grad_norm`, gradients of the ends of sub-layers are
+`l` times as large, and that of the last norm `m` times.
 
 | parameters | initial values | learning rate | Adam's epsilon |
 |---|---|---|---|
@@ -15,8 +14,8 @@ left to be published. The gradients of the ends of sub-layers are then `l` times
 | vectors of a layer; biases at the end of a sub-layer | 1; 1 / l | 1; 1 / l | 1 / (m l); 1 / m |
 | norm before the LM head | 1 / m | 1 / m | 1 |
 
-Each number is a factor beside what a base model has. Weight decay is divided by the factor of the learning rate: what
-a step takes away stays the same share.
+Each number is a factor of what a base model has. Weight decay is divided by the factor of the learning rate, so that
+a step takes away the same share.
 """
 
 import math
@@ -67,12 +66,7 @@ def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arg
     """Checks that a recipe can have `parametrization: completep`.
 
     Args:
-        config: the configuration of its model.
         base_sizes: `hidden_size` of the base model, and `num_hidden_layers` if it has fewer layers.
-        arguments: arguments of `Trainer`.
-
-    Raises:
-        ValueError: naming the field, its value, and what is allowed.
     """
     check_keys("base_sizes", base_sizes, BASE_SIZES)
     if "hidden_size" not in base_sizes:
@@ -104,9 +98,6 @@ def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> 
     """The factors of every parameter of a model, by name.
 
     An input of a matrix counts as wide if there are twice as many in a model of twice the width.
-
-    Args:
-        model: an NLQ language model.
     """
     config = model.config
     width = config.hidden_size / base_sizes["hidden_size"]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -14,51 +14,50 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import yaml
-from accelerate.utils import parse_flag_from_env
 from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
 
-from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
-from modeling_nlq.configuration_nlq import AUTOMATIC, check_kernels
+from modeling_nlq.configuration_nlq import check_kernels
 
 from ...configuration import find
 from ..disk import read_text, resolve_user_path, results_folder
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
-from ..models import added_parameters, is_saved_model, load_config, read_record
-from ..size import ModelKind, context_of, kind_of, positions_of, shapes_of, vocabulary_of
+from ..models import is_saved_model, load_config, read_record
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from ..values import Value
-from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq, name_for
-from .parametrization import check_completep
+from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq
 
 
 # Fields of `TrainingArguments` that do not belong to a recipe: the user's folders, names and tokens
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
-# Metrics of an evaluation that are better if greater. Trainer assumes this of every metric but a loss
+# Metrics of an evaluation that are better if greater
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
 
 
-def _field(affects: str, default: Any = dataclasses.MISSING, objective: type[Objective] = Objective, **options) -> Any:
+def _field(
+    affects: str,
+    default: Any = dataclasses.MISSING,
+    objective: type[Objective] = Objective,
+    is_shape: bool = False,
+    **options: Any,
+) -> Any:
     """Returns a field of `Recipe`.
 
     Args:
         affects: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or
             `nothing`, which lets a run resume with another value.
         objective: the class of the objectives that read the field.
-        options: as for `dataclasses.field`.
+        is_shape: whether it says how texts are cut and shown to the model.
     """
-    return dataclasses.field(default=default, metadata={"affects": affects, "objective": objective}, **options)
+    metadata = {"affects": affects, "objective": objective, "is_shape": is_shape}
+    return dataclasses.field(default=default, metadata=metadata, **options)
 
 
 @dataclass(frozen=True)
 class Recipe(Value):
-    """Everything that says what a run is. Equal recipes make equal runs, and have equal hashes.
-
-    `config`, `conversion` and `arguments` are made at first use, and are not pickled.
-    """
+    """Everything that says what a run is. Equal recipes make equal runs, and have equal hashes."""
 
     model: str = _field("model")
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
@@ -71,9 +70,9 @@ class Recipe(Value):
     """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
     text_template: str | None = _field("data", None, PackedText)
     """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
-    source_column: str = _field("data", "source", Seq2Seq)
+    source_column: str = _field("data", "source", Seq2Seq, is_shape=True)
     """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
-    target_column: str = _field("data", "target", Seq2Seq)
+    target_column: str = _field("data", "target", Seq2Seq, is_shape=True)
     """With `seq2seq`, the column of the texts that are to be written."""
     streaming: bool = _field("data", False, PackedText)
     """Read the dataset while training instead of storing it; needs `max_steps`."""
@@ -88,19 +87,19 @@ class Recipe(Value):
     else `bpe:8192`."""
     parts: dict[str, str] | None = _field("model", None)
     """Python files with attention parts of your own, which the model's `attention_parts` name."""
-    block_size: int = _field("data", 1024, PackedText)
+    block_size: int = _field("data", 1024, PackedText, is_shape=True)
     """Length of a training sample, in tokens."""
-    max_source_length: int = _field("data", 512, Seq2Seq)
+    max_source_length: int = _field("data", 512, Seq2Seq, is_shape=True)
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
-    max_target_length: int = _field("data", 128, Seq2Seq)
+    max_target_length: int = _field("data", 128, Seq2Seq, is_shape=True)
     """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
-    packing: Literal["stream", "documents"] = _field("data", "stream", PackedText)
+    packing: Literal["stream", "documents"] = _field("data", "stream", PackedText, is_shape=True)
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
     objective: Literal[*OBJECTIVES] = _field("data", "causal")
     """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a
     target from a source, by an encoder with a decoder."""
-    mask_probability: float = _field("data", 0.3, Masked)
+    mask_probability: float = _field("data", 0.3, Masked, is_shape=True)
     """With `masked`, the share of tokens that are to be predicted."""
     num_proc: int | None = _field("nothing", None)
     """Processes that prepare the data."""
@@ -249,7 +248,7 @@ _FIELDS = {
     for kind in (Recipe, TrainingArguments)
 }
 _RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
-# Fields of text. `TrainingArguments` has optional ones that also take other types: `fsdp` takes true
+# Fields of text alone. Optional ones of `TrainingArguments` may take other types, as `fsdp` takes true
 _TEXTS = {
     name
     for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
@@ -259,11 +258,7 @@ _TEXTS = {
 
 
 class _RecipeParser(HfArgumentParser):
-    """Reads texts as the types of the fields of `Recipe` and `TrainingArguments`.
-
-    Args:
-        defaults: the values of fields that the command line does not set.
-    """
+    """Reads texts as the types of the fields of `Recipe` and `TrainingArguments`."""
 
     def __init__(self, defaults: dict[str, Any]):
         super().__init__([*_FIELDS], add_help=False, allow_abbrev=False)
@@ -289,23 +284,13 @@ class _RecipeParser(HfArgumentParser):
 
 
 def read_overrides(words: list[str]) -> dict[str, Any]:
-    """Reads the overrides of a recipe from a command line.
-
-    Args:
-        words: `--field value` for any field of `Recipe` or `TrainingArguments`, `--set switch=value` for the model.
-
-    Returns:
-        The fields on the command line, with those of `--set` as a mapping under `"switches"`.
-
-    Raises:
-        ValueError: for an unknown field, a value that cannot be read, or a switch that is given twice.
-    """
+    """Reads the overrides of a recipe from the words of a command line, with those of `--set` under `"switches"`."""
     fields = _RECIPE_FIELDS | _TRAINING_FIELDS
     # Without defaults, argparse returns only what the command line gives
     arguments, unknown = _RecipeParser(dict.fromkeys(fields, None)).parse_known_args(words)
     if unknown:
-        given = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
-        check_keys("command line", given, fields | {"set"})
+        names = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
+        check_keys("command line", names, fields | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
     if "text_template" in overrides:
@@ -316,11 +301,7 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
 
 
 def read_switches(texts: list[str]) -> dict[str, Any]:
-    """Reads the values of `--set`, each of the form `switch=value`; the value is read as YAML.
-
-    Raises:
-        ValueError: for a text of another form, or a switch that is given twice.
-    """
+    """Reads the values of `--set`, each of the form `switch=value`; the value is read as YAML."""
     switches = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -357,9 +338,6 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
         overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a
             mapping.
         trust_parts: run the parts that the file itself contains as code.
-
-    Raises:
-        ValueError: for an unknown recipe, field or value, and code in the file that is not trusted.
     """
     path = find("recipes", str(source))
     content = read_yaml(resolve_user_path(path))
@@ -368,11 +346,9 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
 
 
 def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str, trust_parts: bool) -> None:
-    """Raises `ValueError` if a recipe read from YAML holds the code of parts, as the record of a run does, or names a
-    kernel.
+    """Raises `ValueError` if a recipe read from YAML holds the code of parts, or names a kernel.
 
-    Whoever writes `parts: [my_idea.py]` names a file of this machine. Code in the YAML itself came with it, perhaps
-    from elsewhere. The processes that this program starts do not get their recipes as YAML.
+    The YAML may come from elsewhere, with the code in it. `parts: [my_idea.py]` names a file of this machine.
     """
     check_kernels(content, source)
     parts = content.get("parts")
@@ -390,12 +366,7 @@ def read_recipe(
     """Makes a recipe from the content of its file.
 
     Args:
-        content: the fields of `Recipe`, with `training` and `switches` as mappings of their own.
-        overrides: as in `load_recipe`.
-        source: the origin of the content, for error messages; its stem names the default `output_dir`.
-
-    Raises:
-        ValueError: for an unknown field or value.
+        source: the file, for error messages; its stem names the default `output_dir`.
     """
     content = dict(content)
     overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
@@ -436,15 +407,10 @@ def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
 
 
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Loads files of attention parts, and returns their texts by name: a recipe holds them, so that other machines can
-    run it.
+    """Loads files of attention parts, and returns their texts by name, which a recipe holds for other machines.
 
     Args:
-        parts: files, in the folder of the recipe or the working directory; or what this function has returned.
-        folder: the folder of the recipe.
-
-    Raises:
-        ValueError: as `load_attention_parts` does.
+        parts: files, in the folder of the recipe or the working directory; or their texts by name.
     """
     texts = parts
     if not isinstance(parts, Mapping):
@@ -465,137 +431,18 @@ def without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the fields of `TrainingArguments` that do not belong in a recipe: the user's folders, names and tokens."""
+    """Drops the fields of `TrainingArguments` with the user's folders, names and tokens."""
     return {
         name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)
     }
 
 
 def _training_defaults(training: dict[str, Any]) -> dict[str, Any]:
-    """Values of `TrainingArguments` that suit the device and make curves of 20 and 5 points, unless the recipe sets
-    them.
-    """
+    """Returns defaults that suit the device, and make curves of 20 and 5 points."""
     has_gpu = torch.cuda.is_available()
-    # Without `use_cpu`, processes that `accelerate launch` starts on a machine without accelerator do not find each
-    # other
+    # Without `use_cpu`, processes of `accelerate launch` do not find each other on a CPU
     defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
     defaults |= {"logging_steps": 0.05, "eval_steps": 0.2, "eval_strategy": "steps"}  # shares of all steps
     if not {"bf16", "fp16"} & set(training):
         defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
     return defaults
-
-
-def emulated_bf16(training: Mapping[str, Any]) -> str | None:
-    """A warning if bfloat16 is asked for on a CPU without instructions for it, where PyTorch is much slower than in
-    float32.
-
-    Args:
-        training: fields of `TrainingArguments`.
-    """
-    if not training.get("bf16") or torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
-        return None
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return None
-    return (
-        "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: "
-        "false"
-    )
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """Finds every conflict between settings before anything heavy starts.
-
-    Raises:
-        ValueError: for conflicts, which it lists, or a model that does not exist.
-    """
-    if conflicts := [
-        *_conflicts_with_model(recipe),
-        *_conflicts_of_arguments(recipe),
-        *_conflicts_of_trained(recipe),
-    ]:
-        raise ValueError("; ".join(conflicts))
-
-
-def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
-    """Lists the lengths of a recipe that exceed the positions of a model."""
-    for name, half in OBJECTIVES[recipe.objective].lengths.items():
-        positions, context = positions_of(config, half), context_of(config, half)
-        if positions is not None and getattr(recipe, name) > positions:
-            less = "" if positions == context else f" less the {context - positions} up to the id of the pad token"
-            yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={context}{less}"
-
-
-def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
-    config = recipe.config
-    kind = kind_of(config)
-    objective = OBJECTIVES[recipe.objective]
-    yield from conflicts_of_lengths(recipe, config)
-    if recipe.new_vocabulary_size and recipe.has_weights:
-        yield (
-            f"tokenizer={recipe.tokenizer_name!r} would be new, and the weights of {recipe.model!r} know another; set "
-            f"--tokenizer {recipe.model}"
-        )
-    elif (recipe.new_vocabulary_size or 0) > (size := vocabulary_of(config)):
-        yield f"tokenizer={recipe.tokenizer_name!r} exceeds the model's vocab_size={size}"
-    if recipe.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
-        yield (
-            f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
-            "convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
-        )
-    if kind is not objective.kind:
-        has_both = ModelKind.ENCODER_DECODER in (kind, objective.kind)
-        hint = "" if has_both else f"; or set is_causal: {str(kind is ModelKind.ENCODER).lower()}"
-        yield (
-            f"objective={recipe.objective!r}: model {recipe.model!r} is {kind.description}; set objective: "
-            f"{name_for(kind)}{hint}"
-        )
-    read = Recipe.read_by(objective)
-    for name in (name for name in recipe.to_dict() if name not in read):
-        yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
-    # Others may see the previous document, or lack layers to record. Shipped recipes set attn_implementation: nlq
-    is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
-    for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():
-        value = getattr(recipe, name)
-        if str(value).startswith(AUTOMATIC) if name == "attn_implementation" else value != getattr(Recipe, name):
-            yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
-    if recipe.parametrization == "completep" and "parametrization" in read:
-        if recipe.has_weights:
-            yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
-        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-            yield "parametrization='completep' needs Trainer's optimizer, and DeepSpeed makes its own"
-        try:
-            check_completep(config, recipe.base_sizes, recipe.arguments)
-        except ValueError as error:
-            yield str(error)
-
-
-def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
-    arguments = recipe.arguments
-    try:
-        for tracker in get_reporting_integration_callbacks(arguments.report_to):
-            tracker()
-    except (ImportError, RuntimeError, ValueError) as error:
-        yield f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none"
-    if arguments.resume_from_checkpoint is not None:
-        yield "resume_from_checkpoint: a run goes on from the last complete checkpoint in its folder by itself"
-    if arguments.push_to_hub:
-        yield "push_to_hub would upload more than the model; share the finished run by `nlq publish`"
-    if recipe.streaming and recipe.max_validation_documents is None:
-        yield "streaming needs max_validation_documents"
-
-
-def _conflicts_of_trained(recipe: Recipe) -> Iterator[str]:
-    """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
-    if recipe.trainable == "new":
-        try:
-            added_parameters(recipe.model, recipe.conversion)
-        except ValueError as error:
-            yield str(error)
-    if recipe.lora is None:
-        return
-    if recipe.trainable == "new":
-        yield "lora and trainable='new' both say what is trained; choose one"
-    if not recipe.has_weights:
-        yield f"lora adapts trained weights, and model {recipe.model!r} has none; name a saved model"
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        yield "lora cannot be added to weights that FSDP has cut into shards; train it without FSDP"

@@ -28,17 +28,11 @@ _BATCHES_TO_KEEP = 256
 class RunRecord(TrainerCallback, ExportableState):
     """Keeps the record of a run, in its checkpoints too, and stops a run whose loss is infinite or not a number.
 
-    Args:
-        global_batch_size: samples of an optimizer step, of all processes together.
-        dataset_fingerprint: fingerprint of the training documents, or `None` if it is unknown (a stream from the Hub).
-
     Attributes:
-        conditions: batch size and fingerprint, which a checkpoint keeps. Only with the same ones does a run see its
-            data in the same order.
-        tokens_seen: number of tokens that all processes trained on so far, with those that Accelerate repeats to fill
-            a last batch, and without padding of pairs.
-        token_stream: a hash of all tokens that the processes trained on so far, row by row in the order of the data.
-            Two runs with the same hash saw the same data.
+        conditions: batch size and fingerprint of the documents, which fix the order of the data.
+        tokens_seen: number of tokens of all processes so far, with those that Accelerate repeats to fill a last batch,
+            and without padding of pairs.
+        token_stream: a hash of these tokens, row by row in the order of the data.
         seconds: time of the training steps, with data loading, without evaluation and saving.
         diverged_at: the step after which the loss was infinite or not a number, or `None`.
     """
@@ -56,7 +50,7 @@ class RunRecord(TrainerCallback, ExportableState):
         self._started_at: float | None = None
 
     def add_batch(self, input_ids: torch.Tensor) -> None:
-        """Adds a batch. It is hashed later, because reading it now would make an accelerator wait."""
+        """Adds a batch, to be hashed later: reading it now would make an accelerator wait."""
         self._batches.append(input_ids.detach())
         if len(self._batches) >= _BATCHES_TO_KEEP:
             self.hash_batches()
@@ -64,8 +58,7 @@ class RunRecord(TrainerCallback, ExportableState):
     def hash_batches(self) -> None:
         """Hashes the batches since the last call. Every process must call this, for they exchange their batches."""
         by_process = gather_object([[batch.cpu().to(torch.int32).numpy() for batch in self._batches]])
-        # The processes take turns in reading batches. Row by row, neither their number nor the batch size changes the
-        # hash
+        # Row by row, neither the number of processes nor the batch size changes the hash
         for row in (row for batches in zip(*by_process, strict=True) for batch in batches for row in batch):
             row = row[row != -100]  # the padding of pairs
             self.tokens_seen += len(row)
@@ -73,9 +66,7 @@ class RunRecord(TrainerCallback, ExportableState):
         self._batches.clear()
 
     def state(self) -> dict:
-        """The state that a checkpoint keeps (`ExportableState`). Only the main process calls this, after
-        `hash_batches`.
-        """
+        """The state that a checkpoint keeps (`ExportableState`), after `hash_batches`."""
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
@@ -127,7 +118,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
 
 def best_checkpoint(state: TrainerState, run_folder: str) -> str | None:
-    """The path of the best checkpoint so far, even if the run folder has moved since; `None` if there is none yet."""
+    """Returns the best checkpoint so far, also in a run folder that has moved."""
     best = state.best_model_checkpoint
     return best if best is None else os.path.join(run_folder, os.path.basename(best))
 
@@ -136,9 +127,7 @@ class RecordingTrainer(MaskingTrainer):
     """A `Trainer` whose `record` sees every batch.
 
     Args:
-        record: it becomes a callback, too.
-        factors: what each parameter's learning rate, weight decay and epsilon have, by name; `None` for `Trainer`'s
-            own.
+        factors: by which each parameter's settings are scaled, by name.
     """
 
     def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
@@ -162,9 +151,7 @@ class RecordingTrainer(MaskingTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as `Trainer` does, and a configuration with every checkpoint. A model in shards is saved whole at the
-        end.
-        """
+        """Saves as `Trainer` does, with a configuration in every checkpoint, and the model whole at the end."""
         self.record.hash_batches()
         if not _internal_call and self.args.should_save:  # the model at the end; checkpoints have new folders
             with atomic_dir(Path(output_dir or self.args.output_dir), last=CONFIG_NAME) as folder:
@@ -195,10 +182,7 @@ class RecordingTrainer(MaskingTrainer):
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The peak memory of this process so far, in bytes: of the accelerator if it trains there, else of the machine.
-
-    It is `None` on Windows, which does not report it.
-    """
+    """Returns the peak memory of this process in bytes, on its GPU or machine; `None` on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

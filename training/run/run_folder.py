@@ -55,8 +55,8 @@ CLAIM_PATIENCE = 10.0
 # Seconds after which an unfinished folder is what a process that was killed has left
 _LEFT_BEHIND = 3600.0
 
-# By the file that says what a folder was made from: the messages for a folder without it and with another one, and
-# patterns of files with a field that shows that this package wrote them, for folders from before the manifest
+# Error texts for a folder that has no plan, or the plan of another run, and files with a field that shows that this
+# package wrote a folder before folders had a manifest
 _KINDS = {
     RECIPE_FILE: (
         "is no run of `nlq train`",
@@ -80,12 +80,9 @@ class RunProgress:
     """The content of a run's `.progress.json`.
 
     Attributes:
-        host, pid: the machine and the process that train.
         state: `running` or `failed`.
         step, steps: optimizer steps that are done, and all of them; `None` before training begins.
-        loss: training loss of the last step that was logged.
         updated: seconds since 1970.
-        error: type and message of the error that ended the run.
     """
 
     host: str
@@ -107,8 +104,7 @@ class RunFolder:
     """The folder of a run, of a comparison or of a conversion.
 
     Attributes:
-        plan: the file that says what it was made from, `recipe.yaml` or `comparison.yaml`; `None` for any other
-            folder.
+        plan: the file that says what it was made from; `None` for a folder without one.
     """
 
     path: Path
@@ -118,9 +114,7 @@ class RunFolder:
     def held(self, patience: float = 0.0) -> Iterator[None]:
         """Lets no other process hold the folder as long as a `with` block lasts.
 
-        The operating system frees the lock of a process that died. The lock's file stays, because a process that
-        removed it could take it from one that has just opened it; only a new folder in which nothing was written is
-        removed.
+        The lock's file stays, because another process may have just opened it. Only a new, empty folder is removed.
 
         Args:
             patience: seconds to wait for another process; -1 waits for ever.
@@ -220,8 +214,7 @@ class RunFolder:
         )
 
     def claim_run(self, recipe: Recipe, processes: int, is_main_process: bool) -> None:
-        """Writes the recipe of a run, or checks that it is the one that is there, perhaps with its batch shared out
-        otherwise.
+        """Writes the recipe of a run, or checks that it is that of the folder, for any number of processes.
 
         Raises:
             ValueError: if the folder holds another run or something else; nothing in it is touched.
@@ -265,9 +258,7 @@ def _is_unfinished(path: Path) -> bool:
 
 
 def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:
-    """A recipe with the global batch size, if the number of processes is known, in place of the shares of each
-    process.
-    """
+    """Returns a recipe with the global batch size in place of the shares of each process."""
     training = dict(given.get("training", {}))
     share = training.pop("per_device_train_batch_size", 8) * training.pop("gradient_accumulation_steps", 1)
     return {**given, "training": training, "global_batch_size": processes and share * processes}

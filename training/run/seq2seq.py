@@ -25,11 +25,6 @@ GENERATED_ROWS = 256  # pairs of the validation split that chrF is computed on
 def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "Recipe") -> Blocks:
     """Encodes each pair, with end-of-text behind source and target; says how many are cut to the recipe's lengths.
 
-    Args:
-        documents: a split.
-        tokenizer: a fast one.
-        recipe: names the columns and lengths.
-
     Returns:
         Rows of `input_ids` and `labels`, the tokens of the targets, and references for chrF.
     """

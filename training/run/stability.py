@@ -34,9 +34,8 @@ def attention_statistics(
 ) -> list[dict[str, float]]:
     """Measures the attention of each layer on given tokens, without dropout, with any backend.
 
-    The scores are `s_ij = scaling * q_i . k_j` and the weights `w_ij`, of the keys `j` that query `i` sees;
-    `p_ij = |w_ij| / sum_j |w_ij|`, since the weights of some activations are negative or do not sum to one. A row with
-    a single key counts only for the scores: where the weights sum to one, its only weight is always 1.
+    The scores are `s_ij = scaling * q_i . k_j` and the weights `w_ij`, of the keys `j` that query `i` sees. Weights
+    may be negative, hence `p_ij = |w_ij| / sum_j |w_ij|`. A row with a single key counts only for the scores.
 
     * `entropy`: mean over rows of `-sum_j p_ij log p_ij`, in nats; a row of zeros has no `p` and is left out.
     * `largest_weight`: the maximum of `|w_ij|`.
@@ -48,16 +47,11 @@ def attention_statistics(
     The model is left as it was, its random state included. Scores and what follows are in float32 at least.
 
     Args:
-        model: any model with NLQ attention layers.
         input_ids: `(batch, length)`, without padding.
         position_ids: `(batch, length)`, for packed documents.
 
     Returns:
-        A dictionary per layer, without quantities that do not exist, such as the entropy of a layer whose weights are
-        all 0. It is empty for a layer of linear attention, which has no weights.
-
-    Raises:
-        ValueError: if the model has no NLQ attention layers.
+        A dictionary per layer, without quantities that it lacks. It is empty for linear attention.
     """
     inputs: dict[str, torch.Tensor | int] = {"logits_to_keep": 1}
     segments = None
@@ -137,19 +131,10 @@ def _row_statistics(
 
 
 class StabilityCallback(TrainerCallback):
-    """Logs `attention_statistics` of the same tokens while training: after the first step, regularly, and after the
-    last.
+    """Logs `attention_statistics` of the same tokens: after the first step, regularly, and after the last.
 
-    The numbers are named `attention/layer_0/entropy` and so on. Trainer reports them like other logs and keeps them in
-    its `log_history`, which is part of every checkpoint: a resumed run has each record once. Every process computes
-    them: others would wait for the first one anyway, and a model that is sharded over the processes needs all of them
-    to run.
-
-    Args:
-        trainer: trains a model with NLQ attention layers and logs the numbers; add the callback to it.
-        input_ids: `(batch, length)`, the tokens.
-        interval: optimizer steps between two records.
-        position_ids: `(batch, length)`, for packed documents.
+    The numbers are named `attention/layer_0/entropy` and so on, and are kept in Trainer's `log_history`. Every process
+    computes them, because a sharded model needs all processes to run.
     """
 
     def __init__(
@@ -186,10 +171,9 @@ def read_stability(log_history: list[dict[str, float]]) -> dict[str, dict[str, l
 def loss_spikes(losses: Sequence[tuple[int, float]]) -> list[int]:
     """Finds the steps at which the training loss leaps.
 
-    A loss is a spike if it exceeds the median `m` of the finite ones among the 10 logged before it by more than 0.1
-    nats and by more than 5 standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not
-    finite is always a spike; by default Trainer leaves such steps out of the loss it logs (`logging_nan_inf_filter`).
-    Otherwise the first 10 losses are never spikes, and a loss that stays high is one until the median has followed it.
+    A loss is a spike if it exceeds the median `m` of the 10 losses before it by more than 0.1 nats and by more than 5
+    standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not finite always is. Of
+    the others, the first 10 losses never are.
 
     Args:
         losses: `(optimizer step, nats per token)` in order, as logged.

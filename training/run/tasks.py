@@ -37,15 +37,9 @@ def evaluate_tasks(
         tasks: names of lm_eval's tasks or groups, or paths of YAML files; also one text with commas.
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
-        batch_size: texts per forward pass.
 
     Returns:
-        The results of lm_eval, with the score of guessing in `chance`: for each task, the mean of one over the number
-        of choices, or `None` if a task does not offer choices.
-
-    Raises:
-        ImportError: without lm_eval.
-        ValueError: for a model or a task that cannot be loaded, or a number out of range.
+        The results of lm_eval, with the score of guessing in `chance`, which is `None` for a task without choices.
     """
     _require_lm_eval()
     import evaluate
@@ -72,8 +66,7 @@ def evaluate_tasks(
 def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     """Returns the numbers in the results of `evaluate_tasks` by task or group, ready for JSON.
 
-    These are each metric, its standard error as `METRIC_stderr` if known, the number of `items`, and `chance`, the
-    accuracy of guessing or `None`. A metric after a filter of lm_eval is named `METRIC,FILTER`.
+    These are each metric as `METRIC` or `METRIC,FILTER`, its `METRIC_stderr`, the number of `items`, and `chance`.
     """
     scores = {}
     for task, values in results["results"].items():
@@ -116,12 +109,7 @@ def write_task_results(results: dict[str, Any], path: str | Path) -> None:
 
 
 def check_tasks(tasks: str | Sequence[str]) -> None:
-    """Checks the names of tasks without loading their data.
-
-    Raises:
-        ImportError: without lm_eval.
-        ValueError: for an unknown task.
-    """
+    """Checks the names of tasks without loading their data."""
     _require_lm_eval()
     _find_tasks(tasks, "")
 

@@ -1,6 +1,7 @@
 """What a saved model was trained on: a record beside it, which its conversions and later runs keep."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,8 +15,7 @@ from .recipe import Recipe
 # The fields of a recipe that say which documents were trained on, and how held-out ones are evaluated
 RECORDED = [name for name in Recipe.affecting("data") if name not in ("tokenizer", "objective")]
 # Those that say how texts are cut and shown to the model
-SHAPES = ("block_size", "packing", "mask_probability", "source_column", "target_column", "max_source_length")
-SHAPES += ("max_target_length",)
+SHAPES = [item.name for item in fields(Recipe) if item.metadata["is_shape"]]
 _TYPES = {name: kind for name, kind in get_type_hints(Recipe).items() if name in RECORDED} | {"packing": str}
 
 
@@ -26,12 +26,8 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
         model: a folder (also a checkpoint in one) or a Hub name, of a run or of a conversion.
 
     Returns:
-        For each run the fields of its recipe that say which documents it saw, with `fingerprint`: that of its
-        documents, or `None`. Of a run that is not finished, its own recipe alone: it may name any model of this
-        machine.
-
-    Raises:
-        ValueError: for a record whose fields have other types.
+        For each run the fields of its recipe that say which documents it saw, with their `fingerprint` or `None`. For
+        an unfinished run, which may name any model of this machine, its own recipe alone.
     """
     folder = Path(model)
     if (folder / STATE_FILE).is_file() and not (folder / RECIPE_FILE).is_file():
@@ -60,8 +56,8 @@ def record_run(recipe: Recipe, fingerprint: str | None) -> list[dict[str, Any]]:
     return [*before, _record(recipe.__getstate__(), fingerprint)]
 
 
-def _record(fields: Mapping[str, Any], fingerprint: str | None) -> dict[str, Any]:
-    record = {name: fields.get(name, getattr(Recipe, name)) for name in RECORDED}
+def _record(values: Mapping[str, Any], fingerprint: str | None) -> dict[str, Any]:
+    record = {name: values.get(name, getattr(Recipe, name)) for name in RECORDED}
     if record["dataset"] not in BUILT_IN_CORPORA and Path(str(record["dataset"])).exists():
         record["dataset"] = str(Path(record["dataset"]).resolve())  # to be found from everywhere
     return {**record, "fingerprint": fingerprint}

@@ -42,12 +42,13 @@ from ..sharing.scrub import without_folders
 from ..size import ModelKind, Size, auto_class_of, listed, measure, size_of, vocabulary_of
 from .blocks import Blocks
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
+from .conflicts import check_recipe, conflicts_of_lengths, emulated_bf16
 from .data import check_vocabulary, prepare_data
 from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import choose_trained, merge_lora
 from .objectives import objective_of
 from .parametrization import completep_factors, scale_initial_values
-from .recipe import Recipe, check_recipe, conflicts_of_lengths, emulated_bf16
+from .recipe import Recipe
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
@@ -71,10 +72,6 @@ def train_recipe(
 
     Args:
         tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
-        callbacks: more callbacks for `Trainer`.
-
-    Raises:
-        ValueError: as `train` does.
     """
     arguments = recipe.arguments
     place = RunFolder(Path(arguments.output_dir))
@@ -94,8 +91,7 @@ def train_recipe(
     )
     forget_used_kernels()
     if arguments.torch_compile:
-        # A kernel is recorded while a graph is traced, so the graphs of an earlier run would leave this run's record
-        # empty
+        # Kernels are recorded while a graph is traced
         torch.compiler.reset()
     run = _build(recipe, size, tokenizer_folder or folder, callbacks)
     if is_main_process:
@@ -112,9 +108,7 @@ def train_recipe(
 
 @dataclass
 class _Run:
-    """The parts of a run: its recipe, `Trainer`, record, data by split, the fingerprint of the documents, and the size
-    of the model.
-    """
+    """The parts of a run."""
 
     recipe: Recipe
     trainer: Trainer
@@ -125,7 +119,6 @@ class _Run:
 
 
 def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
-    """Prepares the data, makes the model, and puts both into a `Trainer`."""
     arguments = recipe.arguments
     with arguments.main_process_first(local=False, desc="data preparation"):
         tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
@@ -172,13 +165,9 @@ def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequen
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Makes a new model of the recipe's configuration, or loads the saved one it names, with the tokenizer's special
-    tokens.
+    """Makes or loads the model of a recipe, with the tokenizer's special tokens.
 
     What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
-
-    Raises:
-        ValueError: if the tokenizer has ids for which the model has no embeddings.
     """
     config = copy.deepcopy(recipe.config)
     check_vocabulary(tokenizer, recipe.tokenizer_name, config)
@@ -198,7 +187,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         initialize_by_name(model, recipe.arguments.seed)
     else:
         with source_named(recipe.model):
-            model, found = auto_class_of(config).from_pretrained(
+            model, loading = auto_class_of(config).from_pretrained(
                 recipe.model,
                 config=config,
                 dtype=torch.float32,
@@ -206,7 +195,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        if missing := sorted(found["missing_keys"]):  # they would be new, without a word
+        if missing := sorted(loading["missing_keys"]):  # they would be new, without a word
             raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or objective.loss_type
@@ -214,7 +203,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
 
 
 def _announcement(run: _Run) -> str:
-    """Says what is trained, on how much text, where, and by which attention backends, compiled now if need be."""
+    """Says what is trained, on how much text, where, and by which attention backends."""
     model = run.trainer.model
     arguments = run.trainer.args
     tokens = run.blocks["train"].tokens
@@ -254,8 +243,8 @@ def _train(run: _Run) -> None:
         except UnpicklingError:  # PyTorch's message advises to run what it holds
             raise ValueError(f"{checkpoint} is damaged, or holds code besides tensors; delete it") from None
         return
-    # Interrupted after its last step, when Trainer would take one more: only the weights are loaded. TensorBoard's
-    # folder is named when training begins: without it the evaluation would be logged below the current folder
+    # Interrupted after its last step, when Trainer would take one more. TensorBoard would log the evaluation below the
+    # current folder, because its own is named when training begins
     trainer.remove_callback(TensorBoardCallback)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
@@ -270,7 +259,6 @@ def _train(run: _Run) -> None:
 
 
 def _collect(run: _Run) -> RunResult:
-    """Evaluates and saves the model, and returns the result of the run."""
     recipe, trainer, record, arguments = run.recipe, run.trainer, run.record, run.trainer.args
     evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
     config = trainer.model.config  # with a LoRA, of the merged model
@@ -354,7 +342,7 @@ def _write_results(run: _Run, result: RunResult) -> None:
         config = run.trainer.model.config
         card = render(folder.resolve().name, config, size, run.recipe.to_dict(), result, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
-    # Trainer's summary counts its last part of the run alone, and is missing if that was killed after its last step
+    # Trainer's summary counts only the part of the run after the last interruption
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
     with atomic_dir(folder) as unfinished:
         state.save_to_json(str(unfinished / STATE_FILE))

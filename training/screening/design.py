@@ -1,8 +1,7 @@
-"""The design of a screening: a two-level fractional factorial, in which every factor is a change that is off or on.
+"""The design of a screening: a two-level fractional factorial of changes that are off or on, and a low or high rate.
 
-So is the learning rate, low or high. Each row of the design is a model, trained with every seed. In a design of
-resolution IV no main effect is mixed with another one or with an interaction of two factors (Box, Hunter and Hunter
-2005, chapter 6).
+Each row of the design is a model, trained with every seed. In a design of resolution IV no main effect is mixed with
+another one or with an interaction of two factors (Box, Hunter and Hunter 2005, chapter 6).
 """
 
 import itertools
@@ -45,11 +44,7 @@ class Design:
 
 
 def make_design(factors: Sequence[str]) -> Design:
-    """Makes the smallest design of resolution IV or more, with the learning rate as one more factor.
-
-    Raises:
-        ImportError: if the package `pydoe` is not installed.
-    """
+    """Makes the smallest design of resolution IV or more, with the learning rate as one more factor."""
     try:
         from pydoe import fracfact_by_res
     except ImportError as error:
@@ -62,11 +57,7 @@ def make_design(factors: Sequence[str]) -> Design:
 
 
 def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The `switches` and `training` of several factors together.
-
-    Raises:
-        ValueError: if two of them set one field to different values.
-    """
+    """The `switches` and `training` of several factors together."""
     merged: dict[str, dict[str, Any]] = {"switches": {}, "training": {}}
     owners: dict[tuple[str, str], str] = {}
     for name in names:

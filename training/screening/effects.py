@@ -1,7 +1,4 @@
-"""The effects of a screening's factors on the loss, from the runs of its design.
-
-Runs of one seed are a block, for they saw the same tokens in the same order.
-"""
+"""The effects of a screening's factors on the loss. Runs of one seed saw the same tokens, so they are a block."""
 
 import math
 from dataclasses import dataclass
@@ -18,13 +15,13 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class MainEffect:
-    """The effect of a factor on the loss, averaged over all others and both rates. It is no verdict.
+    """The effect of a factor on the loss, averaged over all others and both rates.
 
     Attributes:
         effect: mean loss with the factor on minus that with it off, in nats per token; negative is better.
         low, high: its 95 % interval, not corrected for the number of factors.
         improvement, improvement_interval: the same in percent of the mean loss, where positive is better.
-        p: of Student's t-test of an effect of 0; `holm_p` is corrected for the number of factors, without the rate.
+        p: of Student's t-test; `holm_p` is corrected for the number of factors, without the rate.
     """
 
     effect: float
@@ -41,9 +38,7 @@ class Interaction:
     """The sum of the interactions that the design cannot tell from each other.
 
     Attributes:
-        aliases: the pairs of factors.
         effect: in nats; positive if the loss is higher where both are on or both off.
-        p: of an effect of 0.
     """
 
     aliases: list[list[str]]
@@ -56,13 +51,9 @@ class Effects:
     """What the runs of a design say.
 
     Attributes:
-        main: the effect of each factor, and of the rate.
-        interactions: those of two factors.
         interaction_size: their root mean square, in nats.
         p_of_interactions: of the F test that there are none.
         noise: the standard deviation of a run within a seed, in nats.
-        freedom: its degrees of freedom.
-        mean_loss: of all runs, in nats.
         survivors: the factors that lower the loss with a corrected p below `ALPHA`.
     """
 
@@ -79,10 +70,9 @@ class Effects:
 def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
-    The noise is the mean square of what rows and seeds leave over, `(rows - 1)(seeds - 1)` degrees of freedom. Each
-    effect is a difference of the means of two halves of all runs, so its standard error is `2 s / sqrt(rows * seeds)`,
-    also where some rows are noisier than others: then it is right on average, and only the degrees of freedom are too
-    many.
+    The noise s is the root mean square of what rows and seeds leave over, with `(rows - 1)(seeds - 1)` degrees of
+    freedom. An effect is the difference between the means of two halves of all runs, so its standard error is
+    `2 s / sqrt(rows * seeds)`.
 
     Args:
         losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.
@@ -95,7 +85,6 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     error = noise * math.sqrt(4 / rows / seeds)
 
     def contrast(column: np.ndarray) -> tuple[float, float]:
-        """The effect of a column, and p."""
         effect = float(means[column > 0].mean() - means[column < 0].mean())
         if not error:
             return effect, 0.0 if effect else 1.0

@@ -9,9 +9,17 @@ from typing import Any
 
 from ..comparison import estimate
 from ..comparison.comparison import Comparison, Variant, outline
-from ..comparison.config import SINGLE, ComparisonConfig, ComparisonFile, ConfirmConfig, FactorConfig, ModelConfig
+from ..comparison.config import (
+    SINGLE,
+    ComparisonConfig,
+    ComparisonFile,
+    ConfirmConfig,
+    FactorConfig,
+    ModelConfig,
+    SearchConfig,
+)
 from ..comparison.inference import FIRST_INTERIM
-from ..comparison.lr_search import Rates, SearchConfig
+from ..comparison.lr_search import Rates
 from ..comparison.reading import read_shared_recipe, size_scale, size_variant
 from ..run.recipe import Recipe
 from ..size import Size
@@ -27,8 +35,6 @@ class Screening:
     """The plan of a screening.
 
     Attributes:
-        config: its fields, with all overrides.
-        rates: the low and the high learning rate.
         runs: a comparison of the rows of the design, in order.
         sizes: the size of the model with one factor on, by its name, and of the baseline, by `OFF`.
         confirm: function from the factors that survive to the comparison that confirms them.
@@ -87,23 +93,14 @@ class Screening:
 
 
 def describe_estimate(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
-    """Yields lines about the time of both parts on this machine, and what the confirmation can find.
-
-    Args:
-        threads, noise_floor: as in the estimate of a comparison.
-    """
+    """Yields lines about the time of both parts on this machine, and what the confirmation can find."""
     yield from estimate.describe_estimate(plan.runs, threads, has_verdicts=False)
     yield "confirmation, without what its factors add to the time:"
     yield from estimate.describe_estimate(plan.confirmation, threads, noise_floor)
 
 
 def read_screening(file: ComparisonFile) -> Screening:
-    """Makes the plan of a screening from its file.
-
-    Raises:
-        ValueError: for an unknown field, name or value, factors that no model can have together, and one that changes
-            nothing.
-    """
+    """Makes the plan of a screening from its file."""
     config, source = file.config, file.source
     _check(config, source)
     design = make_design(list(config.factors))
@@ -112,13 +109,12 @@ def read_screening(file: ComparisonFile) -> Screening:
     sizes = _sizes(config, shared, source)
 
     def plan(name: str, **fields: Any) -> Comparison:
-        """Sizes a comparison of models with some factors."""
         try:
             changed = dataclasses.replace(config, factors=None, confirm=None, **fields)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
         (scale,) = outline(changed, source).scales.values()
-        scale = dataclasses.replace(scale, name=f"{file.config.name}, {name}", command=file.command)
+        scale = dataclasses.replace(scale, name=f"{file.config.name}, {name}")
         scale = size_scale(scale, shared, source)
         return Comparison(scale.name, scale.config, {SINGLE: scale}, file.command)
 
@@ -130,7 +126,6 @@ def read_screening(file: ComparisonFile) -> Screening:
     runs = plan("screening", models=rows, baseline=_row_name([], low), learning_rates=[low])
 
     def confirm(survivors: Sequence[str]) -> Comparison:
-        """Plans the comparison of the baseline with the factors that survive."""
         models = {OFF: ModelConfig(), BEST: _model_with(config, survivors)}
         asked = config.confirm or ConfirmConfig()
         unused = max(config.seeds) + 1  # seeds that did not choose the survivors
@@ -149,17 +144,12 @@ def _row_name(factors: list[str], rate: float) -> str:
 
 
 def _model_with(config: ComparisonConfig, factors: Sequence[str], **fields: Any) -> ModelConfig:
-    """Returns the model with some factors on."""
     changes = {name: config.factors[name].to_dict() for name in factors}
     return ModelConfig(**merged_change(changes, factors), **fields)
 
 
 def _sizes(config: ComparisonConfig, shared: Recipe, source: str) -> dict[str, Size]:
-    """Returns the size of the baseline, and of the model with each factor alone.
-
-    Raises:
-        ValueError: for a factor that changes nothing.
-    """
+    """Returns the size of the baseline, and of the model with each factor alone."""
 
     def variant(name: str, factors: list[str], budget: Size | None = None) -> Variant:
         unsized = Variant(_model_with(config, factors), Rates(listed=(1.0,)))

@@ -35,13 +35,7 @@ def run_and_report(screening: Screening, folder: Path, engine: Engine | None = N
 
 
 def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> ScreeningOutcome:
-    """Makes the runs of the design and of the confirmation, writes `results.json`, and returns its content.
-
-    Args:
-        folder: the results folder.
-        run: function from a comparison and its folder to its results, for the design.
-        confirm: the same for the confirmation.
-    """
+    """Makes the runs of the design and of the confirmation, writes `results.json`, and returns its content."""
     place = RunFolder(folder, COMPARISON_FILE)
     with place.held(CLAIM_PATIENCE):
         place.claim(screening.config.to_dict())

@@ -35,13 +35,9 @@ class ScreeningOutcome:
     """The results of a screening, in `results.json`.
 
     Attributes:
-        factors: the factors by name.
-        rates: the low and the high learning rate.
-        alpha: the level of the tests.
-        effects: those of the factors; `None` if a run diverged.
+        effects: `None` if a run diverged.
         diverged: the rows that did.
-        runs: the results of the runs of the design.
-        confirmation: those of the comparison of `best` with `off`; `None` if no factor survived.
+        confirmation: `None` if no factor survived.
         split: whose losses the effects are about.
     """
 
@@ -103,9 +99,10 @@ def screening_outcome(results: ScreeningOutcome) -> list[str]:
 
 def warnings_of(results: ScreeningOutcome) -> list[str]:
     """What a reader must know first: of the runs of the design, and of those that confirm."""
-    parts = {"Screening": results.runs, "Confirmation": results.confirmation}
-    given = {part: warning_sentences(found, found is not results.runs) for part, found in parts.items() if found}
-    return [f"{part}: {text}" for part, texts in given.items() for text in texts]
+    warnings = [f"Screening: {text}" for text in warning_sentences(results.runs, has_tests=False)]
+    if results.confirmation:
+        warnings += [f"Confirmation: {text}" for text in warning_sentences(results.confirmation)]
+    return warnings
 
 
 def limits_of(results: ScreeningOutcome) -> list[str]:
@@ -123,8 +120,8 @@ def limits_of(results: ScreeningOutcome) -> list[str]:
     return [
         *sentences,
         f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone "
-        f"{noise:.2g} %. "
-        "Main effects are mixed with interactions of three factors, so one of about this size may be an interaction.",
+        f"{noise:.2g} %. Main effects are mixed with interactions of three factors, so one of about this size may be "
+        "an interaction.",
     ]
 
 
@@ -174,16 +171,13 @@ def effect_rows(results: ScreeningOutcome) -> Rows:
 
 def interaction_rows(results: ScreeningOutcome) -> Rows:
     """A row for each group of interactions that cannot be told from each other, the largest first."""
-    if results.effects is None:
-        return []
-    found = sorted(results.effects.interactions, key=lambda group: -abs(group.effect))
     return [
         {
             "interactions": " or ".join(" x ".join(pair) for pair in group.aliases),
             "loss improvement (%)": number(-100 * group.effect / results.effects.mean_loss, "+.2f"),
             "p": p_value(group.p),
         }
-        for group in found
+        for group in sorted(results.effects.interactions, key=lambda group: -abs(group.effect))
     ]
 
 
@@ -200,8 +194,8 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"improvement of {results.split} {results.runs.largest.loss_name} (%), average over the other factors; right "
-        "is better"
+        f"improvement of {results.split} {results.runs.largest.objective.loss_name} (%), average over the other "
+        "factors; right is better"
     )
     axes.set_title(f"{results.name}: main effects", parse_math=False)
     axes.grid(axis="x", alpha=0.25)
@@ -209,7 +203,6 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
 
 
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:
-    """The report, section by section."""
     head = [*map(warning, warnings_of(results)), *screening_outcome(results), *map(warning, limits_of(results))]
     sections = [Section("", head), *figures]
     if results.effects is not None:

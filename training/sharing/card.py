@@ -13,7 +13,7 @@ from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITC
 
 from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format
 from ..result import RunResult
-from ..size import Size, context_of, parts_in, positions_of
+from ..size import ModelKind, Size, context_of, kind_of, parts_in, positions_of
 from ..text import code, plain, printable
 from .scrub import without_folders
 
@@ -39,7 +39,6 @@ _PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
 }
-_KINDS = {"AutoModelForMaskedLM": "an encoder", "AutoModelForSeq2SeqLM": "an encoder and decoder"}
 _SWITCHES = (
     "is_causal",
     "norm_type",
@@ -69,19 +68,12 @@ def render(
 
     Args:
         location: name of the folder or repository to load the model from.
-        config: configuration of the model.
-        size: size of the model.
         given: the fields that the user set in the recipe.
         result: result of the run, if the model was trained.
-        conversion: content of `conversion.json`, if the model was converted.
-        comparison: verdicts of a comparison, as `Markdown`.
         license: license of the weights; by default Apache-2.0 for weights trained from scratch, otherwise none.
-        has_plot: whether `loss.png` is beside the card.
-        has_tokenizer: whether a tokenizer is beside the card.
-        is_adapter: whether an adapter is published instead of the model.
     """
     given, conversion = (without_folders(record or {}) for record in (given, conversion))
-    auto_class = _auto_class(config)
+    auto_class, kind = _auto_class(config), kind_of(config)
     is_nlq = config.model_type in ("nlq", "nlq_seq2seq")
     name = location.split("/")[-1]
     dataset = given.get("dataset", "python-stdlib")
@@ -94,7 +86,8 @@ def render(
         for metric in _METRICS
         if (value := getattr(getattr(result.losses, split), metric)) is not None
     }
-    texts = _METRICS | (_MASKED_METRICS if auto_class == "AutoModelForMaskedLM" else {})
+    is_masked = auto_class == "AutoModelForMaskedLM"
+    texts = _METRICS | (_MASKED_METRICS if is_masked else {})
     pipeline = _PIPELINES[auto_class]
     results = [
         EvalResult(
@@ -133,8 +126,8 @@ def render(
         commands=code("\n".join(_conversion_commands(conversion)) + "\n", "sh") if is_adapter else None,
         model_type=config.model_type,
         auto_class=auto_class,
-        is_masked=auto_class == "AutoModelForMaskedLM",
-        kind=_KINDS.get(auto_class, "a GPT-style language model"),
+        is_masked=is_masked,
+        kind="a GPT-style language model" if kind is ModelKind.DECODER else kind.description,
         prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
@@ -168,12 +161,7 @@ def base_model_of(model: str | Path) -> str | None:
 
 
 def converted_base(given: dict[str, Any], base_model: str | None) -> str | None:
-    """Returns the Hub name of the model that a run started from, or `None` if it was a folder.
-
-    Args:
-        given: the fields that the user set in the recipe.
-        base_model: that of the run's result.
-    """
+    """Returns the Hub name of the model that a run started from, or `None` if it was a folder."""
     # For a folder, `base_model` is the model in its card, and so differs from `model`
     return base_model if base_model == given.get("model") else None
 

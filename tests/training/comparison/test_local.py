@@ -181,7 +181,7 @@ class TestFolder:
         shutil.copytree(finished[0], folder)
         fingerprint, models = folder / "dataset_fingerprint.txt", folder / "models.json"
         text = fingerprint.read_text()
-        assert text.strip() == finished[1].largest.dataset_fingerprint
+        assert text.strip() == finished[1].largest.sample.data.fingerprint
         before = files_of(folder)
         for file, content, message in (
             (

@@ -149,6 +149,15 @@ def changed(found: ScaleOutcome, model: str | None = None, **fields) -> ScaleOut
     )
 
 
+def with_provenance(found: ScaleOutcome, fingerprint: str = "planted", **machine) -> ScaleOutcome:
+    """The results at a scale whose runs had other documents, or another machine."""
+    base = found.models["base"]
+    first = (base.tried or base.runs)[0]
+    data = dataclasses.replace(first.result.data, fingerprint=fingerprint)
+    result = dataclasses.replace(first.result, data=data, machine=dataclasses.replace(first.result.machine, **machine))
+    return changed(found, "base", tried=[dataclasses.replace(first, result=result), *base.tried])
+
+
 class Page(HTMLParser):
     """What a browser would show, and would ask for."""
 
@@ -272,7 +281,8 @@ def test_page_shows_all_and_asks_for_nothing(outcome, tmp_path):
 
 def test_names_break_neither_table_nor_figure(outcome, tmp_path):
     comparison = {**outcome.comparison, "recipe": {**outcome.comparison["recipe"], "dataset": "a|b\nc.txt"}}
-    found = changed(outcome.largest, versions={"torch": "<script>alert(1)</script>"}, comparison=comparison)
+    found = with_provenance(outcome.largest, versions={"torch": "<script>alert(1)</script>"})
+    found = changed(found, comparison=comparison)
     named = dataclasses.replace(outcome, name=r"a|b $\frac$", command="nlq ` <img src=x> `", scales={"": found})
     write_report(named, tmp_path)
     assert html_in((tmp_path / "results.md").read_text()) == html_in(verdicts(named)) == []
@@ -303,7 +313,7 @@ def test_only_figures_of_the_report_are_in_it(outcome, tmp_path, text):
         (place / "secret_key").write_text("open sesame")
     comparison = {**outcome.comparison, "recipe": {**outcome.comparison["recipe"], "dataset": text}}
     found = changed(outcome.largest, "twin", given={"training": {"run_name": text}}, kernels=[text, "by cpp"])
-    found = changed(found, versions={text: text}, device=text, dataset_fingerprint=text, comparison=comparison)
+    found = changed(with_provenance(found, text, device=text, versions={text: text}), comparison=comparison)
     strange = dataclasses.replace(outcome, command=text, comparison=comparison, scales={"": found})
     write_report(strange, folder)
     page, figures = Page((folder / "report.html").read_text()), {path.name for path in (folder / "figures").iterdir()}
@@ -337,6 +347,7 @@ def run_folder_with(make_file, folder: Path, **fields) -> Path:
         ("machine__versions", "2.13", "machine.versions='2.13' must be fields and values"),
         ("losses__test__loss", math.inf, "losses.test.loss=inf must be a finite number"),
         ("losses__diverged", ..., "losses.diverged is missing"),
+        ("version", 2, "version=2 must be at most 1; update nlq to read newer files"),
         ("losses__diverged", "no", "losses.diverged='no' must be true or false"),
         ("machine__device", ["\x1b[2J"], r"machine.device=['\x1b[2J'] must be text"),
         (

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, parts_user_nlq, register_attention_part
 from modeling_nlq.training import train
 from modeling_nlq.training.models import initialize_by_name
+from modeling_nlq.training.run.conflicts import check_recipe
 from modeling_nlq.training.run.parametrization import (
     Factors,
     check_completep,
@@ -21,7 +22,7 @@ from modeling_nlq.training.run.parametrization import (
     scale_initial_values,
     split_groups,
 )
-from modeling_nlq.training.run.recipe import check_recipe, load_recipe
+from modeling_nlq.training.run.recipe import load_recipe
 
 
 pytestmark = pytest.mark.thin(2)

@@ -1,0 +1,122 @@
+"""Conflicts between the settings of a recipe, which are errors before anything heavy starts."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from transformers import PreTrainedConfig
+from transformers.integrations import get_reporting_integration_callbacks
+
+from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
+from modeling_nlq.configuration_nlq import AUTOMATIC
+
+from ..models import added_parameters, load_config
+from ..size import ModelKind, context_of, kind_of, positions_of, shapes_of, vocabulary_of
+from .objectives import OBJECTIVES, name_for
+from .parametrization import check_completep
+from .recipe import Recipe
+
+
+def emulated_bf16(training: Mapping[str, Any]) -> str | None:
+    """Returns a warning if bfloat16 is asked for on a CPU without instructions for it."""
+    if not training.get("bf16") or torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
+        return None
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    return (
+        "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: "
+        "false"
+    )
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raises `ValueError` for conflicts between settings, which it lists, or a model that does not exist."""
+    checks = (_conflicts_with_model, _conflicts_of_arguments, _conflicts_of_trained)
+    if conflicts := [conflict for check in checks for conflict in check(recipe)]:
+        raise ValueError("; ".join(conflicts))
+
+
+def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
+    """Lists the lengths of a recipe that exceed the positions of a model."""
+    for name, half in OBJECTIVES[recipe.objective].lengths.items():
+        positions, context = positions_of(config, half), context_of(config, half)
+        if positions is not None and getattr(recipe, name) > positions:
+            less = "" if positions == context else f" less the {context - positions} up to the id of the pad token"
+            yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={context}{less}"
+
+
+def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
+    config = recipe.config
+    kind = kind_of(config)
+    objective = OBJECTIVES[recipe.objective]
+    yield from conflicts_of_lengths(recipe, config)
+    if recipe.new_vocabulary_size and recipe.has_weights:
+        yield (
+            f"tokenizer={recipe.tokenizer_name!r} would be new, and the weights of {recipe.model!r} know another; set "
+            f"--tokenizer {recipe.model}"
+        )
+    elif (recipe.new_vocabulary_size or 0) > (size := vocabulary_of(config)):
+        yield f"tokenizer={recipe.tokenizer_name!r} exceeds the model's vocab_size={size}"
+    if recipe.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
+        yield (
+            f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
+            "convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+        )
+    if kind is not objective.kind:
+        has_both = ModelKind.ENCODER_DECODER in (kind, objective.kind)
+        hint = "" if has_both else f"; or set is_causal: {str(kind is ModelKind.ENCODER).lower()}"
+        yield (
+            f"objective={recipe.objective!r}: model {recipe.model!r} is {kind.description}; set objective: "
+            f"{name_for(kind)}{hint}"
+        )
+    read = Recipe.read_by(objective)
+    for name in (name for name in recipe.to_dict() if name not in read):
+        yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
+    # Others may see the previous document, or lack layers to record. Shipped recipes set attn_implementation: nlq
+    is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
+    for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():
+        value = getattr(recipe, name)
+        if str(value).startswith(AUTOMATIC) if name == "attn_implementation" else value != getattr(Recipe, name):
+            yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
+    if recipe.parametrization == "completep" and "parametrization" in read:
+        if recipe.has_weights:
+            yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"
+        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            yield "parametrization='completep' needs Trainer's optimizer, and DeepSpeed makes its own"
+        try:
+            check_completep(config, recipe.base_sizes, recipe.arguments)
+        except ValueError as error:
+            yield str(error)
+
+
+def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
+    arguments = recipe.arguments
+    try:
+        for tracker in get_reporting_integration_callbacks(arguments.report_to):
+            tracker()
+    except (ImportError, RuntimeError, ValueError) as error:
+        yield f"report_to={', '.join(arguments.report_to)}: {str(error).rstrip('.')}, or set report_to: none"
+    if arguments.resume_from_checkpoint is not None:
+        yield "resume_from_checkpoint: a run goes on from the last complete checkpoint in its folder by itself"
+    if arguments.push_to_hub:
+        yield "push_to_hub would upload more than the model; share the finished run by `nlq publish`"
+    if recipe.streaming and recipe.max_validation_documents is None:
+        yield "streaming needs max_validation_documents"
+
+
+def _conflicts_of_trained(recipe: Recipe) -> Iterator[str]:
+    """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
+    if recipe.trainable == "new":
+        try:
+            added_parameters(recipe.model, recipe.conversion)
+        except ValueError as error:
+            yield str(error)
+    if recipe.lora is None:
+        return
+    if recipe.trainable == "new":
+        yield "lora and trainable='new' both say what is trained; choose one"
+    if not recipe.has_weights:
+        yield f"lora adapts trained weights, and model {recipe.model!r} has none; name a saved model"
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        yield "lora cannot be added to weights that FSDP has cut into shards; train it without FSDP"
