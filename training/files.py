@@ -86,9 +86,13 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder with more than a lock, a manifest and temporary files."""
-    if not path.is_dir():
-        return path.exists()
-    return any(entry.suffix != UNFINISHED and entry.name not in (LOCK_FILE, MANIFEST) for entry in path.iterdir())
+    try:  # asked once, because another process may create the folder meanwhile
+        entries = list(path.iterdir())
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
+    return any(entry.suffix != UNFINISHED and entry.name not in (LOCK_FILE, MANIFEST) for entry in entries)
 
 
 class YamlLoader(yaml.SafeLoader):

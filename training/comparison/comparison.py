@@ -150,9 +150,9 @@ class Scale:
     def describe(self) -> Iterator[str]:
         """Yields the plan line by line."""
         rows = [self._describe_model(name) for name in self.variants]
-        shown = [column for column in rows[0] if any(row[column] for row in rows)]
-        if all(row["trained"] == row["parameters"] for row in rows):
-            shown.remove("trained")
+        is_shown = {column: any(row[column] for row in rows) for column in rows[0]}
+        is_shown["trained"] = any(row["trained"] != row["parameters"] for row in rows)
+        shown = [column for column in rows[0] if is_shown[column]]
         yield from align([shown, *([row[column] for column in shown] for row in rows)])
         more = ", more if a search goes on" if self.is_open else ""
         seeds = " ".join(map(str, self.seeds))
