@@ -106,3 +106,10 @@ def test_every_switch_of_an_encoder(make_model, name):
     inputs = list(INPUTS.values())[sum(map(ord, name)) % len(INPUTS)]  # `test_invariants.py` mixes
     tolerance = 1e-5 if name.startswith("rotary") else 1e-10
     reference.check(make_model(torch.float64, **switches), tolerance, input_ids=random_tokens(2, 7), **inputs)
+
+
+def test_a_window_of_an_encoder_reaches_both_ways(make_model):
+    for window in (1, 2, 4):
+        model = make_model(torch.float64, sliding_window=window, is_causal=False)
+        for inputs in INPUTS.values():
+            reference.check(model, input_ids=random_tokens(2, 7), **inputs)
