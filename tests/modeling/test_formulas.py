@@ -109,7 +109,7 @@ def test_every_switch_of_an_encoder(make_model, name):
 
 
 def test_a_window_of_an_encoder_reaches_both_ways(make_model):
-    for window in (1, 2, 4):
+    for window in (2, 3, 5):
         model = make_model(torch.float64, sliding_window=window, is_causal=False)
         for inputs in INPUTS.values():
             reference.check(model, input_ids=random_tokens(2, 7), **inputs)
