@@ -1,6 +1,4 @@
-"""Fixtures of all tests: no network, one seed, small models whose parameters all matter, and one finished training
-run.
-"""
+"""Fixtures for all tests: no network, a fixed seed, small models without zero parameters, and a finished run."""
 
 import functools
 import gc

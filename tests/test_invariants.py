@@ -40,7 +40,7 @@ def cpp():
 
 @pytest.fixture(scope="module")
 def draw_model(make_model):
-    """A function to a model whose first layer, or all, are of a kind, and hypothesis chooses everything else."""
+    """Returns a function that draws a model: its first layer, or every layer, has a certain kind of attention."""
 
     def draw(data, kind, implementation, dtype=torch.float64, **options):
         switches = data.draw(model_switches(kind, implementation, **options), label="switches")
@@ -89,7 +89,7 @@ class TestRandomModels:
     @examples(3, shrinks=False)
     @given(data=st.data())
     def test_logits_and_weights_are_those_of_the_formulas(self, draw_model, data, kind, implementation):
-        """With padding anywhere or packed documents; and those of a decoder's cache are those of one call."""
+        """Inputs are padded or packed. A decoder also runs with a cache, in two calls."""
         model = draw_model(data, kind, implementation, roles=list(ROLES))
         inputs, is_token = data.draw(batches(model.config), label="inputs")
         reference.check(model, 1e-5 if model.config.has_rotary_positions else 1e-8, **inputs)
@@ -169,8 +169,7 @@ class TestPacking:
         input_ids, position_ids = torch.ones(1, 5).long(), torch.tensor([[0, 1, 0, 1, 2]])
         with pytest.raises(ValueError, match="use_cache"):
             model(input_ids, use_cache=True, position_ids=position_ids)
-        # A cache that is given says that each row is one text, as in Transformers, whose `generate` leaves out a mask
-        # of ones
+        # With a cache from the caller, each row is one text, because `generate` leaves out a mask of ones
         cached = model(input_ids, past_key_values=DynamicCache(config=model.config), position_ids=position_ids)
         masked = model(input_ids, attention_mask=torch.ones_like(input_ids), position_ids=position_ids)
         assert torch.equal(cached.logits, masked.logits)
@@ -188,7 +187,7 @@ class TestPacking:
         torch.testing.assert_close(beside.logits[:1], alone.logits, **TOLERANCES)
 
     def test_positions_that_only_begin_late(self, make_model):
-        """One document whose first position is not 0 is no packing, and is cached."""
+        """A single document may begin at another position than 0. It is not packed, so it can be cached."""
         model = make_model()
         output = model(torch.ones(1, 4).long(), position_ids=torch.tensor([[3, 4, 5, 6]]), use_cache=True)
         assert output.past_key_values.get_seq_length() == 4

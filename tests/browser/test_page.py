@@ -54,7 +54,7 @@ class Opened:
 
 @pytest.fixture
 def open_page(browser):
-    """A function that opens a page, which must be silent and ask for nothing until the end of the test."""
+    """Returns a function that opens a page, and fails if the page logs or requests anything."""
     opened = []
 
     def open_page(path, **options):

@@ -1,4 +1,4 @@
-"""torch.compile and torch.export: one graph without breaks, under an adapter too, whose numbers are the model's."""
+"""torch.compile and torch.export give one graph with the model's numbers, also with an adapter."""
 
 import pytest
 import torch

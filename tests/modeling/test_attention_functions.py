@@ -299,7 +299,7 @@ class TestDropout:
         assert torch.equal(torch.get_rng_state(), torch.manual_seed(0).get_state())
 
     def test_which_weights_are_dropped(self, backend):
-        """A quarter of all weights is dropped, and the others are divided by 3/4; no two tiles or heads are alike."""
+        """Drops a quarter of the weights and divides the others by 3/4. Tiles and heads have different masks."""
         states = chunk(40, 40, 0, heads=4, key_value_heads=4).states(head_dim=4)
         kept = dropped_weights(backend, states) / dropped_weights(backend, states, dropout=0.0)
         lower = torch.ones(40, 40).tril().bool()

@@ -232,7 +232,7 @@ class TestOtherModels:
     "implementation, activation", [("sdpa", "softmax"), ("nlq_tiled", "sigmoid"), ("flex_attention", "sigmoid")]
 )
 def test_pairs_equal_eager_on_a_gpu(implementation, activation):
-    """Gradients beside those of `eager`; tokens with a compiled static cache beside those of the CPU."""
+    """Compares gradients with `eager`, and the tokens of a compiled static cache with the CPU."""
     wide = {"hidden_size": 64, "num_key_value_heads": 2, "attention_activation": activation}
     model, inputs = (
         pair(torch.float32, encoder=wide, **wide),

@@ -130,7 +130,7 @@ class TestHeads:
 
 @pytest.mark.slow
 def test_export_of_packed_documents():
-    """Of linear attention, whose chunks would fix the length."""
+    """Linear attention works in chunks, which must not fix the length of the exported program."""
     model, (inputs, longer) = (
         encoder(attention_activation="linear_attention", max_position_embeddings=320),
         (

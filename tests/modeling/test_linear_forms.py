@@ -93,9 +93,7 @@ class TestState:
     @examples(60)
     @given(st.data(), st.sampled_from(sorted(DECAYS)), st.booleans(), st.booleans())
     def test_split_anywhere(self, data, decay, is_padded, is_rotated):
-        """Outputs, gradients and the last state are those of one call, wherever the text is cut and whatever the
-        forms.
-        """
+        """Any cut of the text into calls gives the outputs, gradients and last state of one call, in every form."""
         length = data.draw(st.integers(1, 10))
         rows = [data.draw(st.text("01", min_size=length, max_size=length)) for _ in range(2)]
         sizes = {"heads": 4, "key_value_heads": 2}

@@ -55,7 +55,7 @@ def make(seed=0, **switches):
 
 
 def run_with_folders(script, folder) -> str:
-    """What a script prints in a new process, which is given the saved model and a place for another."""
+    """Runs a script in a new process, with a saved model and a target folder, and returns its output."""
     environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", script, str(folder / "saved"), str(folder / "again")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

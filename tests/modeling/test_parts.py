@@ -137,7 +137,7 @@ def test_what_is_left_of_exclusive_attention_in_bfloat16(switches, part, how):
 
 
 def test_a_cache_without_a_configuration_keeps_the_gate(make_model):
-    """What a forget gate keeps lies beside the keys, so every cache of keys and values has a place for it."""
+    """A forget gate stores its sums with the keys, so any cache of keys and values can hold them."""
     model, tokens = make_model(**PART_SWITCHES["all_parts"]), random_tokens(2, 7)
     with torch.no_grad():
         expected, cache = model(tokens, use_cache=False).logits, DynamicCache()

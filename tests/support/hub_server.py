@@ -1,7 +1,7 @@
 """A Hub on loopback: enough of the Hub for the real `huggingface_hub` client to create, upload, list and download.
 
-The client reads `HF_ENDPOINT` when it is imported, so it runs in a process of its own. As on the real Hub, large files
-live on another host than the API (here another name), behind links that need no token.
+The client reads `HF_ENDPOINT` when it is imported, so it runs in a separate process. Large files are on another host
+name than the API, as on the real Hub, and their links need no token.
 """
 
 import base64
@@ -169,7 +169,7 @@ class HubServer:
     def fail(self, method: str, pattern: str, status: int, message="On purpose", headers=None) -> None:
         """Requests of this method in whose path `pattern` is found get an error until `heal`.
 
-        Where the client repeats a request, it makes up to 6 attempts, 1 second apart with
+        The client makes up to 6 attempts, 1 second apart with
         `headers={"Retry-After": "0"}`.
         """
         self._faults.append((method, pattern, HubError(status, message, headers=headers)))

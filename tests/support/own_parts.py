@@ -268,7 +268,7 @@ def _leak(condition: str) -> str:
     return _idea(f"return heads + heads.mean(dim=1, keepdim=True) * ({condition})")
 
 
-# By name: the file, the invariant that fails, and the smallest case; these need all models and lengths
+# By name: file, failing invariant, smallest case. They need all models and lengths
 LATE_FAULTS = {
     f"leak_from_{start}": (
         _leak(f"(torch.arange(heads.shape[1]) >= {start})[:, None, None]"),

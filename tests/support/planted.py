@@ -1,4 +1,4 @@
-"""An engine that trains nothing: it writes the results of runs whose losses a function gives."""
+"""An engine without training: it writes results with losses from a function."""
 
 import json
 from collections.abc import Callable

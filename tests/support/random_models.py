@@ -1,7 +1,7 @@
 """Random models and batches: hypothesis draws the switches of every layer, sizes, padding and packed documents.
 
 The values of a switch come from the type of its field, and `NLQConfig` refuses what does not go together. So a new
-part, or a new value of a switch, is drawn without an entry here. `VALUES` has those that a type does not tell.
+part, or a new value of a switch, is drawn without an entry here. `VALUES` has the values of types such as `int`.
 """
 
 import typing
@@ -153,7 +153,7 @@ def model_switches(draw, kind, implementation, roles=("decoder",), kinds=tuple(K
 
 @st.composite
 def batches(draw, config, longest=5):
-    """Inputs for a model, padded anywhere or packed or neither, and which of their tokens are no padding."""
+    """Draws inputs for a model, padded, packed or plain, and a mask of the tokens that are not padding."""
     rows, length = draw(st.integers(1, 3)), draw(st.integers(2, longest))
     generator = torch.Generator().manual_seed(length)
     inputs = {"input_ids": torch.randint(VOCABULARY, (rows, length), generator=generator)}

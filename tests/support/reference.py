@@ -641,7 +641,7 @@ def forward(
 
 
 def check(model, tolerance=1e-10, visible=None, **inputs):
-    """Logits and weights of a model in float64 are those of the formulas, wherever a token is no padding.
+    """Asserts that a float64 model equals the formulas in logits and weights, except at padding.
 
     Weights are compared where the model returns them, which no linear attention does. `visible` is what a 4-D mask of
     the inputs shows.

@@ -13,7 +13,7 @@ from modeling_nlq.training.run import trainer
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    """Runs of a single test draw no losses, which takes a third of their time; those that tests share do."""
+    """Skips the loss plot, a third of the time of a short run. The shared runs draw it."""
     monkeypatch.setattr(trainer, "plot_losses", lambda history, path, title, unit: write_text(path, ""))
 
 
@@ -31,9 +31,7 @@ def small_index(monkeypatch):
 
 @pytest.fixture(scope="session")
 def make_file(recipe_file, tmp_path_factory):
-    """A function from the fields of a comparison to its file; the recipe is that of the other training tests, a bit
-    longer.
-    """
+    """Returns a function that writes a comparison with these fields; its recipe has a few steps more than `recipe`."""
 
     def make(**fields) -> str:
         training = {"max_steps": 12, "save_steps": 3, "eval_steps": 6, "report_to": "none"}

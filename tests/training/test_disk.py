@@ -1,6 +1,4 @@
-"""What is opened, written and deleted below a folder that the user named: no link is followed, and only own files
-change.
-"""
+"""Opening, writing and deleting below a folder of the user: no link is followed, and only files of nlq change."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""Code that lies beside a model or a tokenizer runs only where the user says so."""
+"""Code in the folder of a model or tokenizer runs only if the user allows it."""
 
 import json
 import logging

@@ -50,9 +50,7 @@ def test_improvements_with_their_intervals(outcome):
 
 
 def test_bowls_show_means_every_reported_run_and_rates_without_a_mean(outcome):
-    """A lucky seed lies far below the means and an unlucky one far above them; a rate at which a run diverged has no
-    mean.
-    """
+    """One seed is far below the means and one far above them. If a run diverged, its rate has no mean."""
     (name, found), *_ = outcome.scales.items()
     axes = draw_bowls(outcome).axes[0]
     means = [np.mean(losses) for losses in found.models[outcome.baseline].losses_by_rate().values()]

@@ -177,7 +177,7 @@ class TestRuns:
         assert results == replace(expected, command=results.command)
 
     def test_each_seed_begins_at_its_own_rate(self, ladder_file, tmp_path):
-        """So that the choices of seeds are independent: seed 1 has its best rate at four times that of the others."""
+        """Seed 1 has its best rate at four times that of the others, and its search starts there."""
         seeds = {"small": [0, 1], "middle": [0, 2], "large": [0, 1, 2, 3]}
         scales = {name: {**SCALES[name], "seeds": own} for name, own in seeds.items()}
         file = ladder_file(scales=scales, learning_rates={"start": 1e-3, "factor": 3})

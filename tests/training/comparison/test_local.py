@@ -1,4 +1,4 @@
-"""The runs of a comparison: each is made once, goes on after an interruption, and is shared between processes."""
+"""Runs of a comparison are made once, resume after an interruption, and are shared between processes."""
 
 import json
 import os

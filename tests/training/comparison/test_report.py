@@ -115,7 +115,7 @@ def with_evaluation(run: RunOutcome, split: str, **fields) -> RunOutcome:
 
 
 def with_curves(outcome: Outcome) -> Outcome:
-    """Results whose reported runs have curves; those that diverged did so half way."""
+    """Adds curves to the reported runs. Diverged runs end half way."""
 
     def make(run):
         steps = range(5, (STEPS if not run.diverged else STEPS // 2) + 1, 5)
@@ -159,7 +159,7 @@ def with_provenance(found: ScaleOutcome, fingerprint: str = "planted", **machine
 
 
 class Page(HTMLParser):
-    """What a browser would show, and would ask for."""
+    """Collects the text that a browser shows and the addresses that it requests."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -331,7 +331,7 @@ def test_only_figures_of_the_report_are_in_it(outcome, tmp_path, text):
 
 
 def run_folder_with(make_file, folder: Path, **fields) -> Path:
-    """A comparison whose run of seed 1 has other metrics; `...` for a field that it lacks."""
+    """Changes the metrics of the run with seed 1; `...` for a field that it lacks."""
     plan = load_plan(
         make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1]), {"explore": False}
     )

@@ -24,7 +24,7 @@ def law(flops):
 
 
 def make_scales(multipliers, seeds=4, noise=0.0, flops=FLOPS, own=1.0, random_seed=0):
-    """Scales in which a model is as good as the baseline "base" with so many times its compute; `own` multiplies its
+    """Makes scales where a model equals the baseline "base" with a multiple of its compute; `own` multiplies its
     FLOPs.
     """
     random = np.random.default_rng(random_seed)
@@ -133,7 +133,7 @@ class TestVerdict:
         assert found.models["b"].holm_p == found.models["b"].p  # one test
 
     def test_best_rate_at_an_edge(self):
-        """What a better rate would give is unknown, so there are no intervals."""
+        """A better rate may exist, so there are no intervals."""
         scales = make_scales({"a": 1.3, "b": 1.3}, noise=0.003)
         scales[1] = dataclasses.replace(scales[1], at_boundary={"a"})
         found = analyse_trend(scales, "base")

@@ -1,4 +1,4 @@
-"""How a run goes on after an interruption: with the same data, processes and best weights, or not at all."""
+"""A run resumes with the same data, processes and best weights, or is refused."""
 
 import json
 import pickle

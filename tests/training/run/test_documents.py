@@ -81,7 +81,7 @@ class TestFiles:
 
     @pytest.mark.parametrize("suffix", ["txt", "jsonl", "parquet"])
     def test_a_folder(self, suffix, streaming, tmp_path, monkeypatch):
-        """Its files are those that `datasets` finds; its name may be that of a format."""
+        """`datasets` lists the files. The folder may have the name of a format."""
         write_documents(tmp_path / "json" / f"a.{suffix}", RIGHT[:20])
         write_documents(tmp_path / "json" / "sub" / f"b.{suffix}", RIGHT[20:])
         write_documents(tmp_path / f"other.{suffix}", ["wrong"] * 30)

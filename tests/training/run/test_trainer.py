@@ -183,7 +183,7 @@ def test_tokens_seen_are_those_of_the_batches(corpus, recipe_file, tmp_path, mon
 
 @pytest.mark.slow
 def test_label_smoothing_is_of_the_next_token(run, recipe_file, tmp_path, monkeypatch):
-    """As little smoothing as makes no difference changes nothing, and held-out losses are never smoothed."""
+    """Smoothing of 1e-9 changes no loss, and held-out losses are never smoothed."""
     # As under `torch_compile`, where Trainer does not find the name of any model
     monkeypatch.delitem(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "nlq")
     histories = []

@@ -148,7 +148,7 @@ def test_the_plan(make_screening):
 
 
 def planted(effect_of):
-    """An engine whose losses are a function of the models' names and seeds, with a little noise."""
+    """Plants losses by model name and seed, with a little noise."""
 
     def loss(scale, run):
         effect = effect_of(run.model, run.seed)

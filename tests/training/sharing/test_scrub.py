@@ -1,4 +1,4 @@
-"""What is published tells nothing of the machine: no other file, no path, no token."""
+"""Publishing sends no path, token or other file of this machine."""
 
 import dataclasses
 import getpass
