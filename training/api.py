@@ -19,7 +19,7 @@ from .text import bar_options, check_number
 
 if TYPE_CHECKING:
     from .comparison.comparison import Comparison
-    from .comparison.outcome import Outcome
+    from .comparison.results import Outcome
     from .comparison.run import Engine
     from .screening.plan import Screening
     from .screening.sections import ScreeningOutcome

@@ -15,7 +15,7 @@ from support.runs import logged_losses, without_times
 from modeling_nlq.training.api import compare, load_plan, train_with
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.files import read_json, read_yaml
 from modeling_nlq.training.result import RunResult

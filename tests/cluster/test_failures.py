@@ -13,7 +13,7 @@ from support.runs import without_times
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import describe_status
 from nlq import main

@@ -28,7 +28,7 @@ from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.linear_nlq import chunked_form
 from modeling_nlq.parts_builtin_nlq import DifferentialAttention
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.size import Size, auto_class_of, matching_intermediate_size, measure
 

@@ -23,7 +23,7 @@ from modeling_nlq import (
     parts_user_nlq,
     register_attention_part,
 )
-from modeling_nlq.training.models import initialize_by_name
+from modeling_nlq.training.loading import initialize_by_name
 
 
 SIZES = {

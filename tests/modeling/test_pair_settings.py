@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration, NLQSeq2SeqConfig
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 
 
 HALF = {

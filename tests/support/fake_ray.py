@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from modeling_nlq.training.run import ray_jobs, unattended
+from modeling_nlq.training.run import ray_jobs, subprocess_run
 
 
 class FakeError(BaseException):
@@ -39,7 +39,7 @@ class FakeRay:
         names["NodeAffinitySchedulingStrategy"] = lambda *_, **__: None
         for name, value in names.items():
             monkeypatch.setattr(ray_jobs, name, value, raising=False)
-        monkeypatch.setattr(unattended, "_redirect_output", lambda log: log.write_text("the log\n"))
+        monkeypatch.setattr(subprocess_run, "_redirect_output", lambda log: log.write_text("the log\n"))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         return self
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from modeling_nlq.training.comparison.outcome import Outcome
+from modeling_nlq.training.comparison.results import Outcome
 from modeling_nlq.training.files import write_yaml
 from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.run.trainer import train_recipe

@@ -22,7 +22,7 @@ from support.publishing_cases import CODE, RUN_FILES, TOKEN
 import modeling_nlq
 from modeling_nlq.training import evaluate, publish, train
 from modeling_nlq.training.api import describe_results, load_plan
-from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run.recipe import Recipe

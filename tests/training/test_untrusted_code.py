@@ -13,7 +13,7 @@ from support.client_cases import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 
 from modeling_nlq import NLQConfig
-from modeling_nlq.training.models import load_parts
+from modeling_nlq.training.loading import load_parts
 from modeling_nlq.training.run.recipe import load_recipe
 from nlq import main
 

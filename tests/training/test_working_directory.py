@@ -14,7 +14,7 @@ import nlq
 from modeling_nlq.configuration import descriptions, find
 from modeling_nlq.training.comparison import report
 from modeling_nlq.training.comparison.local import environment_of_one_run
-from modeling_nlq.training.models import is_saved_model
+from modeling_nlq.training.loading import is_saved_model
 from modeling_nlq.training.run import tasks
 from modeling_nlq.training.run.trainer import plot_losses
 from modeling_nlq.training.screening import sections

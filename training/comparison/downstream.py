@@ -15,8 +15,8 @@ from ..run.tasks import evaluate_tasks, score_numbers
 from ..text import bar_options
 from .comparison import ScaleProgress
 from .inference import analyse
-from .outcome import TaskOutcome
-from .results import RunStore, run_folder
+from .results import TaskOutcome
+from .store import RunStore, run_folder
 
 
 def score_runs(progress: ScaleProgress, finished: RunStore) -> None:

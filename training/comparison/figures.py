@@ -17,8 +17,8 @@ from matplotlib.ticker import EngFormatter, FixedLocator, Formatter, FuncFormatt
 
 from ..disk import atomic_dir, read_bytes
 from .inference import Interval
-from .outcome import History, Outcome, RunOutcome, ScaleOutcome
 from .render import Section
+from .results import History, Outcome, RunOutcome, ScaleOutcome
 
 
 # For any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)

@@ -26,7 +26,7 @@ from ..result import RunResult
 from ..run.data import prepare_data
 from ..run.recipe import Recipe
 from ..run.run_folder import FolderIsLocked, RunFolder, RunProgress
-from ..run.unattended import RunFailed, describe_failure, run_in_subprocess
+from ..run.subprocess_run import RunFailed, describe_failure, run_in_subprocess
 from ..text import check_number
 from .comparison import Run, Scale
 

@@ -13,8 +13,8 @@ from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, Verdict, alpha_of_last, power_warning
-from .outcome import ModelOutcome, Outcome, ScaleOutcome, read_outcome
 from .render import Section, bullets, markdown_table, to_markdown, to_page, warning
+from .results import ModelOutcome, Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,

@@ -1,46 +1,375 @@
-"""The finished runs in the folder of a comparison."""
+"""The outcome of a comparison: what its runs measured, and their analysis."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ..files import METRICS_FILE
+from ..files import STATE_FILE, read_json
 from ..result import RunResult
-from .comparison import Run
+from ..run.objectives import Objective, objective_in
+from ..run.stability import loss_spikes, read_stability
+from ..sharing.scrub import without_folders
+from ..size import Size
+from ..values import from_json
+from .comparison import Comparison, Run, ScaleProgress
 from .config import SINGLE
+from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
+from .store import RunStore, run_folder
+from .trend import ScaleLosses, Trend, analyse_trend
 
 
-def scale_folder(folder: Path, name: str) -> Path:
-    """Returns the folder of a scale in that of its comparison, which is the same for a single scale."""
-    return folder if name == SINGLE else folder / "scales" / name
+VERSION = 2
+# Fields of a scale and of a model in files of version 1 and older; runs have them now
+_SHARED = ("dataset_fingerprint", "train_tokens", "validation_tokens", "test_tokens", "device", "versions")
+_SHARED += ("parameters", "trained_parameters", "non_embedding_parameters", "flops_per_token")
+_RUNS = ("tried", "runs")
+
+Curve = list[tuple[int, float | None]]
 
 
-def run_folder(folder: Path, run: Run) -> Path:
-    """The folder of a run in that of its scale."""
-    return folder / "runs" / run.name
+@dataclass(frozen=True)
+class History:
+    """The curves of a run, of points `(step, value)`; `None` is a value that is not finite.
+
+    Attributes:
+        train_loss, validation_loss, gradient_norm: in nats per token, and before clipping.
+    """
+
+    train_loss: Curve = field(default_factory=list)
+    validation_loss: Curve = field(default_factory=list)
+    gradient_norm: Curve = field(default_factory=list)
+    loss_spikes: list[int] = field(default_factory=list)
+    stability: dict[str, dict[str, Curve]] = field(default_factory=dict)
 
 
-class RunStore(Mapping[str, RunResult]):
-    """The results of the finished runs in the folder of a scale, by the names of the runs."""
+@dataclass(frozen=True)
+class RunOutcome:
+    """One finished run; its folder is in that of its scale."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._results: dict[str, RunResult] = {}
+    folder: str
+    seed: int
+    learning_rate: float
+    result: RunResult
+    history: History
 
-    def __getitem__(self, name: str) -> RunResult:
-        if name not in self._results:
-            folder = self.folder / "runs" / name
-            if not (folder / METRICS_FILE).is_file():
-                raise KeyError(name)
-            self._results[name] = RunResult.load(folder)
-        return self._results[name]
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a record. In files without a version its result has no group."""
+        return {"result": content, **content}
 
-    def __iter__(self) -> Iterator[str]:
-        files = self.folder.glob(f"runs/*/*/{METRICS_FILE}")
-        return iter({*self._results, *(f"{file.parent.parent.name}/{file.parent.name}" for file in files)})
+    @property
+    def test_loss(self) -> float | None:
+        """The loss on the test split, in nats per token; `None` if the run diverged."""
+        return self.result.test_loss
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    @property
+    def test_loss_parts(self) -> list[float] | None:
+        """The loss on each of several parts of the test split, whose mean it is."""
+        return self.result.losses.test.loss_parts
 
-    def add(self, run: str, result: RunResult) -> None:
-        """Adds the result of a run that was finished just now, which a shared folder may show later."""
-        self._results[run] = result
+    @property
+    def validation_loss(self) -> float | None:
+        """The loss on the validation split, in nats per token."""
+        return self.result.losses.validation.loss
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run diverged, or its test loss is not finite."""
+        return self.test_loss is None
+
+
+@dataclass(frozen=True)
+class ModelOutcome:
+    """One model at one scale.
+
+    Attributes:
+        given: its entry in the comparison's file: the switches and training arguments that differ.
+        search: the settings of a search for them; `None` for a list.
+        boundaries: `smallest` or `largest`, for the seeds whose rate is at the boundary of those tried.
+        tried: the runs that were made only to choose a rate.
+        runs: the runs that are reported.
+    """
+
+    given: dict[str, Any]
+    intermediate_size: int | None
+    learning_rates: list[float]
+    search: dict[str, float] | None
+    boundaries: dict[int, str]
+    tried: list[RunOutcome]
+    runs: list[RunOutcome]
+    kernels: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> Size:
+        """The number of parameters, and their cost."""
+        return self.runs[0].result.size
+
+    @property
+    def is_at_boundary(self) -> bool:
+        """Whether the best rate of any seed is the smallest or the largest of several that were tried."""
+        return bool(self.boundaries)
+
+    @property
+    def finished(self) -> list[RunOutcome]:
+        """The reported runs that did not diverge."""
+        return [run for run in self.runs if not run.diverged]
+
+    @property
+    def chosen(self) -> list[RunOutcome]:
+        """The reported runs whose rate was chosen or given; a seed that diverged at every rate chose none."""
+        return self.runs if len(self.learning_rates) == 1 else self.finished
+
+    def losses_by_rate(self) -> dict[float, list[float | None]]:
+        """The validation losses of the runs that chose a learning rate; `None` for a run that diverged."""
+        losses: dict[float, list[float | None]] = {}
+        for run in sorted([*self.tried, *self.runs], key=lambda run: run.learning_rate):
+            losses.setdefault(run.learning_rate, []).append(None if run.diverged else run.validation_loss)
+        return losses
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """The scores of the reported runs in one metric of a downstream task.
+
+    Attributes:
+        scores: by model and seed, as far as runs are evaluated; `None` where a run diverged.
+    """
+
+    items: int | None
+    chance: float | None
+    higher_is_better: bool
+    scores: dict[str, dict[int, float | None]]
+    statistics: Analysis | None = None
+
+
+@dataclass(frozen=True)
+class ScaleOutcome:
+    """The results at one scale.
+
+    Attributes:
+        tokens_per_run: the most tokens that a run saw; the plan's number if every run was stopped early.
+        token_streams: by seed, the hash of the tokens that its runs saw, in order.
+        same_tokens: whether models saw the same tokens in the same order; `None` if every run was stopped early.
+        statistics: of the test losses; with `stop: early` at each model's last analysis.
+        interim: with `stop: early`, the interim analyses by model.
+        noise_from_text: of the baseline's reported runs, see the function; `None` if a run has no parts.
+    """
+
+    name: str
+    baseline: str
+    seeds: list[int]
+    tokens_per_run: int
+    comparison: dict[str, Any]
+    token_streams: dict[int, str]
+    same_tokens: bool | None
+    models: dict[str, ModelOutcome]
+    statistics: Analysis
+    interim: dict[str, list[Interim]] | None = None
+    noise_from_text: float | None = None
+    added_seeds: list[int] = field(default_factory=list)
+    tasks: dict[str, dict[str, TaskOutcome]] = field(default_factory=dict)
+
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a record. Older files say once what each run says now."""
+        try:
+            models = {
+                name: {**model, **{kind: [_older(content, model, run) for run in model[kind]] for kind in _RUNS}}
+                for name, model in content["models"].items()
+            }
+        except (AttributeError, KeyError, TypeError):  # of another type, which `from_json` names
+            return content
+        return {**content, "models": models}
+
+    @property
+    def sample(self) -> RunResult:
+        """The result of one run, for the data, device and versions that all runs share."""
+        model = next(iter(self.models.values()))
+        return [*model.tried, *model.runs][0].result
+
+    @property
+    def at_boundary(self) -> list[str]:
+        """The models whose best rate is at the boundary of those tried, for any seed."""
+        return [name for name, model in self.models.items() if model.is_at_boundary]
+
+    @property
+    def losses(self) -> dict[str, dict[int, float | None]]:
+        """The test losses of the reported runs, by model and seed, in nats per token; `None` where a run diverged."""
+        return {name: {run.seed: run.test_loss for run in model.runs} for name, model in self.models.items()}
+
+    @property
+    def tested(self) -> list[str]:
+        """The models for which there is a test."""
+        return [name for name, effect in self.statistics.effects.items() if effect.p is not None]
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether any model had several rates to choose among."""
+        return any(len(model.learning_rates) > 1 for model in self.models.values())
+
+    @property
+    def counts_text(self) -> bool:
+        """Whether all intervals count the choice of the test text."""
+        return all(
+            run.result.losses.test.loss_parts is not None for model in self.models.values() for run in model.finished
+        )
+
+    @property
+    def objective(self) -> type[Objective]:
+        """The objective of all models."""
+        recipe = self.comparison.get("recipe")
+        return objective_in(recipe if isinstance(recipe, dict) else {})
+
+    def flops(self, model: str) -> int:
+        """The FLOPs of a run of a model."""
+        return self.models[model].size.flops_per_token * self.tokens_per_run
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a comparison, which `results.json` holds.
+
+    Attributes:
+        scales: by name, from the smallest to the largest; a single scale is `SINGLE`.
+    """
+
+    name: str
+    baseline: str
+    command: str
+    comparison: dict[str, Any]
+    scales: dict[str, ScaleOutcome]
+    trend: Trend | None = None
+    version: int = VERSION
+
+    @staticmethod
+    def fields_in(content: dict[str, Any]) -> dict[str, Any]:
+        """Returns the fields of a record, which without a version has the content of a single scale."""
+        return {"scales": {SINGLE: content}, **content}
+
+    @property
+    def largest(self) -> ScaleOutcome:
+        """The results at the largest scale."""
+        return list(self.scales.values())[-1]
+
+
+def _older(scale: dict[str, Any], model: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """Adds to the record of a run what an older file says of its scale and model."""
+    return {name: fields[name] for fields in (scale, model) for name in _SHARED if name in fields} | run
+
+
+def read_outcome(file: Path) -> Outcome:
+    """Reads `results.json`; raises `ValueError` for a field that is missing or of another type."""
+    return from_json(Outcome, read_json(file), f"{file}: ")
+
+
+def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOutcome:
+    """Gathers the results of one scale from its finished runs.
+
+    Args:
+        progress: no run of it is ready.
+    """
+    scale, models, runs = progress.scale, {}, []
+    for name, variant in scale.variants.items():
+        tunings = progress.tunings[name]
+        tried, reported = progress.tried(name), progress.reported(name)
+        runs += [*tried, *reported]
+        models[name] = ModelOutcome(
+            given=without_folders(variant.config.to_dict()),
+            intermediate_size=variant.intermediate_size,
+            learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
+            search=variant.rates.search,
+            boundaries={tuning.seed: tuning.boundary for tuning in tunings if tuning.is_at_boundary},
+            kernels=sorted({finished[run.name].attention.kernels or "not recorded" for run in (*tried, *reported)}),
+            tried=[_read_run(finished, run) for run in tried],
+            runs=[_read_run(finished, run) for run in reported],
+        )
+    # A run that was stopped early saw only the first tokens
+    whole = [run for run in runs if finished[run.name].losses.diverged_at is None]
+    streams: dict[int, set[str]] = {}
+    for run in whole:
+        streams.setdefault(run.seed, set()).add(finished[run.name].data.token_stream)
+    same_tokens = len({finished[run.name].data.fingerprint for run in runs}) == 1
+    same_tokens = same_tokens and all(len(stream) == 1 for stream in streams.values())
+    analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
+    return ScaleOutcome(
+        name=scale.name,
+        baseline=scale.baseline,
+        seeds=scale.seeds,
+        tokens_per_run=max((finished[run.name].data.tokens_seen for run in whole), default=scale.tokens_per_run),
+        comparison=without_folders(scale.config.to_dict()),
+        token_streams={seed: min(stream) for seed, stream in sorted(streams.items())},
+        same_tokens=same_tokens if streams else None,
+        models=models,
+        statistics=analysis,
+        interim=interims,
+        noise_from_text=from_text,
+        **more,
+    )
+
+
+def judge(
+    models: dict[str, ModelOutcome], baseline: str, seeds: list[int], stop: str | None
+) -> tuple[Analysis, dict[str, list[Interim]] | None, float | None]:
+    """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
+    losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
+    parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
+    parts = {} if any(None in by_seed.values() for by_seed in parts.values()) else parts
+    share = noise_from_text(list(parts.get(baseline, {}).values()))
+    boundaries = {name: model.boundaries for name, model in models.items()}
+    if stop is None:
+        at_boundary = [name for name, found in boundaries.items() if found]
+        return with_text(analyse(losses, baseline, at_boundary=at_boundary), parts), None, share
+    return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
+
+
+def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:
+    """Gathers the results of a comparison from those of its scales."""
+    given = without_folders(comparison.config.to_dict())
+    return Outcome(comparison.name, comparison.baseline, comparison.command, given, scales, trend_of(scales))
+
+
+def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
+    """Returns the trend of the test losses over several scales, with the intervals of each scale's own analysis."""
+    if len(scales) < 2:
+        return None
+    losses = [
+        ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
+        for name, scale in scales.items()
+    ]
+    trend = analyse_trend(losses, next(iter(scales.values())).baseline)
+    for name, scale in scales.items():
+        for model, effect in scale.statistics.effects.items():
+            step = trend.models[model].steps[name]
+            if step.improvement_interval is not None and effect.loss_improvement_interval is not None:
+                trend.models[model].steps[name] = replace(step, improvement_interval=effect.loss_improvement_interval)
+    return trend
+
+
+def _read_run(finished: RunStore, run: Run) -> RunOutcome:
+    result = finished[run.name]
+    log = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
+    curves = {
+        name: [(entry["step"], entry[key]) for entry in log if key in entry]
+        for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
+    }
+    stability = read_stability(log)
+    return RunOutcome(
+        folder=f"runs/{run.name}",
+        seed=run.seed,
+        learning_rate=run.learning_rate,
+        result=replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on))),
+        history=History(
+            **{name: _without_nan(curve) for name, curve in curves.items()},
+            loss_spikes=loss_spikes(curves["train_loss"]),
+            stability={
+                layer: {name: _without_nan(curve) for name, curve in of.items()} for layer, of in stability.items()
+            },
+        ),
+    )
+
+
+def _without_nan(curve: Iterable[tuple[int, float]]) -> Curve:
+    """Replaces NaN and infinity, which JSON does not have."""
+    return [(step, value if math.isfinite(value) else None) for step, value in curve]

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from ..disk import delete, read_text, write_text
 from ..explorer.run_pages import explore_runs
 from ..files import CHECKPOINT, COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
-from ..models import config_differences, weights_fingerprint
+from ..loading import config_differences, weights_fingerprint
 from ..run.jobs import Workers, make_runs
 from ..run.recipe import Recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
@@ -24,9 +24,9 @@ from .comparison import Comparison, Run, Scale, ScaleProgress, progress_of
 from .config import SINGLE, ComparisonConfig, read_made_from
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
-from .outcome import Outcome, gather, gather_scales
 from .report import write_report
-from .results import RunStore, run_folder, scale_folder
+from .results import Outcome, gather, gather_scales
+from .store import RunStore, run_folder, scale_folder
 
 
 ADDED_SEEDS_FILE = "added_seeds.json"

@@ -10,7 +10,7 @@ from ..text import align
 from ..values import from_json
 from .comparison import ScaleProgress, outline
 from .config import read_made_from
-from .results import RunStore, scale_folder
+from .store import RunStore, scale_folder
 
 
 # A run reports every few seconds while it is alive

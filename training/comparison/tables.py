@@ -9,7 +9,7 @@ import yaml
 from ..run.tasks import is_guessable
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
-from .outcome import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
+from .results import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
 from .trend import ModelTrend, Trend
 
 

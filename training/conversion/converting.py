@@ -36,10 +36,10 @@ from ..files import (
     files_in,
     is_nonempty,
 )
-from ..models import check_model_folder, load_tokenizer, read_record, source_named
+from ..loading import check_model_folder, load_tokenizer, read_record, source_named
 from ..run.data import check_vocabulary
+from ..run.provenance import read_trained_on
 from ..run.run_folder import RunFolder
-from ..run.trained_on import read_trained_on
 from ..sharing.card import base_model_of, render
 from ..size import size_of
 from ..text import one_line

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
-from ..models import source_named
+from ..loading import source_named
 from ..text import one_line
 
 

@@ -6,7 +6,7 @@ from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedMod
 
 from modeling_nlq.configuration_nlq import check_kernels
 
-from ..models import source_named
+from ..loading import source_named
 from ..size import check_names
 from .draft import LossyConversion, classes_of
 from .families import FAMILIES

@@ -13,7 +13,7 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
 from ..conversion.draft import to_nlq
 from ..disk import read_bytes, read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE
-from ..models import load_model
+from ..loading import load_model
 from ..size import parts_in, positions_of
 from ..text import check_number
 from .attention import measure_attention, tokens_to_ablate

@@ -7,7 +7,7 @@ from transformers.utils import logging
 
 from ..disk import write_text
 from ..files import PAGE_FILE
-from ..models import load_model
+from ..loading import load_model
 from ..run.documents import load_documents
 from ..run.objectives import objective_of
 from ..run.recipe import Recipe

@@ -82,7 +82,7 @@ class _Command(TyperCommand):
             import_module(f"modeling_nlq.training.{'comparison.status' if options.get('status') else self.module}")
             _escape_logs()
             if "parts" in options:
-                from modeling_nlq.training.models import load_parts
+                from modeling_nlq.training.loading import load_parts
 
                 models = [*options.get("models", ()), *map(options.get, ("model", "other", "source", "folder"))]
                 load_parts(options["parts"], filter(None, models), options["trust_parts"])
@@ -388,7 +388,7 @@ def params(
     trust_parts: bool = _TRUST_PARTS,
 ) -> None:
     """Count parameters and FLOPs per token of models."""
-    from modeling_nlq.training.models import load_config
+    from modeling_nlq.training.loading import load_config
     from modeling_nlq.training.size import Size, matching_intermediate_size, measure
     from modeling_nlq.training.text import align
 

@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from ..disk import files_below, open_file, safe_join, write_text
 from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, read_json
-from ..models import config_differences
+from ..loading import config_differences
 from .record import RunRecord, best_checkpoint
 from .run_folder import RunFolder
 

@@ -11,7 +11,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
-from ..models import added_parameters, load_config
+from ..loading import added_parameters, load_config
 from ..size import ModelKind, context_of, kind_of, positions_of, shapes_of, vocabulary_of
 from .objectives import OBJECTIVES, name_for
 from .parametrization import check_completep

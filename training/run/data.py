@@ -12,7 +12,7 @@ from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from ..disk import atomic_dir, write_text
 from ..files import read_json
-from ..models import load_tokenizer
+from ..loading import load_tokenizer
 from ..size import vocabulary_of
 from ..text import first_line, root_cause
 from .blocks import Blocks

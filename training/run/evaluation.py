@@ -13,14 +13,14 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 from transformers.utils import logging
 
 from ..files import BUILT_IN_CORPORA, check_keys
-from ..models import load_model
+from ..loading import load_model
 from ..size import context_of, kind_of, positions_of
 from ..text import check_number
 from .documents import is_format, load_documents
 from .mlm import MaskingTrainer
 from .objectives import OBJECTIVES, Causal, Objective, name_for, objective_of
+from .provenance import RECORDED, SHAPES, read_trained_on
 from .recipe import Recipe
-from .trained_on import RECORDED, SHAPES, read_trained_on
 
 
 logger = logging.get_logger(__name__)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import set_seed
 
-from ..models import load_model
+from ..loading import load_model
 from ..size import ModelKind, positions_of
 from ..text import check_number
 

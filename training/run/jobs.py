@@ -13,7 +13,7 @@ from ..files import LOG
 from ..result import RunResult
 from .recipe import Recipe
 from .run_folder import FolderIsLocked, RunProgress
-from .unattended import beside
+from .subprocess_run import beside
 
 
 class Workers(Protocol):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..disk import atomic_dir, delete
 from ..files import CARD_FILE
-from ..models import added_parameters, peft_task
+from ..loading import added_parameters, peft_task
 from ..size import freeze_all_but
 from ..text import one_line
 from .recipe import Recipe

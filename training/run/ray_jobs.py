@@ -28,7 +28,7 @@ from .data import prepare_data, save_blocks
 from .documents import load_documents
 from .recipe import Recipe
 from .run_folder import RunProgress
-from .unattended import RunFailed, beside, describe_failure, run_in_subprocess
+from .subprocess_run import RunFailed, beside, describe_failure, run_in_subprocess
 
 
 try:

@@ -21,7 +21,7 @@ from modeling_nlq.configuration_nlq import check_kernels
 from ...configuration import find
 from ..disk import read_text, resolve_user_path, results_folder
 from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_section, read_yaml
-from ..models import is_saved_model, load_config, read_record
+from ..loading import is_saved_model, load_config, read_record
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from ..values import Value

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from ..disk import resolve_user_path, write_text
-from ..models import load_model
+from ..loading import load_model
 from ..size import ModelKind
 from ..text import check_number, first_line, root_cause
 

@@ -35,7 +35,7 @@ from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..disk import atomic_dir, write_text
 from ..files import CARD_FILE, CONVERSION_FILE, PLOT_FILE, STATE_FILE
-from ..models import initialize_by_name, source_named
+from ..loading import initialize_by_name, source_named
 from ..result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from ..sharing.card import base_model_of, render
 from ..sharing.scrub import without_folders
@@ -48,11 +48,11 @@ from .evaluation import LanguageModelingMetrics, token_losses
 from .lora import choose_trained, merge_lora
 from .objectives import objective_of
 from .parametrization import completep_factors, scale_initial_values
+from .provenance import record_run
 from .recipe import Recipe
 from .record import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
 from .run_folder import RunFolder
 from .stability import StabilityCallback
-from .trained_on import record_run
 
 
 logger = logging.get_logger(__name__)

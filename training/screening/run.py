@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ..comparison.comparison import Comparison
-from ..comparison.outcome import Outcome
+from ..comparison.results import Outcome
 from ..comparison.run import Engine, is_main_process, run_comparison
 from ..comparison.run import run_and_report as confirm_and_report
 from ..comparison.status import CONFIRMATION, SCREENING

@@ -11,9 +11,9 @@ from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
-from ..comparison.outcome import VERSION, Outcome
 from ..comparison.render import Section, bullets, markdown_table, to_markdown, to_page, warning
 from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
+from ..comparison.results import VERSION, Outcome
 from ..comparison.tables import Rows, number, p_value, with_interval
 from ..disk import write_text
 from ..text import Markdown, align, code

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from modeling_nlq import NLQConfig
 
 from ..files import ADAPTER
-from ..models import peft_task
+from ..loading import peft_task
 from ..size import auto_class_of, listed
 
 

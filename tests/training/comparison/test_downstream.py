@@ -7,7 +7,7 @@ from support.planted import PlantedEngine
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison import downstream
 from modeling_nlq.training.comparison.inference import Verdict, analyse
-from modeling_nlq.training.comparison.outcome import TaskOutcome
+from modeling_nlq.training.comparison.results import TaskOutcome
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 
 

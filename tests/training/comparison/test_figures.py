@@ -7,7 +7,7 @@ import pytest
 from support.paths import REPOSITORY
 
 from modeling_nlq.training.comparison.figures import draw_bowls, draw_improvements, draw_losses
-from modeling_nlq.training.comparison.outcome import Outcome, read_outcome
+from modeling_nlq.training.comparison.results import Outcome, read_outcome
 from modeling_nlq.training.result import Evaluation
 
 

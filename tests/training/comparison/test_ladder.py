@@ -14,7 +14,7 @@ from modeling_nlq.training.comparison.comparison import outline
 from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.files import read_yaml
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.size import measure
 from nlq import main
 

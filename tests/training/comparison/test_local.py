@@ -21,7 +21,7 @@ from support.runs import without_times
 from modeling_nlq.configuration import find
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import check_same_models, make_engine, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
 from modeling_nlq.training.run.run_folder import RunFolder

@@ -15,15 +15,15 @@ from support.runs import logged_losses, without_times
 from modeling_nlq.training import compare, train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.on_ray import RayEngine
-from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.disk import files_below
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.result import RunResult
-from modeling_nlq.training.run import checkpoints, trainer, unattended
+from modeling_nlq.training.run import checkpoints, subprocess_run, trainer
 from modeling_nlq.training.run.ray_jobs import share_batch, share_data
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.unattended import RunFailed
+from modeling_nlq.training.run.subprocess_run import RunFailed
 
 
 RUN = "runs/twin/rate-0.01-seed-2"
@@ -74,8 +74,8 @@ class TestComparison:
                 raise TypeError("no\nsuch argument")
             return train(recipe, *arguments, **options)
 
-        train = unattended.train_recipe
-        monkeypatch.setattr(unattended, "train_recipe", train_recipe)
+        train = subprocess_run.train_recipe
+        monkeypatch.setattr(subprocess_run, "train_recipe", train_recipe)
         models = {"base": None, "first": None, "second": None}
         file, place = (
             make_file(models=models, seeds=[0], training={"max_steps": 2, "report_to": "none"}),

@@ -11,7 +11,7 @@ from modeling_nlq.configuration import names
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.comparison import Run
 from modeling_nlq.training.files import read_yaml
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.size import measure
 from nlq import main
 

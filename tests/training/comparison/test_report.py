@@ -22,15 +22,6 @@ from support.runs import change_json
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.config import SINGLE
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
-from modeling_nlq.training.comparison.outcome import (
-    History,
-    Outcome,
-    RunOutcome,
-    ScaleOutcome,
-    judge,
-    read_outcome,
-    trend_of,
-)
 from modeling_nlq.training.comparison.report import (
     describe,
     protocol_sentences,
@@ -38,6 +29,15 @@ from modeling_nlq.training.comparison.report import (
     verdicts,
     warning_sentences,
     write_report,
+)
+from modeling_nlq.training.comparison.results import (
+    History,
+    Outcome,
+    RunOutcome,
+    ScaleOutcome,
+    judge,
+    read_outcome,
+    trend_of,
 )
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
 from modeling_nlq.training.comparison.tables import NOTHING, p_value, stability_rows, summary_rows

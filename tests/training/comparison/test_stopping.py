@@ -15,8 +15,8 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.comparison import outline, progress_of
 from modeling_nlq.training.comparison.config import ComparisonConfig
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
-from modeling_nlq.training.comparison.results import RunStore
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.store import RunStore
 from modeling_nlq.training.result import Data, Evaluation, Losses, RunResult
 
 

@@ -14,7 +14,7 @@ from modeling_nlq.training.conversion.draft import class_with_same_head, nearest
 from modeling_nlq.training.conversion.families import FAMILIES
 from modeling_nlq.training.conversion.streaming import empty_model
 from modeling_nlq.training.conversion.upcycling import only_adds
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.size import measure
 
 

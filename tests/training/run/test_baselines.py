@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_nlq.training import evaluate, train
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.generation import generate_text
 from modeling_nlq.training.run.objectives import name_for
 from modeling_nlq.training.size import (

@@ -16,8 +16,8 @@ from modeling_nlq.training import train
 from modeling_nlq.training.run import evaluation
 from modeling_nlq.training.run.blocks import BlockCollator
 from modeling_nlq.training.run.evaluation import LanguageModelingMetrics, token_losses
+from modeling_nlq.training.run.provenance import read_trained_on, record_run
 from modeling_nlq.training.run.recipe import Recipe
-from modeling_nlq.training.run.trained_on import read_trained_on, record_run
 from nlq import main
 
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, parts_user_nlq, register_attention_part
 from modeling_nlq.training import train
-from modeling_nlq.training.models import initialize_by_name
+from modeling_nlq.training.loading import initialize_by_name
 from modeling_nlq.training.run.conflicts import check_recipe
 from modeling_nlq.training.run.parametrization import (
     Factors,

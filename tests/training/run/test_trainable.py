@@ -15,7 +15,7 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.lora import choose_trained
 from modeling_nlq.training.run.recipe import load_recipe, read_recipe
 from modeling_nlq.training.run.trainer import train_recipe

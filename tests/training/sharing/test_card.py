@@ -14,7 +14,7 @@ from support.markdown import html_in
 from support.publishing_cases import RUN_FILES, TOKENIZER, card_of
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.models import load_config
+from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.result import Attention, Data, Evaluation, Losses, RunResult
 from modeling_nlq.training.sharing.card import render
 from modeling_nlq.training.sharing.scrub import without_folders

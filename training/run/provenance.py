@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
-from ..models import read_record
+from ..loading import read_record
 from ..result import RunResult
 from ..values import from_json
 from .recipe import Recipe

@@ -16,7 +16,7 @@ from transformers import (
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
 from modeling_nlq.training import convert, evaluate, explore, train
-from modeling_nlq.training.comparison.outcome import read_outcome
+from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.run.blocks import BlockCollator
 from modeling_nlq.training.run.data import train_byte_pair_encoding
 from modeling_nlq.training.run.mlm import EVALUATION, Masking

@@ -9,7 +9,7 @@ from support.runs import logged_losses
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run.recipe import Recipe, load_recipe
 from modeling_nlq.training.run.run_folder import FolderIsLocked, RunFolder
-from modeling_nlq.training.run.unattended import RunFailed, run_in_subprocess
+from modeling_nlq.training.run.subprocess_run import RunFailed, run_in_subprocess
 
 
 def make(recipe: Recipe, data: Path, sender) -> None:
@@ -24,7 +24,7 @@ def make(recipe: Recipe, data: Path, sender) -> None:
 def in_a_process(recipe: Recipe, data: Path):
     """Makes a run, and returns what it reported, or its error."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["modeling_nlq.training.run.unattended"])  # imports once
+    context.set_forkserver_preload(["modeling_nlq.training.run.subprocess_run"])  # imports once
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=make, args=(recipe, data, sender))
     process.start()

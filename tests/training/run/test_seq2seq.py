@@ -16,7 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from modeling_nlq import NLQForConditionalGeneration
 from modeling_nlq.training import evaluate, explore, train
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.models import initialize_by_name, load_config
+from modeling_nlq.training.loading import initialize_by_name, load_config
 from modeling_nlq.training.run.data import prepare_data, save_blocks
 from modeling_nlq.training.run.documents import docstring_pairs
 from modeling_nlq.training.run.generation import generate_text
