@@ -52,7 +52,7 @@ def test_imports_go_one_way(installed):
         ("configuration/__init__.py", "from ..modeling_nlq import NLQModel"),
         ("training/run/data.py", "def late():\n    from ..comparison import report"),
         pytest.param("training/conversion/nanogpt.py", "from ..comparison import report", marks=pytest.mark.slow),
-        ("training/run/stability.py", "def late():\n    from . import trainer"),
+        ("training/run/stability.py", "def late():\n    from . import train"),
     ],
 )
 def test_wrong_import_is_found(file, line, installed):

@@ -13,7 +13,7 @@ from .run.conflicts import check_recipe
 from .run.jobs import make_runs
 from .run.recipe import Recipe, load_recipe
 from .run.run_folder import RunFolder
-from .run.trainer import train_recipe
+from .run.train import train_recipe
 from .text import bar_options, check_number
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.run import trainer
+from modeling_nlq.training.run import train
 from modeling_nlq.training.run.recipe import Recipe
 
 
@@ -26,5 +26,5 @@ class InlineEngine(LocalEngine):
     draws_losses = False
 
     def submit(self, name: str, recipe: Recipe, data: Path) -> Future:
-        with nullcontext() if self.draws_losses else patch.object(trainer, "plot_losses"):
-            return finished_future(trainer.train_recipe(recipe, data))
+        with nullcontext() if self.draws_losses else patch.object(train, "plot_losses"):
+            return finished_future(train.train_recipe(recipe, data))

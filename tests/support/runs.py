@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from modeling_nlq.training.comparison.results import Outcome
 from modeling_nlq.training.files import write_yaml
 from modeling_nlq.training.run.recipe import load_recipe
-from modeling_nlq.training.run.trainer import train_recipe
+from modeling_nlq.training.run.train import train_recipe
 from modeling_nlq.training.values import from_json, to_json
 
 

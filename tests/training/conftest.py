@@ -8,13 +8,13 @@ from support.runs import PAIR_SWITCHES, write_comparison
 
 from modeling_nlq.training import checking
 from modeling_nlq.training.disk import write_text
-from modeling_nlq.training.run import trainer
+from modeling_nlq.training.run import train
 
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Skips the loss plot, a third of the time of a short run. The shared runs draw it."""
-    monkeypatch.setattr(trainer, "plot_losses", lambda history, path, title, unit: write_text(path, ""))
+    monkeypatch.setattr(train, "plot_losses", lambda history, path, title, unit: write_text(path, ""))
 
 
 @pytest.fixture

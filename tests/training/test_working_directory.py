@@ -16,7 +16,7 @@ from modeling_nlq.training.comparison import report
 from modeling_nlq.training.comparison.local import environment_of_one_run
 from modeling_nlq.training.loading import is_saved_model
 from modeling_nlq.training.run import tasks
-from modeling_nlq.training.run.trainer import plot_losses
+from modeling_nlq.training.run.train import plot_losses
 from modeling_nlq.training.screening import sections
 
 
@@ -104,7 +104,7 @@ def test_settings_of_matplotlib(where, tmp_path, monkeypatch):
 
     monkeypatch.setattr(report, "FIGURES", {"a": ("", "", draw)})
     monkeypatch.setattr(sections, "draw_effects", draw)
-    monkeypatch.setattr("modeling_nlq.training.run.trainer.Figure", lambda **_: draw())
+    monkeypatch.setattr("modeling_nlq.training.run.train.Figure", lambda **_: draw())
     outcome = SimpleNamespace(trend=None, largest=None, effects=True)
     calls = {
         "run": lambda: plot_losses([], tmp_path / "loss.png", "", "token"),

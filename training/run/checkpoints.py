@@ -17,8 +17,8 @@ from transformers.utils import logging
 from ..disk import files_below, open_file, safe_join, write_text
 from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, read_json
 from ..loading import config_differences
-from .record import RunRecord, best_checkpoint
 from .run_folder import RunFolder
+from .trainer import RunRecord, best_checkpoint
 
 
 logger = logging.get_logger(__name__)

@@ -25,7 +25,7 @@ from ..result import RunResult
 from ..text import one_line
 from .recipe import Recipe
 from .run_folder import FolderIsLocked, RunFolder, RunProgress
-from .trainer import train_recipe
+from .train import train_recipe
 
 
 class RunFailed(Exception):

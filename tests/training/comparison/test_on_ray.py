@@ -20,7 +20,8 @@ from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.disk import files_below
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.result import RunResult
-from modeling_nlq.training.run import checkpoints, subprocess_run, trainer
+from modeling_nlq.training.run import checkpoints, subprocess_run
+from modeling_nlq.training.run import train as train_module
 from modeling_nlq.training.run.ray_jobs import share_batch, share_data
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.subprocess_run import RunFailed
@@ -190,7 +191,7 @@ class TestSharedData:
 
     def test_pairs_of_another_length_after_a_failure(self, cluster, pairs_recipe, tmp_path, monkeypatch):
         """A run that failed before its first weights, and is repeated: on pairs of the new length, to its end."""
-        begin, lengths = trainer._train, []
+        begin, lengths = train_module._train, []
 
         def train_once(run):
             lengths.append(max(map(len, run.blocks["train"].dataset["input_ids"])))
@@ -198,7 +199,7 @@ class TestSharedData:
                 raise TypeError("no disk")
             begin(run)
 
-        monkeypatch.setattr(trainer, "_train", train_once)
+        monkeypatch.setattr(train_module, "_train", train_once)
         options = {
             "max_steps": 1,
             "save_strategy": "no",

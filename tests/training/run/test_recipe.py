@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from modeling_nlq.configuration import descriptions, names
-from modeling_nlq.training.run import trainer as trainer_module
+from modeling_nlq.training.run import train as train_module
 from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides
 from nlq import main
 
@@ -80,7 +80,7 @@ class TestOverrides:
 class TestBeforeData:
     @pytest.fixture(autouse=True)
     def no_data(self, monkeypatch):
-        monkeypatch.setattr(trainer_module, "prepare_data", lambda *_, **__: pytest.fail("prepared data"))
+        monkeypatch.setattr(train_module, "prepare_data", lambda *_, **__: pytest.fail("prepared data"))
 
     def test_switches_that_do_not_fit_saved_weights(self, run, recipe_file, tmp_path, capsys):
         options = ["--model", str(run[0]), "--tokenizer", str(run[0]), "--output_dir", str(tmp_path / "run")]

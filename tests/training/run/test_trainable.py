@@ -18,7 +18,7 @@ from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.lora import choose_trained
 from modeling_nlq.training.run.recipe import load_recipe, read_recipe
-from modeling_nlq.training.run.trainer import train_recipe
+from modeling_nlq.training.run.train import train_recipe
 from modeling_nlq.training.sharing.adapter import whole_modules
 from modeling_nlq.training.size import measure
 from nlq import main

@@ -15,7 +15,7 @@ from transformers.models.auto import modeling_auto
 
 from modeling_nlq.training import files, train
 from modeling_nlq.training.result import RunResult
-from modeling_nlq.training.run.record import has_diverged
+from modeling_nlq.training.run.trainer import has_diverged
 from nlq import main
 
 

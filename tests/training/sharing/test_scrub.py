@@ -15,7 +15,7 @@ from support.publishing_cases import CODE, RUN_FILES, TOKEN, change_json, write_
 import modeling_nlq
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.api import publish
-from modeling_nlq.training.run import trainer as trainer_module
+from modeling_nlq.training.run import train as train_module
 from modeling_nlq.training.sharing import publishing
 from modeling_nlq.training.sharing.scrub import check_for_traces, without_folders
 from nlq import main
@@ -123,7 +123,7 @@ class TestNothingLeaks:
 
     def test_what_training_draws_and_writes(self, recipe_file, tmp_path, monkeypatch):
         titles = []
-        monkeypatch.setattr(trainer_module, "plot_losses", lambda history, path, title, unit: titles.append(title))
+        monkeypatch.setattr(train_module, "plot_losses", lambda history, path, title, unit: titles.append(title))
         options = ("--max_steps", "1", "--dataset_config", "on file:///data/private/x.txt")
         assert main(["train", str(recipe_file), "--output_dir", str(tmp_path / "run"), *options]) == 0
         assert titles == ["model.json"]
