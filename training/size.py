@@ -113,12 +113,18 @@ def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
     return positions - max((index + 1 for index in padding if index is not None), default=0)
 
 
-def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eager") -> PreTrainedModel:
-    """Makes a language model on the meta device; raises `ValueError` if Transformers cannot."""
+def empty_model(
+    config: PreTrainedConfig,
+    attn_implementation: str | None = "eager",
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    """Makes a model on the meta device, by default a language model; raises `ValueError` if Transformers cannot."""
+    config = copy.deepcopy(config)  # which may belong to a model in use
     try:
         with torch.device("meta"):
-            # `from_config` writes the backend into the configuration, which may belong to a model in use
-            return auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+            if model_class is not None:
+                return model_class(config)
+            return auto_class_of(config).from_config(config, attn_implementation=attn_implementation)
     except (AssertionError, AttributeError, NotImplementedError) as error:
         if isinstance(config, NLQConfig | NLQSeq2SeqConfig):
             raise

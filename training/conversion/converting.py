@@ -41,14 +41,14 @@ from ..run.data import check_vocabulary
 from ..run.provenance import read_trained_on
 from ..run.run_folder import RunFolder
 from ..sharing.card import base_model_of, render
-from ..size import size_of
+from ..size import empty_model, size_of
 from ..text import one_line
 from .draft import Draft, LossyConversion, nlq_config
 from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
 from .sources import find_checkpoint, load_gguf, load_model, read_source
-from .streaming import empty_model, find_weights, write_weights
+from .streaming import find_weights, write_weights
 from .upcycling import changed, largest_difference
 
 
@@ -189,7 +189,7 @@ def _convert(
             record.added = earlier.get("added", [])
             record.enlarged = earlier.get("enlarged", [])
         if switches:
-            _add_new_parameters(record, empty_model(type(new), nlq_config(old.config)), new)
+            _add_new_parameters(record, empty_model(nlq_config(old.config), model_class=type(new)), new)
     # config.json is last: a folder without it is not a model
     with atomic_dir(target, last="config.json") as folder:
         new.config.architectures = [type(new).__name__]
@@ -230,7 +230,7 @@ def _open(source: str, allow_lossy: bool) -> tuple[Draft, GGUF | None]:
         gguf = read_gguf(path)
         return Draft.of(*load_gguf(gguf, allow_lossy)), gguf
     config, model_class = read_source(source)
-    model = empty_model(model_class, config)
+    model = empty_model(config, model_class=model_class)
     weights = find_weights(source, model)
     if weights is None:
         return Draft.of(load_model(source, config, model_class)), None

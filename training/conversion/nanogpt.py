@@ -14,10 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
-from ..size import check_shapes
+from ..size import check_shapes, empty_model
 from .draft import Draft, from_nlq_tensors, to_nlq_tensors
 from .families import FAMILIES, Layout
-from .streaming import Weights, empty_model, saved_state
+from .streaming import Weights, saved_state
 
 
 # `query_mode` of the paper's code -> `query_projection`
@@ -68,8 +68,8 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
     state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
     # Attention without a kernel saves the causal mask, which is not a parameter
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
-    ours = empty_model(NLQForCausalLM, config)
-    theirs = empty_model(GPT2LMHeadModel, GPT2Config(n_layer=1))
+    ours = empty_model(config, model_class=NLQForCausalLM)
+    theirs = empty_model(GPT2Config(n_layer=1), model_class=GPT2LMHeadModel)
     names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
     # The linear layers are not transposed, and the fused layer lacks queries without a matrix
     parts = 3 if config.query_projection in ("linear", "residual") else 2
@@ -81,7 +81,7 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
             raise ValueError(f"tie_weights=True, and yet {head} differs from {embedding}")
         del state[head]
     expected = from_nlq_tensors(family, theirs, ours, Weights.of(saved_state(ours)).tensors)
-    shapes = {name: tensor.load().shape for name, tensor in expected.items()}
+    shapes = {name: load().shape for name, load in expected.items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()})
     weights = Weights.of(state)
     return Draft(ours, replace(weights, tensors=to_nlq_tensors(family, theirs, ours, weights.tensors))).build()

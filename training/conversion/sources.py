@@ -7,11 +7,10 @@ from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedMod
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ..loading import source_named
-from ..size import check_names
+from ..size import check_names, empty_model
 from .draft import LossyConversion, classes_of
 from .families import FAMILIES
 from .gguf_files import GGUF, tensors_not_read
-from .streaming import empty_model
 
 
 PAPER_CHECKPOINT = "ckpt.pt"
@@ -70,7 +69,7 @@ def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]
     if gguf.tokenizer.get("model") != "llama":
         for kind in ("bos", "eos"):
             setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
-    names = empty_model(model_class, config).state_dict()
+    names = empty_model(config, model_class=model_class).state_dict()
     lost = [*gguf.not_read, *tensors_not_read(gguf, names, config.num_hidden_layers)]
     if lost and not allow_lossy:
         raise LossyConversion(lost)

@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion.draft import class_with_same_head, nearest_in_family
 from modeling_nlq.training.conversion.families import FAMILIES
-from modeling_nlq.training.conversion.streaming import empty_model
 from modeling_nlq.training.conversion.upcycling import only_adds
 from modeling_nlq.training.loading import load_config
-from modeling_nlq.training.size import measure
+from modeling_nlq.training.size import empty_model, measure
 
 
 # Name -> the number of parameters, and config.json without what names classes and versions, and lists that its class
@@ -92,5 +91,5 @@ def test_shipped_shape_can_go_back(name):
     family = "llama" if name not in SHIPPED else PUBLISHED[SHIPPED[name]][1]["model_type"]
     theirs, plain = nearest_in_family(family, ours)
     assert only_adds(ours, plain)
-    model = empty_model(class_with_same_head(NLQForCausalLM, type(theirs)), theirs)
-    assert model.num_parameters() == empty_model(NLQForCausalLM, ours).num_parameters()
+    model = empty_model(theirs, model_class=class_with_same_head(NLQForCausalLM, type(theirs)))
+    assert model.num_parameters() == empty_model(ours).num_parameters()
