@@ -59,21 +59,17 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
-    """Makes the model of a checkpoint.
-
-    Raises `ValueError` for an unknown field or mode, and for weights that are missing, unknown, of another shape, or
-    tied but different.
-    """
+    """Makes the model of a checkpoint; raises `ValueError` for fields or weights that do not fit."""
     config = _to_config(checkpoint["model_args"])
     state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
     # Attention without a kernel saves the causal mask, which is not a parameter
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
     ours = empty_model(config, model_class=NLQForCausalLM)
     theirs = empty_model(GPT2Config(n_layer=1), model_class=GPT2LMHeadModel)
-    names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
     # The linear layers are not transposed, and the fused layer lacks queries without a matrix
     parts = 3 if config.query_projection in ("linear", "residual") else 2
     fused = Layout(lambda tensor, _: tensor.chunk(parts), lambda tensors, _: torch.cat(list(tensors)))
+    names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
     family = replace(FAMILIES["gpt2"], block_names=names, layouts={"c_attn": fused})
     head, embedding = "lm_head.weight", "transformer.wte.weight"
     if config.tie_word_embeddings and head in state:
@@ -96,7 +92,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
             raise ValueError(f"model_args: nanoGPT has no field {', '.join(unknown)}")
     if values["query_mode"] not in _QUERY_MODES:
         raise ValueError(f"model_args: query_mode={values['query_mode']!r} must be one of {', '.join(_QUERY_MODES)}")
-    head_size = values["n_embd"] // values["num_heads"]
+    usual_scale = 1.0 / math.sqrt(values["n_embd"] // values["num_heads"])
     return NLQConfig(
         vocab_size=values["vocab_size"],
         hidden_size=values["n_embd"],
@@ -106,9 +102,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
         max_position_embeddings=values["block_size"],
         use_bias=values["bias"],
         query_projection=_QUERY_MODES[values["query_mode"]],
-        attention_scaling=1.0 / math.sqrt(head_size) if values["scale"] is None else values["scale"],
-        embedding_dropout=values["dropout"],
-        residual_dropout=values["dropout"],
-        attention_dropout=values["dropout"],
+        attention_scaling=usual_scale if values["scale"] is None else values["scale"],
         tie_word_embeddings=values["tie_weights"],
+        **{f"{place}_dropout": values["dropout"] for place in ("embedding", "residual", "attention")},
     )

@@ -208,7 +208,7 @@ class TestRefused:
             ({"fields": {"split.no": 1, "split.count": 3}}, "is one part of several: join them first"),
             (
                 {"fields": {"llama.attention.causal": False}},
-                "attention.causal=False: encoders are converted from EuroBERT's",
+                "attention.causal=False: encoders are converted from safetensors",
             ),
             ({"tokenizer": None}, "the tokenizer cannot be rebuilt ("),
         ],
