@@ -19,7 +19,7 @@ from support.random_models import BACKENDS, ROLES, batches, has_case, kind_for, 
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.checking import INVARIANTS, OF_DECODERS, TOLERANCE
+from modeling_nlq.training.checking import INVARIANTS, TOLERANCE
 
 
 pytestmark = [
@@ -76,13 +76,13 @@ class TestRandomModels:
     @examples(3, shrinks=False)
     @given(data=st.data())
     def test_invariants_of_nlq_check_hold(self, draw_model, data, invariant, kind, implementation):
-        roles = ["decoder"] if invariant in OF_DECODERS else ["decoder", "encoder"]
+        roles = ["decoder"] if INVARIANTS[invariant].needs_decoder else ["decoder", "encoder"]
         model, length = (
             draw_model(data, kind, implementation, roles=roles),
             data.draw(st.integers(2, 7), label="length"),
         )
         with torch.no_grad():
-            for case, difference in INVARIANTS[invariant][0](model, length):
+            for case, difference in INVARIANTS[invariant].differences(model, length):
                 assert difference <= TOLERANCE, case
 
     @cases()
