@@ -94,6 +94,20 @@ class Conversion:
     before: dict[str, Any] | None = None
     trained_on: list[dict[str, Any]] = field(default_factory=list)
 
+    def describe(self) -> str:
+        """Returns what became of the model, in a line, and lines for what was lost."""
+        facts = [f"{self.target_class} from {self.source_class}", f"{self.parameters:,} parameters"]
+        if self.difference is not None:
+            within = f"within {self.difference:.1e} of" if self.difference else "equal to"
+            facts.append(f"outputs on random tokens {within} the source's")
+        if self.not_compared is not None:
+            facts.append(f"outputs were not compared: {self.not_compared}")
+        facts.append("tokenizer beside it" if self.has_tokenizer else "no tokenizer: give one by --tokenizer")
+        lines = [", ".join(facts)]
+        if self.dequantised is not None:
+            lines.append(f"weights of type {self.dequantised} became float32: the model is no longer quantised")
+        return "\n".join([*lines, *(f"lost: {text}" for text in self.lost)])
+
 
 def convert(
     source: str | Path,
@@ -121,7 +135,7 @@ def convert(
 
     Raises:
         ImportError: for a GGUF file without the package gguf.
-        ValueError: if the source cannot be converted so, or the target is not empty. Nothing has been written then.
+        ValueError: if the source cannot be converted so, or the target is not empty. Nothing is written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
     source = str(source)
@@ -139,8 +153,8 @@ def convert(
         card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
         older = {path.relative_to(target).as_posix() for path in files_in(target, (*_MODEL, *card))}
         try:
-            opened, gguf = _open(source, allow_lossy)
-            draft = _change(opened, to, switches, allow_lossy)
+            opened, gguf = _open(source)
+            draft = _change(opened, to, switches).check_exact(allow_lossy)
         except LossyConversion:
             raise
         except (ValueError, OSError, RuntimeError, EOFError, SafetensorError, StrictDataclassError) as error:
@@ -237,14 +251,14 @@ def _write(
         delete(target / file)
 
 
-def _open(source: str, allow_lossy: bool) -> tuple[Draft, GGUF | None]:
+def _open(source: str) -> tuple[Draft, GGUF | None]:
     """Returns the model of a source, in memory if it cannot be converted shard by shard, and a GGUF file's header."""
     if (checkpoint := find_checkpoint(source)) is not None:
         with source_named(str(checkpoint)):
             return Draft.of(from_paper(read_checkpoint(checkpoint))), None
     if (path := find_gguf(source)) is not None:
         gguf = read_gguf(path)
-        return Draft.of(*load_gguf(gguf, allow_lossy)), gguf
+        return Draft.of(*load_gguf(gguf)), gguf
     config, model_class = read_source(source)
     model = empty_model(config, model_class=model_class)
     weights = find_weights(source, model)
@@ -255,16 +269,16 @@ def _open(source: str, allow_lossy: bool) -> tuple[Draft, GGUF | None]:
     return Draft(model, weights), None
 
 
-def _change(draft: Draft, to: str, switches: dict[str, Any], allow_lossy: bool) -> Draft:
+def _change(draft: Draft, to: str, switches: dict[str, Any]) -> Draft:
     """Converts an opened source to NLQ, to other switches, and to another family."""
     if draft.model.config.model_type in FAMILIES:
-        draft = draft.to_nlq(allow_lossy)
+        draft = draft.to_nlq()
     if switches:
         if changed(draft.model.config, switches).to_dict() == draft.model.config.to_dict():
             values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
             raise ValueError(f"the model has {values} already")
         draft = draft.with_switches(switches)
-    return draft if to == "nlq" else draft.from_nlq(to, allow_lossy)
+    return draft if to == "nlq" else draft.from_nlq(to)
 
 
 def _load_tokenizer(
@@ -290,16 +304,14 @@ def _load_tokenizer(
 
 
 def _check_target(source: str, target: Path, overwrite: bool) -> None:
-    problem = None
     if Path(source).exists() and target.exists() and os.path.samefile(source, target):
-        problem = "is the source itself"
+        problem = "is the source itself;"
     elif is_nonempty(target) and not overwrite:
-        raise ValueError(
-            f"{target} exists and is not empty; choose another target, or replace its model by --overwrite"
-        )
+        problem = "exists and is not empty; replace its model by --overwrite, or"
     elif is_nonempty(target) and not (target / "config.json").is_file():
-        problem = "does not hold a model that --overwrite could replace"
+        problem = "does not hold a model that --overwrite could replace;"
     elif (target / METRICS_FILE).exists() or any(target.glob("checkpoint-*")):
-        problem = "holds a training run, which --overwrite does not replace"
-    if problem is not None:
-        raise ValueError(f"{target} {problem}; choose another target")
+        problem = "holds a training run, which --overwrite does not replace;"
+    else:
+        return
+    raise ValueError(f"{target} {problem} choose another target")

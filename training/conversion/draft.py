@@ -43,10 +43,6 @@ _HEADS = (
 class LossyConversion(ValueError):
     """Raised if a conversion would lose something, which the message names."""
 
-    def __init__(self, lost: list[str]):
-        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}; --allow-lossy goes on without")
-        self.lost = lost
-
 
 def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     """Returns the classes of a configuration that can be converted, by name; the first is the default."""
@@ -87,10 +83,7 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
 class Draft:
     """A model before its weights are made: it changes in steps, and is then built, or written shard by shard.
 
-    Attributes:
-        model: its class and configuration; its parameters are not read.
-        weights: the weights that it will have.
-        lost: differences from the source, in words.
+    `model` has its class and configuration, but other parameters. `lost` are differences from the source, in words.
     """
 
     model: PreTrainedModel
@@ -101,6 +94,13 @@ class Draft:
     def of(cls, model: PreTrainedModel, lost: Collection[str] = ()) -> "Draft":
         """Wraps a model in memory."""
         return cls(model, Weights.of(saved_state(model)), [*lost])
+
+    def check_exact(self, allow_lossy: bool) -> "Draft":
+        """Returns the draft itself; raises `LossyConversion` if something is lost, unless that is allowed."""
+        if self.lost and not allow_lossy:
+            lost = "; ".join(self.lost)
+            raise LossyConversion(f"the model cannot be converted exactly: {lost}; --allow-lossy goes on without")
+        return self
 
     def build(self, copied: bool = True) -> PreTrainedModel:
         """Makes the model in memory, in evaluation mode. Without a copy, it may share parameters with the source."""
@@ -116,15 +116,14 @@ class Draft:
         _take_generation_config(model, self.model)
         return model.eval()
 
-    def to_nlq(self, allow_lossy: bool = False) -> "Draft":
-        """Converts a model of a family to NLQ; raises as the function `to_nlq`."""
-        old, family = self.model, FAMILIES[self.model.config.model_type]
-        lost = family.not_read(old.config)
-        if lost and not allow_lossy:
-            raise LossyConversion(lost)
+    def to_nlq(self) -> "Draft":
+        """Converts a model of a family to NLQ; raises `ValueError` as the function `to_nlq`."""
+        old = self.model
+        family = FAMILIES[old.config.model_type]
         new = empty_model(family.read(old.config), model_class=class_with_same_head(type(old), NLQConfig))
         _check_counterparts(old, names_of(family, old, new))
-        return self._changed(new, to_nlq_tensors(family, old, new, self.weights.tensors), lost)
+        tensors = to_nlq_tensors(family, old, new, self.weights.tensors)
+        return self._changed(new, tensors, family.not_read(old.config))
 
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
         """Changes switches of an NLQ model; raises `ValueError` as `upcycle`."""
@@ -135,15 +134,13 @@ class Draft:
         initial = {name: partial(_initial_value, new, name, self.weights.dtype) for name in saved_state(new)}
         return self._changed(new, {**initial, **self.weights.tensors})
 
-    def from_nlq(self, family: str, allow_lossy: bool = False) -> "Draft":
-        """Converts an NLQ model to a family; raises as the function `from_nlq`."""
+    def from_nlq(self, family: str) -> "Draft":
+        """Converts an NLQ model to a family; raises `ValueError` as the function `from_nlq`."""
         their_class = class_with_same_head(type(self.model), FAMILIES[family].config_class)
         config, plain = nearest_in_family(family, self.model.config)
         draft = self
         if not only_adds(self.model.config, plain):
             model, lost = restructure(self.build(copied=False), plain)
-            if lost and not allow_lossy:
-                raise LossyConversion(lost)
             draft = Draft.of(model, [*self.lost, *lost])
         new = empty_model(config, model_class=their_class)
         tensors = from_nlq_tensors(FAMILIES[family], new, draft.model, draft.weights.tensors)
@@ -224,26 +221,21 @@ def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) 
 
 
 def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
-    """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, with the same head.
+    """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, which stays as it is.
 
-    The model stays unchanged. `allow_lossy` ignores fields that NLQ does not have.
-
-    Raises:
-        ValueError: for another family, or a value of the configuration that NLQ does not support.
-        LossyConversion: if it has fields that NLQ does not have, without `allow_lossy`.
+    Raises `ValueError` for another family, or a value that NLQ does not support, and `LossyConversion` for fields that
+    NLQ does not have, which `allow_lossy` ignores.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
-    return Draft.of(model).to_nlq(allow_lossy).build()
+    return Draft.of(model).to_nlq().check_exact(allow_lossy).build()
 
 
 def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
-    """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, with the same head.
+    """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, which stays as it is.
 
-    The model stays unchanged. For GPT-2, grouped queries are expanded, and `"residual"` projections become matrices.
-
-    Raises:
-        ValueError: if the family does not have a model of this shape.
-        LossyConversion: if the family cannot compute the same, without `allow_lossy`.
+    For GPT-2, grouped queries are expanded, and `"residual"` projections become matrices. Raises `ValueError` if the
+    family does not have a model of this shape, and `LossyConversion` if it cannot compute the same, unless
+    `allow_lossy` is set.
     """
-    return Draft.of(model).from_nlq(family, allow_lossy).build()
+    return Draft.of(model).from_nlq(family).check_exact(allow_lossy).build()

@@ -1,7 +1,7 @@
 """Families of Transformers' models that are special cases of NLQ, with their names for fields and parameters.
 
-`FAMILIES` has a row for each. A row is made of parts, because families share most of them. A field that no part reads
-cannot be converted unless it has its default value.
+`FAMILIES` has a row for each, made of parts, because families share most of them. A field that no part reads cannot be
+converted unless it has its default value.
 """
 
 import math
@@ -45,7 +45,8 @@ def _equal(*same: str, **renamed: str) -> Part:
 
 def _read_rope(config: PreTrainedConfig, is_partial: bool = False, has_norm_after: bool = False) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
-    kind, factor = parameters.get("rope_type"), parameters.get("partial_rotary_factor", 1.0)
+    kind = parameters.get("rope_type")
+    factor = parameters.get("partial_rotary_factor", 1.0)
     # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
     if factor != 1.0 and not is_partial and kind != "proportional":
         raise ValueError(f"rope_parameters: partial_rotary_factor={factor!r}: {config.model_type} rotates whole heads")
@@ -122,12 +123,7 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """How a family stores a tensor.
-
-    Attributes:
-        read: splits its tensor into one or several tensors of NLQ; it also takes the family's configuration.
-        write: the inverse.
-    """
+    """How a family stores a tensor: `read` splits it into one or several tensors of NLQ, `write` is the inverse."""
 
     read: Callable[[torch.Tensor, PreTrainedConfig], Sequence[torch.Tensor]]
     write: Callable[[Sequence[torch.Tensor], PreTrainedConfig], torch.Tensor]
@@ -166,8 +162,7 @@ class Family:
         switches: fields of `NLQConfig` with the same value in the whole family.
         parts: the fields of its configuration.
         without_effect: further fields, which do not change the outputs.
-        block_names: names of a block's modules, NLQ's -> the family's, if they differ. The family fuses modules that
-            share a name.
+        block_names: names of a block's modules, NLQ's -> the family's, if they differ. It fuses those with one name.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a token classifier.
         layouts: for modules that the family stores differently, by the last part of their names.
@@ -430,13 +425,8 @@ _ROWS = (
         ),
         # They set the order of operations and the second head of a class; `n_ctx` is an old name
         without_effect=(
-            "reorder_and_upcast_attn",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "n_ctx",
+            *("reorder_and_upcast_attn", "n_ctx"),
+            *(f"summary_{name}" for name in ("type", "use_proj", "activation", "first_dropout", "proj_to_labels")),
         ),
         block_names={
             "self_attn_norm": "ln_1",

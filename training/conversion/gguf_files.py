@@ -54,10 +54,7 @@ class GGUF:
 
 
 def find_gguf(source: str) -> Path | None:
-    """Returns the GGUF file that a source is or contains, or `None`, as for a folder with safetensors files.
-
-    Raises `ValueError` for a folder with several GGUF files.
-    """
+    """Returns the GGUF file that a source is or contains, or `None`, as for a folder with safetensors files."""
     path = Path(source)
     if path.is_file() and path.suffix == ".gguf":
         return path
@@ -69,10 +66,7 @@ def find_gguf(source: str) -> Path | None:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """Reads the header of a file.
-
-    Raises `ImportError` without the package gguf, and `ValueError` for a damaged file or another kind of model.
-    """
+    """Reads the header of a file; raises `ValueError` if it is damaged, or holds another kind of model."""
     if not is_gguf_available():
         raise ImportError(f'{path} needs the package gguf: pip install "modeling-nlq[gguf]"')
     from gguf import GGUFReader

@@ -46,15 +46,11 @@ _DEFAULTS = {
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint without executing anything in it.
-
-    Raises `UnpicklingError` if it is damaged or would run code, and `ValueError` for another kind of file.
-    """
+    """Reads a checkpoint; raises `UnpicklingError` if it is damaged or would run code, or `ValueError`."""
     # Mapped, because the file also holds the optimizer's state
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        kinds = "the paper's code or of nanoGPT"
-        raise ValueError(f"{path} is not a checkpoint of {kinds}: it does not hold 'model' and 'model_args'")
+        raise ValueError(f"{path} is not a checkpoint of nanoGPT: it does not hold 'model' and 'model_args'")
     return checkpoint
 
 

@@ -89,7 +89,8 @@ def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     Returns `None` without such files, or if Transformers has to translate names of another class or version. Raises
     `ValueError` naming a parameter that is missing, or has another shape or type.
     """
-    state, renamings = model.state_dict(), get_model_conversion_mapping(model)
+    state = model.state_dict()
+    renamings = get_model_conversion_mapping(model)
     shapes = {name: value.shape for name, value in saved_state(model).items()}
     ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _OLD_BUFFERS}
     stored: dict[str, _StoredTensor] = {}

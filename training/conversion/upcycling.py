@@ -96,10 +96,9 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
 
 
 def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Makes a new model of another configuration that computes the same as far as possible.
+    """Makes a new model, in evaluation mode, of another configuration that computes the same as far as possible.
 
-    Returns the new model, in evaluation mode, and its differences from `model`, in words. Raises `ValueError` if the
-    weights do not fit the new configuration.
+    Returns it and its differences from `model`, in words. Raises `ValueError` as `check_change`.
     """
     before = model.config
     check_change(before, config)
@@ -167,10 +166,7 @@ def _have_same_angles(before: NLQConfig, after: NLQConfig) -> bool:
 
 
 def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
-    """Returns the largest difference between the outputs of two models, relative to the largest output.
-
-    Both compute in float32 on the same random tokens.
-    """
+    """Returns the largest difference of two models' outputs in float32 on random tokens, relative to the largest."""
     config = model.config
     length = min(32, config.max_position_embeddings)
     tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
