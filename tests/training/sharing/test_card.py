@@ -53,7 +53,7 @@ def test_names_are_no_html(name):
     losses, data = Losses(False, validation=Evaluation(1.0)), Data(1, 1, "", base_model=name, fingerprint=name)
     result = RunResult(losses, data, attention=Attention(kernels=name))
     given = {"dataset": name, "tokenizer": name, "model": name}
-    card = render(name, config, measure(config), given=given, result=result, comparison=f"| {name} |")
+    card = render(name, config, measure(config), recipe=given, result=result, comparison=f"| {name} |")
     assert html_in(card.text) == [] and "<img" not in markdown_it.MarkdownIt("commonmark", {"html": False}).render(
         card.text
     )
@@ -78,7 +78,7 @@ def test_names_are_no_html(name):
 def test_datasets_are_those_of_the_hub(dataset):
     config = load_config("tiny-linear")
     result = RunResult(Losses(False, validation=Evaluation(1.0)), Data(1, 1, ""))
-    card = render("model", config, measure(config), given={"dataset": dataset}, result=result)
+    card = render("model", config, measure(config), recipe={"dataset": dataset}, result=result)
     assert card.data.datasets == ([dataset] if dataset in ("allenai/c4", "wikitext") else None)
     shown = Path(dataset).name if dataset[0] in "/~" else dataset
     assert {result.dataset_type for result in card.data.eval_results} == {shown}
