@@ -1,63 +1,74 @@
-"""The plan of a comparison: models, learning rates and seeds on one recipe, at one scale or at several."""
+"""The plan of a comparison: models, learning rates and seeds on one recipe, at one scale or at several.
+
+Every model is sized, and every run checked, before anything is trained. Which runs come next follows from the results.
+"""
 
 import dataclasses
+import functools
+import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..result import RunResult
-from ..run.conflicts import emulated_bf16
-from ..run.recipe import Recipe
-from ..size import Size
-from ..text import align
-from .config import ComparisonConfig, ModelConfig
+from huggingface_hub.errors import StrictDataclassError
+
+from ..run.conflicts import check_recipe, emulated_bf16
+from ..run.lora import choose_trained
+from ..run.recipe import Recipe, read_recipe, without_private
+from ..size import Size, matching_intermediate_size, measure
+from ..text import align, one_line
+from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
 from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
-from .lr_search import Rates
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    model: str
-    learning_rate: float
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Unique in its comparison; also its folder's path there."""
-        return f"{self.model}/rate-{self.learning_rate:g}-seed-{self.seed}"
+from .lr_search import Rates, Results, Run, Tuning, tune
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a comparison, at one scale. In an outline it has a config and rates alone.
+    """A model of a comparison, at one scale. In an outline it has neither recipe nor size.
 
     Attributes:
         config: its fields in the file, with the changes of the scale.
+        match: what is matched to the baseline, by the model or the comparison.
         starts_anew: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a seed, where it does not have `rates`.
-        intermediate_size: the MLP width, after matching.
-        tokens: number of training tokens of each run, with full batches.
-        model_config: all fields of the configuration of its model.
     """
 
     config: ModelConfig
     rates: Rates
+    match: str | None = None
     starts_anew: bool = False
     rates_by_seed: dict[int, Rates] = field(default_factory=dict)
     recipe: Recipe | None = None
-    size: Size = field(default_factory=lambda: Size(0, 0, 0, 0))
-    intermediate_size: int | None = None
-    steps: int = 0
-    tokens: int = 0
-    model_config: dict[str, Any] = field(default_factory=dict)
+    size: Size | None = None
 
     def rates_of(self, seed: int) -> Rates:
         """Returns the rates that a seed can choose."""
         return self.rates_by_seed.get(seed, self.rates)
+
+    @property
+    def intermediate_size(self) -> int | None:
+        """The MLP width, after matching."""
+        return getattr(self.recipe.config, "intermediate_size", None)
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps of a run."""
+        return self.recipe.arguments.max_steps
+
+    @property
+    def tokens(self) -> int:
+        """The training tokens of a run, with full batches on one device."""
+        arguments = self.recipe.arguments
+        rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        return arguments.max_steps * rows * sum(self.recipe.sample_lengths)
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """All fields of the configuration of its model."""
+        return json.loads(self.recipe.config.to_json_string(use_diff=False))
 
 
 @dataclass(frozen=True)
@@ -87,19 +98,10 @@ class Scale:
         """`"early"` if models leave at their verdicts (see `progress_of`)."""
         return self.config.stop
 
-    def runs_of(self, model: str) -> int:
-        """The number of runs of a model; a search may need more."""
-        return len(self.seeds) * len(self.variants[model].rates.first)
-
     @property
     def is_open(self) -> bool:
         """Whether a search may need more runs than planned."""
         return any(variant.rates.is_search for variant in self.variants.values())
-
-    @property
-    def tasks(self) -> list[str]:
-        """The downstream tasks for every reported run."""
-        return self.config.tasks or []
 
     @property
     def baseline_flops(self) -> int:
@@ -116,6 +118,10 @@ class Scale:
         """The number of optimizer steps of a run."""
         return self.variants[self.baseline].steps
 
+    def runs_of(self, model: str) -> int:
+        """The number of runs of a model; a search may need more."""
+        return len(self.seeds) * len(self.variants[model].rates.first)
+
     @property
     def runs(self) -> int:
         """The number of all runs; a search may need more."""
@@ -124,9 +130,8 @@ class Scale:
     @property
     def flops(self) -> int:
         """Of all runs; a search may need more."""
-        return sum(
-            self.runs_of(name) * item.tokens * item.size.flops_per_token for name, item in self.variants.items()
-        )
+        tokens = self.tokens_per_run
+        return sum(self.runs_of(name) * tokens * item.size.flops_per_token for name, item in self.variants.items())
 
     def recipe_of(self, run: Run, folder: Path) -> Recipe:
         """Returns the recipe of a run in its folder."""
@@ -139,8 +144,8 @@ class Scale:
         for name, variant in variants.items():
             if not variant.starts_anew:
                 rates = {seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
-                variants[name] = dataclasses.replace(variant, rates_by_seed=rates)
-        return dataclasses.replace(self, variants=variants)
+                variants[name] = replace(variant, rates_by_seed=rates)
+        return replace(self, variants=variants)
 
     def power_warning(self) -> str | None:
         """A warning if there are too few seeds for a verdict."""
@@ -149,11 +154,11 @@ class Scale:
 
     def describe(self) -> Iterator[str]:
         """Yields the plan line by line."""
-        rows = [self._describe_model(name) for name in self.variants]
-        is_shown = {column: any(row[column] for row in rows) for column in rows[0]}
-        is_shown["trained"] = any(row["trained"] != row["parameters"] for row in rows)
-        shown = [column for column in rows[0] if is_shown[column]]
-        yield from align([shown, *([row[column] for column in shown] for row in rows)])
+        rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
+        columns = [column for column in rows[0] if any(row[column] for row in rows)]
+        if all(row["trained"] == row["parameters"] for row in rows):
+            columns.remove("trained")
+        yield from align([columns, *([row[column] for column in columns] for row in rows)])
         more = ", more if a search goes on" if self.is_open else ""
         seeds = " ".join(map(str, self.seeds))
         yield (
@@ -169,53 +174,19 @@ class Scale:
                 "three"
             )
 
-    def _describe_model(self, name: str) -> dict[str, str]:
-        variant = self.variants[name]
-        size = variant.size
+    def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
+        size, width = variant.size, variant.intermediate_size
         return {
             "model": f"{name} (baseline)" if name == self.baseline else name,
             "parameters": f"{size.total:,}",
             "trained": f"{size.trained:,}",
             "non-embedding": f"{size.non_embedding:,}",
-            "MLP width": "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
+            "MLP width": "" if width is None else f"{width:,}",
             "FLOPs per token": f"{size.flops_per_token:,}",
             "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
             "learning rates": str(variant.rates),
             "runs": f"{self.runs_of(name)} or more" if variant.rates.is_search else str(self.runs_of(name)),
         }
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """The choice of a model's learning rate by a seed.
-
-    Attributes:
-        losses: validation loss of each rate tried, in nats per token; infinity if the run diverged.
-        ready: runs that the choice waits for.
-        rate: the rate chosen; `None` before, or if every rate diverged.
-        boundary: whether it is the `smallest` or the `largest` rate tried.
-    """
-
-    model: str
-    seed: int
-    losses: dict[float, float]
-    ready: list[Run]
-    rate: float | None = None
-    boundary: str | None = None
-
-    @property
-    def reported(self) -> Run:
-        """The run that the seed reports. A seed that diverges at each of its rates reports the smallest rate."""
-        return Run(self.model, min(self.losses) if self.rate is None else self.rate, self.seed)
-
-    @property
-    def is_at_boundary(self) -> bool:
-        """Whether a rate was chosen that is the smallest or the largest of several."""
-        return self.boundary is not None and self.rate is not None
-
-
-# Finished runs, by their names
-Results = Mapping[str, RunResult]
 
 
 @dataclass(frozen=True)
@@ -229,7 +200,11 @@ class ScaleProgress:
 
     scale: Scale
     tunings: dict[str, list[Tuning]]
-    finished: dict[str, int]
+
+    @property
+    def finished(self) -> int:
+        """The number of finished runs."""
+        return sum(tuning.finished for tunings in self.tunings.values() for tuning in tunings)
 
     @property
     def ready(self) -> list[Run]:
@@ -240,7 +215,7 @@ class ScaleProgress:
     @property
     def at_boundary(self) -> list[str]:
         """The models with a seed at the smallest or the largest of several rates."""
-        return [model for model, of in self.tunings.items() if any(tuning.is_at_boundary for tuning in of)]
+        return [model for model, tunings in self.tunings.items() if any(tuning.boundary for tuning in tunings)]
 
     def reported(self, model: str) -> list[Run]:
         """Returns the finished runs of a model that are reported; one for each seed in the end."""
@@ -249,7 +224,7 @@ class ScaleProgress:
     def tried(self, model: str) -> list[Run]:
         """Returns the finished runs that choose a model's learning rate and are not reported."""
         reported = self.reported(model)
-        runs = (Run(model, rate, item.seed) for item in self.tunings[model] for rate in sorted(item.losses))
+        runs = (Run(model, rate, tuning.seed) for tuning in self.tunings[model] for rate in sorted(tuning.losses))
         return [run for run in runs if run not in reported]
 
 
@@ -259,51 +234,27 @@ def progress_of(scale: Scale, results: Results) -> ScaleProgress:
     The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
     a verdict gets the next seed, and so does the baseline as long as such a model is left.
     """
-    counts = dict.fromkeys(scale.variants, len(scale.seeds) if scale.stop is None else FIRST_INTERIM)
-    tunings: dict[str, list[Tuning]] = {model: [] for model in scale.variants}
+    most = len(scale.seeds)
+    counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
+    progress = ScaleProgress(scale, {model: [] for model in scale.variants})
     while True:
-        for model, seen in tunings.items():
-            seen += [_tune(scale, model, seed, results) for seed in scale.seeds[len(seen) : counts[model]]]
-        analysed = [model for model, count in counts.items() if count == max(counts.values())]
-        if (
-            max(counts.values()) >= len(scale.seeds)
-            or scale.baseline not in analysed
-            or any(tuning.ready for seen in tunings.values() for tuning in seen)
-        ):
-            break
+        for model, tunings in progress.tunings.items():
+            variant, seeds = scale.variants[model], scale.seeds[len(tunings) : counts[model]]
+            tunings += [tune(model, seed, variant.rates_of(seed), results) for seed in seeds]
+        seen = max(counts.values())
+        in_question = [model for model, count in counts.items() if count == seen]
+        if seen >= most or scale.baseline not in in_question or progress.ready:
+            return progress
         losses = {
-            model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in seen}
-            for model, seen in tunings.items()
+            model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in tunings}
+            for model, tunings in progress.tunings.items()
         }
-        at_boundary = [model for model in analysed if any(tuning.is_at_boundary for tuning in tunings[model])]
-        verdicts = analyse(losses, scale.baseline, at_boundary=at_boundary, most=len(scale.seeds))
-        open_models = [model for model in analysed if model in verdicts.open_models()]
+        at_boundary = [model for model in progress.at_boundary if model in in_question]
+        is_open = analyse(losses, scale.baseline, at_boundary=at_boundary, most=most).open_models()
+        open_models = [model for model in in_question if model in is_open]
         if not open_models:
-            break
-        counts |= dict.fromkeys([scale.baseline, *open_models], max(counts.values()) + 1)
-    finished = {model: sum(_count(scale, tuning, results) for tuning in seen) for model, seen in tunings.items()}
-    return ScaleProgress(scale, tunings, finished)
-
-
-def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
-    """Follows the search of a seed as far as its runs are finished."""
-    rates, losses = scale.variants[model].rates_of(seed), {}
-    while next_rates := rates.next(losses):
-        runs = [Run(model, rate, seed) for rate in next_rates]
-        if ready := [run for run in runs if run.name not in results]:
-            return Tuning(model, seed, losses, ready)
-        for run in runs:
-            measured = results[run.name].losses
-            loss = None if measured.diverged else measured.validation.loss
-            losses[run.learning_rate] = math.inf if loss is None else loss
-    return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
-
-
-def _count(scale: Scale, tuning: Tuning, results: Results) -> int:
-    """Counts the finished runs of a seed, also in a step of its search that is not complete."""
-    rates = scale.variants[tuning.model].rates_of(tuning.seed)
-    tried = {*tuning.losses, *rates.next(tuning.losses)}
-    return sum(Run(tuning.model, rate, tuning.seed).name in results for rate in tried)
+            return progress
+        counts |= dict.fromkeys([scale.baseline, *open_models], seen + 1)
 
 
 @dataclass(frozen=True)
@@ -336,15 +287,14 @@ class Comparison:
         Each seed begins its search where it ended at the last scale that has the seed, so that choices of seeds stay
         independent.
         """
-        starts: dict[str, dict[int, float]] = {}
+        starts: dict[str, dict[int, float]] = {model: {} for scale in self.scales.values() for model in scale.variants}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
             progress[name] = progress_of(scale.starting_at(starts), results[name])
             if progress[name].ready:
                 break
             for model, tunings in progress[name].tunings.items():
-                chosen = {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
-                starts[model] = {**starts.get(model, {}), **chosen}
+                starts[model] |= {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
         return progress
 
     def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -380,6 +330,139 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
         for model, entry in here.models.items():
             if (rates := entry.rates or here.rates) is None:
                 raise ValueError(f"{source}: learning_rates is missing")
-            variants[model] = Variant(entry, rates, config.starts_anew(name, model))
+            match = entry.match if "match" in entry.nulls else entry.match or here.match
+            variants[model] = Variant(entry, rates, match, config.starts_anew(name, model))
         scales[name] = Scale(here.name, here, variants)
     return Comparison(config.name, config, scales)
+
+
+def read_comparison(file: ComparisonFile) -> Comparison:
+    """Makes the plan of a comparison, and checks that every run of it can be made; raises as `read_file` does."""
+    config, scales = file.config, {}
+    for name, scale in outline(config, file.source).scales.items():
+        entry, source = config.scale_configs[name], config.source_of(name, file.source)
+        for model, variant in scale.variants.items():
+            _check_overrides(file.overrides, variant.config, f"{source}: model {model!r}")
+        recipe = with_sections(file.recipe, entry, file.recipe_source)
+        recipe_source = file.recipe_source if config.scales is None else source
+        scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
+    scales = dict(sorted(scales.items(), key=lambda item: item[1].baseline_flops))
+    if config.scales is None:
+        config = scales[SINGLE].config
+    else:
+        _check_scales(file.source, scales)
+        recipe = read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict()
+        config = replace(config, recipe=recipe, scales={name: config.scales[name] for name in scales})
+    return Comparison(config.name, config, scales, file.command)
+
+
+def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig, source: str) -> None:
+    """Raises `ValueError` for a field of the command line that a model sets, and which would not change it."""
+    names = overrides.keys() & {*config.recipe_fields(), *(config.training or {})}
+    names |= overrides.get("switches", {}).keys() & (config.switches or {}).keys()
+    if names:
+        raise ValueError(f"command line: {', '.join(sorted(names))}: {source} sets that; change it in the file")
+
+
+def read_shared_recipe(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Recipe:
+    """Reads the recipe that all models share, without the folders and names of a single run."""
+    recipe = read_recipe(content, overrides, source)
+    return replace(recipe, training=without_private(recipe.training))
+
+
+def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
+    """Sizes the models of a scale, and checks that they see the same tokens."""
+    config = scale.config
+    if config.tokens_per_parameter is not None:
+        shared = shared.replace(training={"max_steps": _steps(scale, shared, source)})
+    variants: dict[str, Variant] = {}
+    # The baseline comes first: others may be matched to it
+    for model in (scale.baseline, *scale.variants):
+        if model not in variants:
+            reference, where = variants.get(scale.baseline), f"{source}: model {model!r}"
+            variants[model] = size_variant(scale.variants[model], shared, where, reference and reference.size)
+            _check_same_data(where, variants[model], reference or variants[model])
+    config = replace(config, recipe=shared.to_dict(), tokens_per_parameter=None)
+    return replace(scale, config=config, variants={model: variants[model] for model in scale.variants})
+
+
+def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:
+    """Gives a model of an outline its recipe and its size, which may be matched to a budget."""
+    try:
+        recipe = read_shared_recipe(_recipe_of(variant.config, shared), {}, source)
+        if variant.match is not None and budget is not None:
+            width = matching_intermediate_size(recipe.config, budget, variant.match, recipe.sample_lengths)
+            recipe = recipe.replace(switches={"intermediate_size": width})
+        config, _ = recipe.config, recipe.arguments
+        check_recipe(recipe)
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
+    _check_can_compare(recipe, source)
+    size = measure(config, recipe.sample_lengths, prepare=functools.partial(choose_trained, recipe))
+    return replace(variant, recipe=recipe, size=size)
+
+
+def _recipe_of(config: ModelConfig, shared: Recipe) -> dict[str, Any]:
+    """Returns the shared recipe with the fields of a model; null takes one back to its default."""
+    defaults = {item.name: item.default for item in dataclasses.fields(Recipe)} | {"model": shared.model}
+    recipe = with_sections(shared.to_dict(), config, "recipe")
+    return recipe | {name: defaults[name] for name, value in config.recipe_fields().items() if value is None}
+
+
+def _check_can_compare(recipe: Recipe, source: str) -> None:
+    """Raises `ValueError` if runs of a recipe cannot be compared, or not be resumed to the same results."""
+    arguments = recipe.arguments
+    if arguments.max_steps <= 0:
+        raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
+    if recipe.test_fraction == 0:
+        raise ValueError(f"{source}: test_fraction=0 leaves no test split to report")
+    if arguments.save_strategy == arguments.logging_strategy == "steps":
+        save_steps, logging_steps = (
+            math.ceil(arguments.max_steps * steps) if steps < 1 else steps  # as Trainer reads a share of all steps
+            for steps in (arguments.save_steps, arguments.logging_steps)
+        )
+        if save_steps % logging_steps:
+            raise ValueError(
+                f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run "
+                "that is interrupted would report another training loss"
+            )
+
+
+def _check_same_data(source: str, variant: Variant, reference: Variant) -> None:
+    """Raises `ValueError` if a model would see other tokens than the baseline."""
+    if variant.tokens != reference.tokens:
+        raise ValueError(
+            f"{source} would see {variant.tokens:,} tokens, the baseline {reference.tokens:,}: that compares the "
+            "amount of data too"
+        )
+    tokenizer, expected = variant.recipe.tokenizer_name, reference.recipe.tokenizer_name
+    if tokenizer != expected:
+        raise ValueError(
+            f"{source} has the tokenizer {tokenizer!r}, the baseline {expected!r}: all must read the same tokens; "
+            "name one tokenizer in the recipe"
+        )
+
+
+def _steps(scale: Scale, shared: Recipe, source: str) -> int:
+    """Returns the optimizer steps for `tokens_per_parameter` of the baseline, without its embeddings."""
+    if "max_steps" in shared.training:
+        raise ValueError(f"{source}: tokens_per_parameter and max_steps both set the number of tokens; remove one")
+    where = f"{source}: model {scale.baseline!r}"
+    sized = size_variant(scale.variants[scale.baseline], shared.replace(training={"max_steps": 1}), where)
+    return math.ceil(scale.config.tokens_per_parameter * sized.size.non_embedding / sized.tokens)
+
+
+def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
+    """Raises `ValueError` if scales cannot be compared with each other."""
+    for (smaller, below), (larger, above) in itertools.pairwise(scales.items()):
+        expected, tokenizer = (scale.variants[scale.baseline].recipe.tokenizer_name for scale in (below, above))
+        if tokenizer != expected:
+            raise ValueError(
+                f"{path}: scale {larger!r} has the tokenizer {tokenizer!r}, scale {smaller!r} {expected!r}: losses "
+                "of other tokens cannot be compared; name one tokenizer in the recipe"
+            )
+        if above.baseline_flops == below.baseline_flops:
+            raise ValueError(
+                f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {above.baseline_flops:.3g} "
+                "FLOPs a run"
+            )
