@@ -45,17 +45,14 @@ class Variant:
     size: Size | None = None
 
     def rates_of(self, seed: int) -> Rates:
-        """Returns the rates that a seed can choose."""
         return self.rates_by_seed.get(seed, self.rates)
 
     @property
     def intermediate_size(self) -> int | None:
-        """The MLP width, after matching."""
         return getattr(self.recipe.config, "intermediate_size", None)
 
     @property
     def steps(self) -> int:
-        """The optimizer steps of a run."""
         return self.recipe.arguments.max_steps
 
     @property
@@ -67,7 +64,6 @@ class Variant:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """All fields of the configuration of its model."""
         return json.loads(self.recipe.config.to_json_string(use_diff=False))
 
 
@@ -85,12 +81,10 @@ class Scale:
 
     @property
     def baseline(self) -> str:
-        """The model that all others are compared with."""
         return self.config.baseline
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of the runs. Each chooses a learning rate for each model."""
         return self.config.seeds
 
     @property
@@ -100,41 +94,33 @@ class Scale:
 
     @property
     def is_open(self) -> bool:
-        """Whether a search may need more runs than planned."""
         return any(variant.rates.is_search for variant in self.variants.values())
 
     @property
     def baseline_flops(self) -> int:
-        """The compute of a run of the baseline."""
         return self.variants[self.baseline].size.flops_per_token * self.tokens_per_run
 
     @property
     def tokens_per_run(self) -> int:
-        """The number of training tokens, with full batches."""
         return self.variants[self.baseline].tokens
 
     @property
     def steps_per_run(self) -> int:
-        """The number of optimizer steps of a run."""
         return self.variants[self.baseline].steps
 
     def runs_of(self, model: str) -> int:
-        """The number of runs of a model; a search may need more."""
         return len(self.seeds) * len(self.variants[model].rates.first)
 
     @property
     def runs(self) -> int:
-        """The number of all runs; a search may need more."""
         return sum(map(self.runs_of, self.variants))
 
     @property
     def flops(self) -> int:
-        """Of all runs; a search may need more."""
         tokens = self.tokens_per_run
         return sum(self.runs_of(name) * tokens * item.size.flops_per_token for name, item in self.variants.items())
 
     def recipe_of(self, run: Run, folder: Path) -> Recipe:
-        """Returns the recipe of a run in its folder."""
         settings = {"learning_rate": run.learning_rate, "seed": run.seed, "output_dir": str(folder)}
         return self.variants[run.model].recipe.replace(training=settings)
 
@@ -148,7 +134,6 @@ class Scale:
         return replace(self, variants=variants)
 
     def power_warning(self) -> str | None:
-        """A warning if there are too few seeds for a verdict."""
         seeds = len(self.seeds)
         return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
 
@@ -203,7 +188,6 @@ class ScaleProgress:
 
     @property
     def finished(self) -> int:
-        """The number of finished runs."""
         return sum(tuning.finished for tunings in self.tunings.values() for tuning in tunings)
 
     @property
@@ -214,7 +198,6 @@ class ScaleProgress:
 
     @property
     def at_boundary(self) -> list[str]:
-        """The models with a seed at the smallest or the largest of several rates."""
         return [model for model, tunings in self.tunings.items() if any(tuning.boundary for tuning in tunings)]
 
     def reported(self, model: str) -> list[Run]:
@@ -273,12 +256,10 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """The model that all others are compared with."""
         return self.config.baseline
 
     @property
     def largest(self) -> Scale:
-        """The scale with the most compute."""
         return list(self.scales.values())[-1]
 
     def progress(self, results: Mapping[str, Results]) -> dict[str, ScaleProgress]:
@@ -316,7 +297,6 @@ class Comparison:
 
     @property
     def machine_warning(self) -> str | None:
-        """A warning if a model trains in bfloat16 on a CPU that emulates it."""
         variants = (variant for scale in self.scales.values() for variant in scale.variants.values())
         return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
 
@@ -429,7 +409,6 @@ def _check_can_compare(recipe: Recipe, source: str) -> None:
 
 
 def _check_same_data(source: str, variant: Variant, reference: Variant) -> None:
-    """Raises `ValueError` if a model would see other tokens than the baseline."""
     if variant.tokens != reference.tokens:
         raise ValueError(
             f"{source} would see {variant.tokens:,} tokens, the baseline {reference.tokens:,}: that compares the "
@@ -453,7 +432,6 @@ def _steps(scale: Scale, shared: Recipe, source: str) -> int:
 
 
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
-    """Raises `ValueError` if scales cannot be compared with each other."""
     for (smaller, below), (larger, above) in itertools.pairwise(scales.items()):
         expected, tokenizer = (scale.variants[scale.baseline].recipe.tokenizer_name for scale in (below, above))
         if tokenizer != expected:

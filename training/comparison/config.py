@@ -66,7 +66,6 @@ class _Section(Value):
 
     @property
     def rates(self) -> Rates | None:
-        """The learning rates to choose among, if the section has any."""
         value = getattr(self, "learning_rates", None)
         if isinstance(value, SearchConfig):
             return Rates(start=value.start, factor=value.factor or 2.0, limit=value.limit or LIMIT)
@@ -189,7 +188,6 @@ class ModelConfig(_Section):
         return super().read({"model": content} if isinstance(content, str) else content, source)
 
     def with_changes(self, more: "ModelConfig", source: str) -> "ModelConfig":
-        """Returns the model with the fields that a scale sets for it."""
         before, changes = self.to_dict(), more.to_dict()
         for section in SECTIONS:
             if section in changes:
@@ -305,7 +303,6 @@ class ComparisonConfig(_Section):
         return {SINGLE: ScaleConfig()} if self.scales is None else self.scales
 
     def source_of(self, scale: str, source: str) -> str:
-        """Returns the place of a scale in a file, for messages."""
         return source if self.scales is None else f"{source}: scale {scale!r}"
 
     def at_scale(self, name: str, source: str) -> "ComparisonConfig":
@@ -328,7 +325,6 @@ class ComparisonConfig(_Section):
         )
 
     def starts_anew(self, scale: str, model: str) -> bool:
-        """Tells whether a scale gives learning rates for a model."""
         changes = self.scale_configs[scale].models or {}
         return model in changes and changes[model].learning_rates is not None
 
@@ -403,7 +399,6 @@ def with_sections(recipe: Mapping[str, Any], section: _Section, source: str) -> 
 
 
 def default_folder(name: str) -> Path:
-    """Returns the results folder of a comparison, unless another one is named."""
     return Path(f"runs/compare-{name}")
 
 
@@ -414,7 +409,6 @@ def read_default_folder(source: str) -> Path:
 
 
 def _name_in(content: Mapping[str, Any], path: Path) -> str:
-    """Returns the name of a comparison in one line, by default the stem of its file."""
     name = content.get("name")
     if not isinstance(name, bool):
         name = " ".join(str(name or path.stem).split())

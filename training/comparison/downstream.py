@@ -22,7 +22,7 @@ from .store import RunStore, run_folder
 def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
     """Evaluates the reported runs that have weights and no `tasks.json` yet, one after another."""
     scale = progress.scale
-    if not scale.tasks:
+    if not scale.config.tasks:
         return
     if torch.cuda.is_available():  # each process that a launcher started has a device of its own
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
@@ -32,32 +32,32 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
         path = run_folder(finished.folder, run)
         with RunFolder(path, plan=None).held(patience=-1):
             if not (path / TASKS_FILE).is_file():
-                results = evaluate_tasks(path, scale.tasks)
+                results = evaluate_tasks(path, scale.config.tasks)
                 content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def read_scores(progress: ScaleProgress, folder: Path) -> dict[str, dict[str, TaskOutcome]]:
     """Reads the scores of the reported runs, by task and metric, and judges each metric by itself as losses are."""
-    scale, found = progress.scale, {}
+    scale, outcomes = progress.scale, {}
     for model in scale.variants:
-        for run in progress.reported(model) if scale.tasks else ():
+        for run in progress.reported(model) if scale.config.tasks else ():
             path = run_folder(folder, run) / TASKS_FILE
             content = read_json(path) if path.is_file() else {"scores": {}}
             for task, values in content["scores"].items():
-                better = content["higher_is_better"].get(task, {})
+                directions = content["higher_is_better"].get(task, {})
                 for metric, value in values.items():
-                    is_higher_better = better.get(metric.partition(",")[0])  # a filter stands behind the comma
+                    is_higher_better = directions.get(metric.partition(",")[0])  # a filter stands behind the comma
                     if is_higher_better is not None:
                         scores = {name: dict.fromkeys(scale.seeds) for name in scale.variants}
                         new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
-                        found.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
+                        outcomes.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
 
     def judged(entry: TaskOutcome) -> TaskOutcome:
         options = {"at_boundary": progress.at_boundary, "resolution": resolution(entry)}
         return replace(entry, statistics=analyse(judged_losses(entry), scale.baseline, **options))
 
-    return {task: {metric: judged(entry) for metric, entry in of.items()} for task, of in found.items()}
+    return {task: {metric: judged(entry) for metric, entry in metrics.items()} for task, metrics in outcomes.items()}
 
 
 def resolution(entry: TaskOutcome) -> float:

@@ -286,7 +286,6 @@ def _draw_bowls_at(axes: Axes, results: ScaleOutcome, styles: dict[str, Style]) 
 
 
 def _plot_runs(axes: Axes, losses: dict[float, list[float | None]], style: Style) -> None:
-    """Draws the losses of runs by compute or learning rate."""
     points = [(x, loss) for x, values in losses.items() for loss in values if loss is not None]
     axes.plot([x for x, _ in points], [loss for _, loss in points], **{**style, "linestyle": "none"})
 
@@ -304,7 +303,6 @@ def _begin_figure() -> tuple[Figure, Axes]:
 
 
 def _begin_improvements() -> tuple[Figure, Axes]:
-    """Returns a figure of one panel, in which the baseline is a line at zero."""
     figure, axes = _begin_figure()
     axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
     return figure, axes
@@ -362,7 +360,6 @@ def _plot(axes: Axes, steps: Sequence[int], values: Sequence[float], style: Styl
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Moving average over a twentieth of the points."""
     if not len(values):
         return values
     window = np.ones(len(values) // 20 | 1)  # odd, so that it has a middle

@@ -113,7 +113,6 @@ class Analysis:
     effects: dict[str, Effect]
 
     def open_models(self) -> list[str]:
-        """The models about which more seeds may tell more."""
         return [name for name, effect in self.effects.items() if effect.verdict in _OPEN]
 
 
@@ -245,10 +244,7 @@ def _describe(
     if verdict is not None:
         return effect
     standard_error = max(deviation, resolution) / math.sqrt(len(pairs))
-    if not standard_error and mean:
-        t = math.copysign(math.inf, mean)
-    else:
-        t = mean / (standard_error or 1.0)
+    t = mean / (standard_error or 1.0) if standard_error or not mean else math.copysign(math.inf, mean)
     p = _plain(2 * stats.t.sf(abs(t), len(pairs) - 1))
     return replace(effect, standard_error=standard_error, t=_plain(t), p=p)
 

@@ -50,7 +50,6 @@ class Rates:
 
     @property
     def is_search(self) -> bool:
-        """Whether the rates are searched for."""
         return self.start is not None
 
     @property

@@ -84,12 +84,10 @@ def _image(title: str, content: bytes) -> str:
 
 
 def warning(text: str) -> Markdown:
-    """Returns a sentence as a warning."""
     return Markdown(f"> **Warning:** {plain(text)}")
 
 
 def bullets(sentences: Iterable[str]) -> Markdown:
-    """Returns sentences as a list."""
     return Markdown("\n".join(f"* {plain(sentence)}" for sentence in sentences))
 
 

@@ -50,11 +50,7 @@ class Engine(Workers, Protocol):
 
 
 def make_engine(name: str = "local", **options: Any) -> Engine:
-    """Makes an engine.
-
-    Args:
-        options: the fields of `LocalEngine` or `RayEngine`; `None` is the default.
-    """
+    """Makes an engine; options are the fields of `LocalEngine` or `RayEngine`, and `None` is the default."""
     options = {option: value for option, value in options.items() if value is not None}
     if name == "ray":
         if "jobs" in options:
@@ -70,7 +66,6 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
 
 
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
-    """Makes all runs that are not finished, writes the report, and returns the results."""
     outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
@@ -94,7 +89,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file needs no bars of the data
-    gathered = {}
+    scales = {}
     with engine.connected(list(comparison.scales.values())):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
@@ -109,8 +104,8 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                     delete(checkpoint)  # of a run that was killed after its last step
                 score_runs(progress, store)
                 tasks, added = read_scores(progress, store.folder), _added_seeds(folder).get(name, [])
-                gathered[name] = gather(progress, store, tasks=tasks, added_seeds=added)
-            outcome = gather_scales(comparison, gathered)
+                scales[name] = gather(progress, store, tasks=tasks, added_seeds=added)
+            outcome = gather_scales(comparison, scales)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
 
@@ -120,9 +115,9 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
 
     def ready() -> tuple[dict[str, Recipe], int]:
         progress = progress_of(scale, store)
-        finished = sum(progress.finished.values())
-        bar.total = (finished + len(progress.ready)) * scale.steps_per_run
-        return {run.name: scale.recipe_of(run, run_folder(store.folder, run)) for run in progress.ready}, finished
+        recipes = {run.name: scale.recipe_of(run, run_folder(store.folder, run)) for run in progress.ready}
+        bar.total = (progress.finished + len(recipes)) * scale.steps_per_run
+        return recipes, progress.finished
 
     with tqdm(desc=scale.name, unit="step", **bar_options()) as bar:
         for name, result in make_runs(engine, ready, data, bar, scale.steps_per_run):
@@ -134,38 +129,39 @@ def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> Sca
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
     """Writes the page of the best model and the baseline if the recipe asks for it. Returns whether it was written."""
-    (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
+    name, results = list(outcome.scales.items())[-1]
+    scale = comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
     if not recipe.explore:
         return False
     delete(folder / PAGE_FILE)
-    finished = {model: content.runs for model, content in found.models.items() if content.finished == content.runs}
+    finished = {
+        model: content.runs[0] for model, content in results.models.items() if content.finished == content.runs
+    }
     if scale.baseline not in finished:
         return False
-    effects = found.statistics.effects.items()
-    difference = {model: effect.mean_difference for model, effect in effects if model in finished}
-    best = min({scale.baseline: 0.0, **difference}.items(), key=lambda item: item[1])[0]
-    shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best))}
+    effects = results.statistics.effects.items()
+    differences = {model: effect.mean_difference for model, effect in effects if model in finished}
+    best = min({scale.baseline: 0.0, **differences}.items(), key=lambda item: item[1])[0]
+    shown = {model: finished[model] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())
-    return explore_runs(
-        recipe, runs, "test", folder, [f"One run of each model: {seeds}. The report compares all seeds."]
-    )
+    note = f"One run of each model: {seeds}. The report compares all seeds."
+    return explore_runs(recipe, runs, "test", folder, [note])
 
 
 def _claim_folder(folder: Path, comparison: Comparison) -> None:
     """Writes the comparison into a new folder, or checks that the folder has the same, perhaps with fewer seeds."""
-    place, config = RunFolder(folder, COMPARISON_FILE), comparison.config
-    with place.held(CLAIM_PATIENCE):
-        written = place.made_from()
-        changes = ""
+    claimed, config = RunFolder(folder, COMPARISON_FILE), comparison.config
+    with claimed.held(CLAIM_PATIENCE):
+        written, changes = claimed.made_from(), ""
         if written is not None:
             before = read_made_from(written, str(folder / COMPARISON_FILE))
             changes = differences(before.to_dict(), config.to_dict())
         if changes:
             added = _added_to(before, config)
             if added is None:
-                place.refuse(changes)
+                claimed.refuse(changes)
             if config.stop:
                 raise ValueError(
                     f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its "
@@ -175,9 +171,9 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
                 known = _added_seeds(folder)
                 added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
                 write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
-        place.begin_manifest()
+        claimed.begin_manifest()
         if written is None or changes:
-            place.write(config.to_dict())
+            claimed.write(config.to_dict())
 
 
 def _added_to(before: ComparisonConfig, now: ComparisonConfig) -> dict[str, list[int]] | None:
@@ -194,14 +190,13 @@ def _added_to(before: ComparisonConfig, now: ComparisonConfig) -> dict[str, list
 
 
 def _added_seeds(folder: Path) -> dict[str, list[int]]:
-    """The seeds that were added after a finished report, by scale."""
     file = folder / ADDED_SEEDS_FILE
-    return _by_scale(read_json(file)) if file.is_file() else {}
+    return _by_scale(file) if file.is_file() else {}
 
 
-def _by_scale(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record by scale; older versions called a single scale ""."""
-    return {name or SINGLE: value for name, value in content.items()}
+def _by_scale(file: Path) -> dict[str, Any]:
+    """Reads a record by scale; older versions called a single scale ""."""
+    return {name or SINGLE: value for name, value in read_json(file).items()}
 
 
 def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
@@ -218,23 +213,20 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     if not file.is_file():
         write_text(file, json.dumps(now) + "\n")
         return
-    for name, models in _by_scale(read_json(file)).items():
+    for name, models in _by_scale(file).items():
         for model, before in models.items():
             try:
                 after = now[name][model]
                 changes = config_differences(before["config"], after["config"])
                 is_same = not changes and before["weights"] == after["weights"]
             except (KeyError, TypeError, AttributeError):
-                raise ValueError(
-                    f"{file}: {model!r} is no model of this comparison, or its fields are wrong"
-                ) from None
+                raise ValueError(f"{file}: {model!r} is no model of this comparison, or has wrong fields") from None
             if not is_same:
                 where = f"model {model!r} of scale {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
-    """Raises `ValueError` if earlier runs had another dataset."""
     if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
         raise ValueError(
             f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now)"

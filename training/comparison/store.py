@@ -15,7 +15,6 @@ def scale_folder(folder: Path, name: str) -> Path:
 
 
 def run_folder(folder: Path, run: Run) -> Path:
-    """The folder of a run in that of its scale."""
     return folder / "runs" / run.name
 
 

@@ -227,7 +227,6 @@ class Estimate:
         return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        """The two-sided t interval."""
         margin = 0.0
         if self.standard_error > _ROUNDING:
             margin = -float(special.stdtrit(self.degrees_of_freedom, (1 - confidence) / 2)) * self.standard_error

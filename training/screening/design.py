@@ -38,7 +38,6 @@ class Design:
         return list(groups.values())
 
     def product(self, pair: Sequence[str]) -> np.ndarray:
-        """The column of an interaction."""
         first, second = map(self.factors.index, pair)
         return self.rows[:, first] * self.rows[:, second]
 

@@ -90,18 +90,18 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
             return effect, 0.0 if effect else 1.0
         return effect, float(2 * stats.t.sf(abs(effect) / error, freedom))
 
-    found = {name: contrast(design.rows[:, index]) for index, name in enumerate(design.factors)}
-    corrected = dict(zip(design.factors[:-1], holm(found[name][1] for name in design.factors[:-1])))
-    main, margin = {}, float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
-    for name, (effect, p) in found.items():
+    contrasts = {name: contrast(design.rows[:, index]) for index, name in enumerate(design.factors)}
+    corrected = dict(zip(design.factors[:-1], holm(contrasts[name][1] for name in design.factors[:-1])))
+    margin = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
+    main = {}
+    for name, (effect, p) in contrasts.items():
         low, high = effect - margin, effect + margin
         improvement, *interval = (-100 * value / mean_loss for value in (effect, high, low))
         main[name] = MainEffect(effect, low, high, improvement, interval, p, corrected.get(name))
-    interactions = []
-    for group in design.aliases():
-        effect, p = contrast(design.product(group[0]))
-        interactions.append(Interaction([list(pair) for pair in group], effect, p))
-    survivors = [name for name, p in corrected.items() if p < ALPHA and found[name][0] < 0]
+    interactions = [
+        Interaction([list(pair) for pair in group], *contrast(design.product(group[0]))) for group in design.aliases()
+    ]
+    survivors = [name for name, p in corrected.items() if p < ALPHA and main[name].effect < 0]
     size = math.sqrt(float(np.mean([group.effect**2 for group in interactions])))
     no_noise = float(not size > 1e-12)
     return Effects(

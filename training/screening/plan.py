@@ -62,7 +62,6 @@ class Screening:
         return self.runs.machine_warning
 
     def describe(self) -> Iterator[str]:
-        """Yields the plan line by line."""
         scale = self.runs.largest
         for name, factor in self.factors.items():
             yield f"{name}: {json.dumps(factor.to_dict())}, {self.added_parameters(name):+,} parameters"
@@ -84,7 +83,6 @@ class Screening:
         )
 
     def added_parameters(self, factor: str) -> int:
-        """Returns the number of parameters that a factor adds to the baseline."""
         return self.sizes[factor].total - self.sizes[OFF].total
 
 
@@ -96,7 +94,6 @@ def describe_estimate(plan: Screening, threads: int | None = None, noise_floor: 
 
 
 def read_screening(file: ComparisonFile) -> Screening:
-    """Makes the plan of a screening from its file."""
     config, source = file.config, file.source
     _check(config, source)
     design = make_design(list(config.factors))
@@ -160,7 +157,6 @@ def _sizes(config: ComparisonConfig, shared: Recipe, source: str) -> dict[str, S
 
 
 def _check(config: ComparisonConfig, path: str) -> None:
-    """Raises `ValueError` for fields that a screening does not have, or that it needs otherwise."""
     for name in ("models", "baseline", "scales", "tokens_per_parameter", "stop", "tasks"):
         if getattr(config, name) is not None:
             raise ValueError(f"{path}: factors and {name} exclude each other: a screening makes its own models")

@@ -81,14 +81,12 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
 
 
 def describe(results: ScreeningOutcome) -> str:
-    """The outcome for a terminal."""
     rows = effect_rows(results)
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
     return "\n".join([*table, *screening_outcome(results), *(f"warning: {text}" for text in limits_of(results))])
 
 
 def screening_outcome(results: ScreeningOutcome) -> list[str]:
-    """What was found, in a few sentences."""
     if results.effects is None:
         return [f"No effects: {in_line(results.diverged)} diverged, and the design needs all runs."]
     survivors = results.effects.survivors
@@ -106,7 +104,6 @@ def warnings_of(results: ScreeningOutcome) -> list[str]:
 
 
 def limits_of(results: ScreeningOutcome) -> list[str]:
-    """What the main effects do not say."""
     effects, sentences = results.effects, [_NO_VERDICT]
     if results.confirmation and (known := {*results.runs.largest.seeds} & {*results.confirmation.largest.seeds}):
         sentences.append(
@@ -126,7 +123,6 @@ def limits_of(results: ScreeningOutcome) -> list[str]:
 
 
 def protocol(results: ScreeningOutcome) -> list[str]:
-    """How the numbers were measured."""
     rows, seeds = len(results.design.rows), len(results.runs.largest.seeds)
     low, high = results.rates
     sentences = [
@@ -182,7 +178,6 @@ def interaction_rows(results: ScreeningOutcome) -> Rows:
 
 
 def draw_effects(results: ScreeningOutcome) -> Figure:
-    """Main effects with their intervals."""
     main = results.effects.main
     names = sorted(main, key=lambda name: (name == RATE, main[name].effect))
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(names)), layout="constrained")
