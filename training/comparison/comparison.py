@@ -31,7 +31,6 @@ class Variant:
 
     Attributes:
         config: its fields in the file, with the changes of the scale.
-        match: what is matched to the baseline, by the model or the comparison.
         starts_anew: whether its scale says where the search of rates begins.
         rates_by_seed: the rates of a seed, where it does not have `rates`.
     """
@@ -138,7 +137,6 @@ class Scale:
         return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
 
     def describe(self) -> Iterator[str]:
-        """Yields the plan line by line."""
         rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
         columns = [column for column in rows[0] if any(row[column] for row in rows)]
         if all(row["trained"] == row["parameters"] for row in rows):
@@ -265,8 +263,7 @@ class Comparison:
     def progress(self, results: Mapping[str, Results]) -> dict[str, ScaleProgress]:
         """Returns how far each scale is that has begun, by name. A scale begins when those before it are finished.
 
-        Each seed begins its search where it ended at the last scale that has the seed, so that choices of seeds stay
-        independent.
+        Each seed begins its search where it ended at the last scale that has it: choices of seeds stay independent.
         """
         starts: dict[str, dict[int, float]] = {model: {} for scale in self.scales.values() for model in scale.variants}
         progress: dict[str, ScaleProgress] = {}
@@ -302,7 +299,7 @@ class Comparison:
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:
-    """Returns the plan without recipes and sizes, with the scales in the order of the file."""
+    """Returns the plan without recipes and sizes, in the order of the file."""
     scales = {}
     for name in config.scale_configs:
         here = config.at_scale(name, config.source_of(name, source))
@@ -354,7 +351,12 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
     """Sizes the models of a scale, and checks that they see the same tokens."""
     config = scale.config
     if config.tokens_per_parameter is not None:
-        shared = shared.replace(training={"max_steps": _steps(scale, shared, source)})
+        if "max_steps" in shared.training:
+            raise ValueError(f"{source}: tokens_per_parameter and max_steps both set the number of tokens; remove one")
+        one_step = shared.replace(training={"max_steps": 1})
+        sized = size_variant(scale.variants[scale.baseline], one_step, f"{source}: model {scale.baseline!r}")
+        steps = math.ceil(config.tokens_per_parameter * sized.size.non_embedding / sized.tokens)
+        shared = shared.replace(training={"max_steps": steps})
     variants: dict[str, Variant] = {}
     # The baseline comes first: others may be matched to it
     for model in (scale.baseline, *scale.variants):
@@ -401,46 +403,29 @@ def _check_can_compare(recipe: Recipe, source: str) -> None:
             math.ceil(arguments.max_steps * steps) if steps < 1 else steps  # as Trainer reads a share of all steps
             for steps in (arguments.save_steps, arguments.logging_steps)
         )
+        # Else an interrupted run would report another training loss
         if save_steps % logging_steps:
-            raise ValueError(
-                f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}, or a run "
-                "that is interrupted would report another training loss"
-            )
+            raise ValueError(f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}")
 
 
 def _check_same_data(source: str, variant: Variant, reference: Variant) -> None:
     if variant.tokens != reference.tokens:
-        raise ValueError(
-            f"{source} would see {variant.tokens:,} tokens, the baseline {reference.tokens:,}: that compares the "
-            "amount of data too"
-        )
+        tokens = f"{variant.tokens:,} tokens, the baseline {reference.tokens:,}"
+        raise ValueError(f"{source} would see {tokens}: that compares the amount of data too")
+    _check_same_tokenizer(source, variant, "the baseline", reference)
+
+
+def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: Variant) -> None:
     tokenizer, expected = variant.recipe.tokenizer_name, reference.recipe.tokenizer_name
     if tokenizer != expected:
-        raise ValueError(
-            f"{source} has the tokenizer {tokenizer!r}, the baseline {expected!r}: all must read the same tokens; "
-            "name one tokenizer in the recipe"
-        )
-
-
-def _steps(scale: Scale, shared: Recipe, source: str) -> int:
-    """Returns the optimizer steps for `tokens_per_parameter` of the baseline, without its embeddings."""
-    if "max_steps" in shared.training:
-        raise ValueError(f"{source}: tokens_per_parameter and max_steps both set the number of tokens; remove one")
-    where = f"{source}: model {scale.baseline!r}"
-    sized = size_variant(scale.variants[scale.baseline], shared.replace(training={"max_steps": 1}), where)
-    return math.ceil(scale.config.tokens_per_parameter * sized.size.non_embedding / sized.tokens)
+        raise ValueError(f"{source} has the tokenizer {tokenizer!r}, {other} {expected!r}; name one in the recipe")
 
 
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
+    """Raises `ValueError` if scales cannot be compared with each other."""
     for (smaller, below), (larger, above) in itertools.pairwise(scales.items()):
-        expected, tokenizer = (scale.variants[scale.baseline].recipe.tokenizer_name for scale in (below, above))
-        if tokenizer != expected:
-            raise ValueError(
-                f"{path}: scale {larger!r} has the tokenizer {tokenizer!r}, scale {smaller!r} {expected!r}: losses "
-                "of other tokens cannot be compared; name one tokenizer in the recipe"
-            )
+        baseline, smaller_baseline = (scale.variants[scale.baseline] for scale in (above, below))
+        _check_same_tokenizer(f"{path}: scale {larger!r}", baseline, f"scale {smaller!r}", smaller_baseline)
         if above.baseline_flops == below.baseline_flops:
-            raise ValueError(
-                f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {above.baseline_flops:.3g} "
-                "FLOPs a run"
-            )
+            flops = f"{above.baseline_flops:.3g} FLOPs a run"
+            raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {flops}")

@@ -34,7 +34,10 @@ _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 @dataclass(frozen=True)
 class _Section(Value):
-    """Fields of a file and their checked values; `None` if the file leaves a field out."""
+    """Fields of a file and their checked values; `None` if the file leaves a field out.
+
+    `nulls` are the fields that are null in the file, which takes those of a recipe back to their defaults.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -180,7 +183,6 @@ class ModelConfig(_Section):
     training: dict[str, Any] | None = None
     """Fields of `transformers.TrainingArguments`."""
     nulls: tuple[str, ...] = ()
-    """The fields that are null, which takes those of a recipe back to their defaults."""
 
     @classmethod
     def read(cls, content: Any, source: str) -> "ModelConfig":
@@ -216,7 +218,6 @@ class ScaleConfig(_Section):
     seeds: list[int] | None = None
     """As in the comparison."""
     nulls: tuple[str, ...] = ()
-    """The fields that are null, which takes those of a recipe back to their defaults."""
 
 
 @dataclass(frozen=True)
@@ -278,9 +279,8 @@ class ComparisonConfig(_Section):
         if self.stop is not None and (self.scales is not None or self.tasks is not None):
             raise ValueError("stop: early needs a comparison at one scale, without tasks: each of them needs all runs")
         if self.stop is not None and self.seeds is not None and len(self.seeds) <= FIRST_INTERIM:
-            raise ValueError(
-                f"seeds={self.seeds!r}: stop: early has its first interim analysis at {FIRST_INTERIM} seeds; give more"
-            )
+            early = f"stop: early has its first interim analysis at {FIRST_INTERIM} seeds"
+            raise ValueError(f"{early}, and seeds={self.seeds!r} has no more")
 
     def _check_models(self) -> None:
         models = self.models or {}

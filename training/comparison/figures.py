@@ -109,14 +109,15 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
             effects[name] = effect.loss_improvement, effect.loss_improvement_interval
     if len(effects) < 2:
         return None
-    figure, axes = _begin_improvements()
-    floor = results.statistics.noise_floor_percent or 0.0
-    axes.axhspan(-floor, floor, **_NOISE)
-    values = [-floor, floor]
+    points = {}
     for index, (name, effect) in enumerate(effects.items()):
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
-        values += _draw_interval(axes, results.models[name].size.non_embedding * shift, *effect, styles[name])
-    _scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
+        points[name] = [(results.models[name].size.non_embedding * shift, *effect)]
+    floor = results.statistics.noise_floor_percent or 0.0
+    figure, axes = _begin_figure()
+    axes.axhspan(-floor, floor, **_NOISE)
+    label = f"improvement of test {results.objective.loss_name} (%)"
+    _draw_improvements(axes, points, styles, label, [-floor, floor])
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
     axes.set_title(f"{results.name}: improvement over {results.baseline}; up is better", parse_math=False)
@@ -125,20 +126,20 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
 
 
 def draw_interim(results: ScaleOutcome) -> Figure | None:
-    """Improvement and interval of each model at each interim analysis, of a comparison with `stop: early`."""
     interims = {name: history for name, history in (results.interim or {}).items() if history}
     if not interims:
         return None
     styles = model_styles(results.baseline, results.models)
-    figure, axes = _begin_improvements()
-    values = [0.0]
-    for index, (name, history) in enumerate(interims.items()):
-        shift = 0.6 * ((index + 0.5) / len(interims) - 0.5)
-        for interim in history:
-            if (interval := interim.loss_improvement_interval) is not None:
-                position = interim.seeds + shift
-                values += _draw_interval(axes, position, interim.loss_improvement, interval, styles[name])
-    _scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
+    points = {
+        name: [
+            (interim.seeds + 0.6 * ((index + 0.5) / len(interims) - 0.5), interim.loss_improvement, interval)
+            for interim in history
+            if (interval := interim.loss_improvement_interval) is not None
+        ]
+        for index, (name, history) in enumerate(interims.items())
+    }
+    figure, axes = _begin_figure()
+    _draw_improvements(axes, points, styles, f"improvement of test {results.objective.loss_name} (%)")
     axes.set_xticks(sorted({interim.seeds for history in interims.values() for interim in history}))
     axes.set_xlabel("seeds")
     axes.set_title(f"{results.name}: improvement at each interim analysis; up is better", parse_math=False)
@@ -147,7 +148,6 @@ def draw_interim(results: ScaleOutcome) -> Figure | None:
 
 
 def draw_stability(results: ScaleOutcome) -> Figure | None:
-    """The quantities of `attention_statistics` and the gradient norm over steps; runs that diverged are dotted."""
     styles = model_styles(results.baseline, results.models)
     curves = {
         quantity: {
@@ -190,7 +190,6 @@ def draw_stability(results: ScaleOutcome) -> Figure | None:
 
 
 def draw_losses(outcome: Outcome) -> Figure | None:
-    """Test losses of all seeds over compute, and a line through the means of each model."""
     styles = model_styles(outcome.baseline, outcome.trend.models)
     figure, axes = _begin_figure()
     for name, style in styles.items():
@@ -211,26 +210,21 @@ def draw_losses(outcome: Outcome) -> Figure | None:
 
 
 def draw_improvements(outcome: Outcome) -> Figure | None:
-    """Improvement of the test loss over compute, with the models a little apart."""
     trend, styles = outcome.trend, model_styles(outcome.baseline, outcome.trend.models)
-    figure, axes = _begin_improvements()
-    values = [0.0]
-    floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
-    if floors:
-        flops, floor = map(np.array, zip(*floors))
-        axes.fill_between(flops, -floor, floor, **_NOISE)
-        values += [*floor, *-floor]
+    points = {}
     for index, (name, model) in enumerate(trend.models.items()):
         shift = 1 + 0.06 * (index - (len(trend.models) - 1) / 2)
-        line = [(step.flops * shift, step) for step in model.steps.values() if step.improvement is not None]
-        for flops, step in line:
-            values += _draw_interval(axes, flops, step.improvement, step.improvement_interval, styles[name])
-        style = {**styles[name], "marker": None, "alpha": 0.5, "linewidth": 1}
-        axes.plot([flops for flops, _ in line], [step.improvement for _, step in line], **style)
-    if len(values) == 1:
+        steps = (step for step in model.steps.values() if step.improvement is not None)
+        points[name] = [(step.flops * shift, step.improvement, step.improvement_interval) for step in steps]
+    floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
+    if not floors and not any(points.values()):
         return None
+    figure, axes = _begin_figure()
+    flops, floor = np.array(floors).reshape(-1, 2).T
+    axes.fill_between(flops, -floor, floor, **_NOISE)
+    line = {"marker": None, "alpha": 0.5, "linewidth": 1}
+    _draw_improvements(axes, points, styles, "improvement of test loss (%)", [0.0, *floor, *-floor], line)
     _scale_compute(axes, outcome)
-    _scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_title(f"{outcome.name}: improvement over {outcome.baseline}; up is better", parse_math=False)
     shown = {name: styles[name] for name in trend.models}
     _add_legend(figure, list(outcome.scales.values()), shown, [_NOISE_LABEL] if floors else [])
@@ -302,12 +296,6 @@ def _begin_figure() -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def _begin_improvements() -> tuple[Figure, Axes]:
-    figure, axes = _begin_figure()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
-    return figure, axes
-
-
 def _begin_panels(count: int, columns: int, height: float, more: float, **options: Any) -> tuple[Figure, list[Axes]]:
     """Returns a figure of several panels; a row has a `height` in inches, and the rest `more`."""
     rows = -(-count // columns)
@@ -318,12 +306,30 @@ def _begin_panels(count: int, columns: int, height: float, more: float, **option
     return figure, grid[:count]
 
 
-def _draw_interval(axes: Axes, x: float, value: float, interval: Interval | None, style: Style) -> list[float]:
-    """Draws a point with its interval, if it has one, and returns the ends."""
-    low, high = interval or (value, value)
-    style = {**style, "linewidth": 1.5, "markersize": 7, "zorder": 3}
-    axes.errorbar(x, value, yerr=[[value - low], [high - value]], capsize=3, **style)
-    return [low, high]
+def _draw_improvements(
+    axes: Axes,
+    points: dict[str, list[tuple[float, float, Interval | None]]],
+    styles: dict[str, Style],
+    label: str,
+    values: Sequence[float] = (0.0,),
+    line: Style | None = None,
+) -> None:
+    """Draws the improvements `(x, value, interval)` of models, and a line through them if it has a style.
+
+    Args:
+        values: what the axis has to show besides.
+    """
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
+    values = list(values)
+    for name, improvements in points.items():
+        for x, value, interval in improvements:
+            low, high = interval or (value, value)
+            style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
+            axes.errorbar(x, value, yerr=[[value - low], [high - value]], capsize=3, **style)
+            values += [low, high]
+        if line is not None:
+            axes.plot([x for x, *_ in improvements], [value for _, value, _ in improvements], **styles[name] | line)
+    _scale_percent(axes, label, values)
 
 
 def model_styles(baseline: str, models: Iterable[str]) -> dict[str, Style]:

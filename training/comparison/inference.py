@@ -1,11 +1,8 @@
 """The statistics of a comparison: which models differ from the baseline by more than noise.
 
 Runs of one seed saw the same tokens in the same order. So each model is compared with the baseline seed by seed, by
-Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. Losses are in nats per token; standard
-deviations divide by n - 1.
-
-Each test uses the differences of one model alone. It assumes independent seeds and normally distributed differences,
-and errs too often if the differences are skewed.
+Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. The test assumes independent seeds and
+normally distributed differences. Losses are in nats per token; standard deviations divide by n - 1.
 """
 
 import itertools
@@ -64,19 +61,16 @@ _OPEN = (Verdict.WITHIN_NOISE, Verdict.TOO_FEW_SEEDS)
 class Effect:
     """One model against the baseline. Values that cannot be computed are None.
 
-    Intervals are t intervals of level 1 - `Analysis.alpha`. Unlike verdicts, they are not corrected for the number of
-    models, so an interval may exclude 0 where the verdict is "within noise".
+    Unlike verdicts, intervals are not corrected for the number of models, so one may exclude 0 where the verdict is
+    "within noise". Their level is 1 - `Analysis.alpha`.
 
     Attributes:
         pairs: seeds that both the model and the baseline finished.
         mean_difference: model minus baseline over the pairs, in nats; negative is better.
-        difference_deviation: standard deviation of these differences, in nats.
-        loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
-        perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
-        t: `mean_difference` in standard errors; None where it is infinite.
+        loss_improvement: percent of the baseline's mean loss over the pairs, which its interval takes as known.
+        perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)).
         p: two-sided, with `pairs` - 1 degrees of freedom.
         holm_p: `p` corrected for the number of models and of interim analyses.
-        loss_improvement_interval: percent, (low, high); the baseline's mean loss counts as known.
     """
 
     verdict: Verdict
@@ -100,8 +94,7 @@ class Analysis:
     """The verdicts of a comparison at one scale, without NaN or infinity.
 
     Attributes:
-        baseline_mean_loss: the baseline's mean loss in nats over the seeds that it finished.
-        noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
+        baseline_mean_loss, noise_floor: mean and standard deviation over the seeds that the baseline finished.
         alpha: the nominal probability that any model is wrongly called better or worse.
     """
 
@@ -135,11 +128,8 @@ def analyse_early(
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
     """Analyses a comparison with `stop: early`, each model at its last interim analysis.
 
-    Returns also what was known at each interim analysis, by model.
-
-    Args:
-        losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
-        boundaries: the seeds of each model whose best rate is at the boundary of those tried.
+    Returns also what was known at each interim analysis, by model. A model has the first seeds, up to its last
+    analysis; `boundaries` are those of its seeds whose best rate is at the boundary of those tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     whole = analyse(losses, baseline, alpha, most=len(seeds))
@@ -176,11 +166,9 @@ def analyse(
     losses and 0 for others.
 
     Args:
-        losses: of each model, in nats per token.
         at_boundary: models whose best rate is at the boundary of those tried.
-        resolution: the smallest step of a loss, for shares of counted items. A smaller standard deviation counts as
-            one step.
-        most: with interim analyses, the number of seeds of the last. Each analysis spends its part of `alpha` (see
+        resolution: the smallest step of a loss, which is also the smallest standard deviation.
+        most: with interim analyses, the number of seeds of the last. Each spends its part of `alpha` (see
             `alpha_spent`), and Bonferroni's method corrects for all models. A model is "equivalent" if its corrected
             interval lies within the noise floor.
     """
@@ -277,10 +265,7 @@ def holm(p_values: Iterable[float]) -> list[float]:
 
 
 def alpha_spent(seeds: int, most: int) -> float:
-    """Returns the part of alpha that the analysis at a number of seeds spends, of `most` at the last one.
-
-    The last one spends half, and those before it the other half in equal parts.
-    """
+    """Returns the part of alpha that an analysis spends: half at the last one, the rest in equal parts before it."""
     if seeds < FIRST_INTERIM:
         return 0.0
     if most == FIRST_INTERIM:
@@ -304,13 +289,10 @@ def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
 
 
 def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """Returns the smallest true difference that a comparison finds with probability `power`.
+    """Returns the smallest true difference that a comparison finds with probability `power`, by the noncentral t.
 
-    This is by the noncentral t distribution, at the strictest of Holm's steps, for independent runs. Where runs of a
-    seed share noise, smaller differences are found.
-
-    Args:
-        noise_floor: standard deviation of a run over seeds, in the unit of the result.
+    It is in the unit of `noise_floor`, the standard deviation of a run over seeds, at the strictest of Holm's steps,
+    for independent runs. Where runs of a seed share noise, smaller differences are found.
     """
     critical, freedom = critical_t(seeds, models, alpha), seeds - 1
     # At the upper bound, half the risk is that the mean is low, the other half that the estimated noise is high
@@ -341,14 +323,12 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     """Returns the share of the variance between seeds that is due to the choice of the test text.
 
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
-    replication, Fisher 1925). A seed may do well on one part and badly on another, e_sp, and the mean over P parts
-    keeps var(e) / P of this. So the share is 1 / F, the mean square of residuals over that of seeds.
+    replication, Fisher 1925). The mean over P parts keeps var(e) / P. So the share is 1 / F, the mean square of
+    residuals over that of seeds.
+    It is at most 1, and None with fewer than two seeds or parts, or if all seeds have the same mean.
 
     Args:
         parts: `parts[seed][part]`, losses in nats per token, of parts of equal size.
-
-    Returns:
-        At most 1; None with fewer than two seeds or parts, or if all seeds have the same mean.
     """
     losses = np.array(parts, dtype=float)
     if losses.ndim != 2 or min(losses.shape) < 2:

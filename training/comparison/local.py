@@ -1,7 +1,6 @@
 """Makes the runs of a comparison on this machine, each in a process, and some side by side.
 
-Several processes may share a folder, such as one for each GPU by `accelerate launch`. A run belongs to the process
-that holds its lock.
+Several processes may share a folder, as under `accelerate launch`: a run belongs to the one that holds its lock.
 """
 
 import gc
@@ -68,9 +67,7 @@ class LocalEngine:
             is_serial = self.cpus_per_run is None or torch.accelerator.is_available()
             self.jobs = 1 if is_serial else max(1, cores // self._threads)
         elif self.jobs > 1 and self.jobs * self._threads > cores:
-            logger.warning(
-                f"jobs={self.jobs} with {self._threads} threads each take more than the {cores} cores of this machine"
-            )
+            logger.warning(f"jobs={self.jobs} with {self._threads} threads each need more than {cores} cores")
         self._processes: dict[str, multiprocessing.Process] = {}
         self._progress: dict[str, RunProgress] = {}
 

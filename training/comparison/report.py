@@ -7,13 +7,13 @@ from pathlib import Path
 import yaml
 from matplotlib import rc_context, rcParamsDefault
 
-from ..disk import delete, read_bytes, write_text
+from ..disk import delete, read_bytes
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, Verdict, alpha_of_last, power_warning
-from .render import Section, bullets, markdown_table, to_markdown, to_page, warning
+from .render import Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
 from .tables import (
@@ -91,12 +91,8 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
             drawn.append(figure_section(folder, name, title, caption, figure))
         else:
             delete(folder / "figures" / f"{name}.png")  # of results that had more runs
-    sections = _sections(outcome, drawn)
-    write_text(folder / "results.md", to_markdown(outcome.name, sections))
-    if has_page:
-        link = f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})"
-        sections.insert(1, Section("", [Markdown(link)]))
-    write_text(folder / "report.html", to_page(outcome.name, sections))
+    link = Markdown(f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})")
+    write_sections(folder, outcome.name, _sections(outcome, drawn), link if has_page else None)
 
 
 def describe(outcome: Outcome) -> str:
@@ -149,15 +145,15 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
         ),
         outcome_sentence(results),
         *_notes(results),
-        markdown_table(rows),
+        rows,
     ]
     if outcome.trend:
         parts += [
             f"This is the scale {scale} of a ladder of {len(outcome.scales)} scales: {', '.join(outcome.scales)}.",
             trend_sentence(outcome),
-            markdown_table(improvement_rows(outcome.trend)),
+            improvement_rows(outcome.trend),
         ]
-    return Markdown("\n\n".join(map(plain, parts)))
+    return to_text(parts)
 
 
 def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
@@ -178,7 +174,7 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     sections = [Section("", [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)]), *figures[:1]]
     if outcome.trend:
-        tables = [part for rows, caption in trend_tables(outcome) for part in (markdown_table(rows), caption)]
+        tables = [part for rows, caption in trend_tables(outcome) for part in (rows, caption)]
         sections += [Section("The trend over scales", tables), *figures[1:], _protocol(trend_protocol(outcome))]
         for name, results in outcome.scales.items():
             parts = [cost_sentence(results), bullets(protocol_sentences(results))]
@@ -191,7 +187,7 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     configuration = [
         Markdown(f"{code(outcome.command)}, which is after the command line:"),
         code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
-        markdown_table(provenance(outcome.largest)),
+        provenance(outcome.largest),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]
 
@@ -205,7 +201,7 @@ def _models(results: ScaleOutcome) -> Section:
     for name, model in results.models.items():
         fields = given_fields(model)
         differences.append(Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's")))
-    parts = [markdown_table(summary_rows(results)), *early_sentences(results), "What differs between them:"]
+    parts = [summary_rows(results), *early_sentences(results), "What differs between them:"]
     return Section("Models", [*parts, bullets(differences)])
 
 
@@ -215,8 +211,8 @@ def _runs(results: ScaleOutcome) -> list[Section]:
         "Learning rates": (_RATES_CAPTION.format(results.objective.loss_unit), rate_rows(results)),
         "Stability at the end": (_STABILITY_CAPTION, stability_rows(results)),
     }
-    sections = [Section(title, [text, markdown_table(rows)]) for title, (text, rows) in tables.items() if rows]
-    return [*sections, Section("Every run", [markdown_table(run_rows(results))], is_folded=True)]
+    sections = [Section(title, [text, rows]) for title, (text, rows) in tables.items() if rows]
+    return [*sections, Section("Every run", [run_rows(results)], is_folded=True)]
 
 
 # Sentences

@@ -83,10 +83,9 @@ class ModelOutcome:
 
     Attributes:
         given: its entry in the comparison's file.
-        search: the settings of a search for them; `None` for a list.
+        search: the settings of a search for a learning rate; `None` for a list.
         boundaries: `smallest` or `largest`, for the seeds whose rate is at the boundary of those tried.
-        tried: the runs that were made only to choose a rate.
-        runs: the runs that are reported.
+        tried: the runs that were made only to choose a rate; `runs` are reported.
     """
 
     given: dict[str, Any]
@@ -112,7 +111,7 @@ class ModelOutcome:
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
     def losses_by_rate(self) -> dict[float, list[float | None]]:
-        """The validation losses of the runs that chose a learning rate; `None` for a run that diverged."""
+        """The validation losses of the runs that chose a learning rate."""
         losses: dict[float, list[float | None]] = {}
         for run in sorted([*self.tried, *self.runs], key=lambda run: run.learning_rate):
             losses.setdefault(run.learning_rate, []).append(None if run.diverged else run.validation_loss)
@@ -144,7 +143,6 @@ class ScaleOutcome:
         same_tokens: whether models saw the same tokens in the same order; `None` if every run was stopped early.
         statistics: of the test losses; with `stop: early` at each model's last analysis.
         interim: with `stop: early`, the interim analyses by model.
-        noise_from_text: of the baseline's reported runs, see the function; `None` if a run has no parts.
     """
 
     name: str
@@ -184,7 +182,7 @@ class ScaleOutcome:
 
     @property
     def losses(self) -> dict[str, dict[int, float | None]]:
-        """The test losses of the reported runs, by model and seed, in nats per token; `None` where a run diverged."""
+        """The test losses of the reported runs, by model and seed."""
         return {name: {run.seed: run.test_loss for run in model.runs} for name, model in self.models.items()}
 
     @property
@@ -246,11 +244,7 @@ def read_outcome(file: Path) -> Outcome:
 
 
 def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOutcome:
-    """Gathers the results of one scale from its finished runs.
-
-    Args:
-        progress: no run of it is ready.
-    """
+    """Gathers the results of a scale whose runs are all finished."""
     scale, models = progress.scale, {}
     for name, variant in scale.variants.items():
         tunings = progress.tunings[name]

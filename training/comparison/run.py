@@ -25,11 +25,10 @@ from .config import SINGLE, ComparisonConfig, read_made_from
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
 from .report import write_report
-from .results import Outcome, gather, gather_scales
+from .results import Outcome, gather, gather_scales, read_outcome
 from .store import RunStore, run_folder, scale_folder
 
 
-ADDED_SEEDS_FILE = "added_seeds.json"
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
 
 
@@ -40,13 +39,10 @@ class Engine(Workers, Protocol):
         """Returns a context for making runs. Raises `ValueError`, before it writes, if they cannot be made."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
-        """Returns a context inside `connected` that keeps other processes out unless the engine allows them."""
+        """Returns a context that keeps other processes out of the folder, unless the engine allows them."""
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
-        """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents.
-
-        All scales share `folder`, and so their tokenizer.
-        """
+        """Makes tokenizer and data once for all scales. Returns their folder and the documents' fingerprint."""
 
 
 def make_engine(name: str = "local", **options: Any) -> Engine:
@@ -78,9 +74,7 @@ def is_main_process() -> bool:
 
 
 def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
-    """Makes all runs that are not finished, writes `results.json`, and returns its content, without a report.
-
-    The scales are made one after another, the smallest first.
+    """Makes all runs that are not finished, the smallest scale first, and writes and returns the results.
 
     Raises:
         ValueError: if the folder holds another comparison or something else; nothing in it is touched.
@@ -94,6 +88,7 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, comparison.scales)
+            added = _added_seeds(folder, comparison.scales)
             stores = {name: RunStore(scale_folder(folder, name)) for name in comparison.scales}
             for name, store in stores.items():
                 progress = comparison.progress(stores)[name]
@@ -103,8 +98,8 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
                 score_runs(progress, store)
-                tasks, added = read_scores(progress, store.folder), _added_seeds(folder).get(name, [])
-                scales[name] = gather(progress, store, tasks=tasks, added_seeds=added)
+                tasks = read_scores(progress, store.folder)
+                scales[name] = gather(progress, store, tasks=tasks, added_seeds=added.get(name, []))
             outcome = gather_scales(comparison, scales)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
@@ -159,39 +154,36 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
             before = read_made_from(written, str(folder / COMPARISON_FILE))
             changes = differences(before.to_dict(), config.to_dict())
         if changes:
-            added = _added_to(before, config)
-            if added is None:
+            if not _adds_seeds(before, config):
                 claimed.refuse(changes)
             if config.stop:
-                raise ValueError(
-                    f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its "
-                    "interim analyses"
-                )
-            if (folder / RESULTS_FILE).is_file():
-                known = _added_seeds(folder)
-                added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
-                write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
+                reason = "stop: early needs the plan of its interim analyses"
+                raise ValueError(f"{folder} was planned with other seeds ({changes}), and {reason}")
         claimed.begin_manifest()
         if written is None or changes:
             claimed.write(config.to_dict())
 
 
-def _added_to(before: ComparisonConfig, now: ComparisonConfig) -> dict[str, list[int]] | None:
-    """Returns the seeds that a comparison adds to the one in its folder, by scale; `None` if more has changed."""
+def _adds_seeds(before: ComparisonConfig, now: ComparisonConfig) -> bool:
+    """Tells whether a comparison has more seeds than the one in its folder, and differs in nothing else."""
+    known, seeds = (
+        {name: set(scale.seeds or config.seeds) for name, scale in config.scale_configs.items()}
+        for config in (before, now)
+    )
     if differences(before.without_seeds().to_dict(), now.without_seeds().to_dict()):
-        return None
-    added = {}
-    for name in now.scale_configs:
-        known, seeds = (config.at_scale(name, COMPARISON_FILE).seeds for config in (before, now))
-        if not set(known) <= set(seeds):
-            return None
-        added[name] = [seed for seed in seeds if seed not in known]
-    return added if any(added.values()) else None
+        return False
+    return known != seeds and all(known[name] <= seeds[name] for name in seeds)
 
 
-def _added_seeds(folder: Path) -> dict[str, list[int]]:
-    file = folder / ADDED_SEEDS_FILE
-    return _by_scale(file) if file.is_file() else {}
+def _added_seeds(folder: Path, scales: Mapping[str, Scale]) -> dict[str, list[int]]:
+    """Returns the seeds that the results in the folder did not have at first, by scale."""
+    file = folder / RESULTS_FILE
+    before = read_outcome(file).scales if file.is_file() else {}
+    return {
+        name: [*before[name].added_seeds, *(seed for seed in scale.seeds if seed not in before[name].seeds)]
+        for name, scale in scales.items()
+        if name in before
+    }
 
 
 def _by_scale(file: Path) -> dict[str, Any]:
@@ -228,7 +220,6 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
     if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
-        raise ValueError(
-            f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now)"
-        )
+        change = f"fingerprint {before} then, {fingerprint} now"
+        raise ValueError(f"the dataset has changed since {file.parent} was begun ({change})")
     write_text(file, f"{fingerprint}\n")

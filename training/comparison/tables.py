@@ -9,6 +9,7 @@ from ..run.tasks import is_guessable
 from .config import SECTIONS
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
+from .render import Rows
 from .results import ModelOutcome, Outcome, ScaleOutcome
 from .trend import ModelTrend, Trend
 
@@ -17,9 +18,6 @@ NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
 # Width of an interval in percent from which on it says nothing
 _ABSURD = 100.0
-
-Rows = list[dict[str, str]]
-
 
 # With interim analyses: p times the number of models over the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"

@@ -1,10 +1,8 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
-Runs of one seed at one scale saw the same tokens, so they are paired; seeds of different scales are independent.
-Losses are in nats per token, and compute is in FLOPs of a run of the baseline. `log` is the natural logarithm.
-
-An improvement, its slope over log10 of compute, and to first order the compute multiplier are weighted sums of means
-over the seeds of a scale. So `welch_sum` gives all tests and intervals.
+Runs of one seed at one scale are paired; seeds of different scales are independent. Losses are in nats per token, and
+compute is in FLOPs of a run of the baseline. An improvement, its slope over log10 of compute, and to first order the
+compute multiplier are weighted sums of means over the seeds of a scale. So `welch_sum` gives all tests and intervals.
 """
 
 import itertools
@@ -32,11 +30,9 @@ _STEP = 1e-5
 
 @dataclass(frozen=True)
 class ScaleLosses:
-    """The losses of all models at one scale, with the same seeds for each.
+    """The losses `losses[model][seed]` of all models at one scale, with the same seeds for each.
 
-    Attributes:
-        losses: `losses[model][seed]`, the final test loss; None, NaN or infinity if the run diverged.
-        at_boundary: models whose best learning rate is at the boundary of those tried.
+    A loss is None, NaN or infinity if the run diverged.
     """
 
     name: str
@@ -50,11 +46,10 @@ class Step:
     """One model at one scale. Values that cannot be computed are None.
 
     Attributes:
-        improvement: percent of the baseline's mean loss, over the seeds that both finished.
-        improvement_interval: a paired t interval; the baseline's mean loss counts as known.
+        improvement: percent of the baseline's mean loss over the seeds that both finished, which counts as known.
         multiplier: how many times the model's FLOPs the baseline would need to be as good.
-        multiplier_interval: an end is None if it lies more than `REACH` decades beyond the ladder.
-        note: "beyond" if the multiplier or an end lies there; else the reason for no multiplier, or empty.
+        note: "beyond" if the multiplier or an end of its interval lies more than `REACH` decades beyond the ladder,
+            and is None; else the reason for no multiplier, or empty.
     """
 
     flops: float
@@ -99,7 +94,6 @@ class Trend:
 
     Attributes:
         alpha: the nominal probability that any model wrongly grows or shrinks.
-        flops: of a run of the baseline at each scale, ascending.
         noise_floor_percent: standard deviation of the baseline's loss over seeds, in percent of its mean.
     """
 
@@ -114,11 +108,8 @@ class Trend:
 def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
-    The test is on the slope of the least-squares line through the improvements in percent, where all scales count
-    equally. It is left out if the model or the baseline has a diverged run or is `at_boundary` at a scale.
-
-    Args:
-        scales: two or more, in any order, with the same models and no two of the same compute.
+    The test is on the slope of the least-squares line through the improvements in percent. It is left out if the model
+    or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
     """
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
@@ -143,7 +134,9 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
                 step = replace(step, note="no multiplier")
             else:
                 differences = at_scale[baseline] - at_scale[model]
-                step = curve.with_multiplier(step, settled.index(scale.name), differences, 1 - alpha)
+                value, interval = curve.multiplier(settled.index(scale.name), differences, step.flops, 1 - alpha)
+                where = "beyond" if value is None or None in (interval or ()) else ""
+                step = replace(step, multiplier=value, multiplier_interval=interval, note=where)
             steps[scale.name] = step
             if note or len(at_scale[model]) < 2:
                 obstacles.append(f"{note or 'a single seed'} at {scale.name}")
@@ -261,10 +254,8 @@ class LossCurve:
 
     The curve interpolates log loss over log compute by a monotone cubic through the means of the scales (Fritsch and
     Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as in a
-    power law. The slope at an end is s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)). Here s_1 and h_1 are the slope and length of
-    the line through the last two means, s_2 and h_2 those of the line before it. Beyond it the curve is a line.
-
-    To first order a multiplier is a sum of means, and `welch_sum` gives the noise of that sum (delta method).
+    power law: s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)), where s_1 and h_1 are the slope and length of the line through the
+    last two means, s_2 and h_2 those of the line before it. Beyond it the curve is a line.
     """
 
     def __init__(self, names: Sequence[str], flops: Sequence[float], losses: Sequence[np.ndarray]):
@@ -293,45 +284,34 @@ class LossCurve:
             [_Curve(self.log_flops, means + sign * shift) for sign in (-1, 1)] for shift in self._step * np.diag(means)
         ]
 
-    def with_multiplier(self, step: Step, scale: int, differences: np.ndarray, confidence: float) -> Step:
-        """Returns a step with its multiplier, the interval, and "beyond" if either lies there; see `multiplier`."""
-        value, interval = self.multiplier(scale, differences, step.flops, confidence)
-        is_beyond = value is None or None in (interval or ())
-        return replace(step, multiplier=value, multiplier_interval=interval, note="beyond" if is_beyond else "")
-
     def multiplier(
         self, scale: int, differences: np.ndarray, flops: float, confidence: float
     ) -> tuple[float | None, Interval | None]:
-        """Returns the multiplier M = C' / C_k of a model, where the curve at C' has the mean loss of the model.
+        """Returns the multiplier C' / `flops` of a model and its interval, by the delta method.
+
+        At C' the curve has the mean loss of the model. A value is None if C' lies more than `REACH` decades beyond the
+        ladder, and the interval is None if a scale has a single seed.
 
         Args:
             differences: the baseline's loss minus the model's `(seed,)`, in nats, for the seeds of the baseline.
-            flops: C_k, of the model's run.
-
-        Returns:
-            The multiplier and its interval. A value is None if C' lies more than `REACH` decades beyond the ladder,
-            and the interval is None if a scale has a single seed.
         """
-        rise, parts = self._rise(scale, differences)
-        estimate = welch_sum(parts, rise)
+        difference = float(differences.mean())
+        log_compute, slope = self._curve.solve(scale, difference)
+        # What each seed adds to log(C' / C_k), at each scale
+        parts = []
+        for values, mean, (below, above) in zip(self.losses, self._curve.means, self._shifted):
+            change = above.solve(scale, difference)[0] - below.solve(scale, difference)[0]
+            parts.append(change / (2 * self._step * mean) * values)
+        parts[scale] = parts[scale] - differences / (slope * (self._curve.means[scale] - difference))
         start, reach = self.log_flops[scale], REACH * math.log(10)
+        rise = log_compute - float(start)
+        estimate = welch_sum(parts, rise)
 
         def relative(rise: float) -> float | None:
             is_within = self.log_flops[0] - reach <= start + rise <= self.log_flops[-1] + reach
             return math.exp(start + rise) / flops if is_within else None
 
         return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
-
-    def _rise(self, scale: int, differences: np.ndarray) -> tuple[float, list[np.ndarray]]:
-        """log(C' / C_0), and what each seed adds to it, at each scale `(seed,)`."""
-        difference = float(differences.mean())
-        log_compute, slope = self._curve.solve(scale, difference)
-        parts = []
-        for values, mean, (below, above) in zip(self.losses, self._curve.means, self._shifted):
-            change = above.solve(scale, difference)[0] - below.solve(scale, difference)[0]
-            parts.append(change / (2 * self._step * mean) * values)
-        parts[scale] = parts[scale] - differences / (slope * (self._curve.means[scale] - difference))
-        return log_compute - float(self.log_flops[scale]), parts
 
 
 class _Curve:

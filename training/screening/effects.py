@@ -18,7 +18,7 @@ class MainEffect:
     """The effect of a factor on the loss, averaged over all others and both rates.
 
     Attributes:
-        effect: mean loss with the factor on minus that with it off, in nats per token; negative is better.
+        effect: mean loss with the factor on minus that with it off, in nats per token.
         low, high: its 95 % interval, not corrected for the number of factors.
         improvement, improvement_interval: the same in percent of the mean loss, where positive is better.
         p: of Student's t-test; `holm_p` is corrected for the number of factors, without the rate.
@@ -51,8 +51,7 @@ class Effects:
     """What the runs of a design say.
 
     Attributes:
-        interaction_size: their root mean square, in nats.
-        p_of_interactions: of the F test that there are none.
+        interaction_size: root mean square of the interactions, in nats; `p_of_interactions` is that of the F test.
         noise: the standard deviation of a run within a seed, in nats.
         survivors: the factors that lower the loss with a corrected p below `ALPHA`.
     """
@@ -71,17 +70,16 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
     The noise s is the root mean square of what rows and seeds leave over, with `(rows - 1)(seeds - 1)` degrees of
-    freedom. An effect is the difference between the means of two halves of all runs, so its standard error is
-    `2 s / sqrt(rows * seeds)`.
+    freedom. An effect is the difference of two halves, so its standard error is `2 s / sqrt(rows * seeds)`.
 
     Args:
         losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.
     """
     rows, seeds = losses.shape
+    means, mean_loss = losses.mean(axis=1), float(losses.mean())
     residuals = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0, keepdims=True) + losses.mean()
     freedom = (rows - 1) * (seeds - 1)
     noise = math.sqrt(float((residuals**2).sum()) / freedom)
-    mean_loss, means = float(losses.mean()), losses.mean(axis=1)
     error = noise * math.sqrt(4 / rows / seeds)
 
     def contrast(column: np.ndarray) -> tuple[float, float]:
