@@ -285,7 +285,6 @@ class Comparison:
                 yield from about
 
     def describe(self) -> Iterator[str]:
-        """Yields the plan line by line."""
         yield from self.by_scale({name: scale.describe() for name, scale in self.scales.items()})
         if len(self.scales) > 1:
             total = sum(scale.flops for scale in self.scales.values())
@@ -301,14 +300,15 @@ class Comparison:
 def outline(config: ComparisonConfig, source: str) -> Comparison:
     """Returns the plan without recipes and sizes, in the order of the file."""
     scales = {}
-    for name in config.scale_configs:
-        here = config.at_scale(name, config.source_of(name, source))
+    for name, entry in config.scale_configs.items():
+        here, changes = config.at_scale(name, config.source_of(name, source)), entry.models or {}
         variants = {}
-        for model, entry in here.models.items():
-            if (rates := entry.rates or here.rates) is None:
+        for model, fields in here.models.items():
+            if (rates := fields.rates or here.rates) is None:
                 raise ValueError(f"{source}: learning_rates is missing")
-            match = entry.match if "match" in entry.nulls else entry.match or here.match
-            variants[model] = Variant(entry, rates, match, config.starts_anew(name, model))
+            match = fields.match if "match" in fields.nulls else fields.match or here.match
+            starts_anew = model in changes and changes[model].learning_rates is not None
+            variants[model] = Variant(fields, rates, match, starts_anew)
         scales[name] = Scale(here.name, here, variants)
     return Comparison(config.name, config, scales)
 
@@ -423,9 +423,10 @@ def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: 
 
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
     """Raises `ValueError` if scales cannot be compared with each other."""
-    for (smaller, below), (larger, above) in itertools.pairwise(scales.items()):
-        baseline, smaller_baseline = (scale.variants[scale.baseline] for scale in (above, below))
-        _check_same_tokenizer(f"{path}: scale {larger!r}", baseline, f"scale {smaller!r}", smaller_baseline)
-        if above.baseline_flops == below.baseline_flops:
-            flops = f"{above.baseline_flops:.3g} FLOPs a run"
-            raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {flops}")
+    baselines = {name: scale.variants[scale.baseline] for name, scale in scales.items()}
+    first = next(iter(baselines))
+    for smaller, larger in itertools.pairwise(scales):
+        _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
+        if (flops := scales[larger].baseline_flops) == scales[smaller].baseline_flops:
+            compute = f"{flops:.3g} FLOPs a run"
+            raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {compute}")

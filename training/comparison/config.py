@@ -36,7 +36,7 @@ _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 class _Section(Value):
     """Fields of a file and their checked values; `None` if the file leaves a field out.
 
-    `nulls` are the fields that are null in the file, which takes those of a recipe back to their defaults.
+    `nulls` are the fields that are null in the file: a field of a recipe then has its default.
     """
 
     def __post_init__(self):
@@ -323,10 +323,6 @@ class ComparisonConfig(_Section):
             seeds=seeds,
             tokens_per_parameter=scale.tokens_per_parameter or self.tokens_per_parameter,
         )
-
-    def starts_anew(self, scale: str, model: str) -> bool:
-        changes = self.scale_configs[scale].models or {}
-        return model in changes and changes[model].learning_rates is not None
 
     def without_seeds(self) -> "ComparisonConfig":
         """Returns the comparison without the fields that may grow after it was begun."""

@@ -53,11 +53,12 @@ def read_scores(progress: ScaleProgress, folder: Path) -> dict[str, dict[str, Ta
                         new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
                         outcomes.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
 
-    def judged(entry: TaskOutcome) -> TaskOutcome:
-        options = {"at_boundary": progress.at_boundary, "resolution": resolution(entry)}
-        return replace(entry, statistics=analyse(judged_losses(entry), scale.baseline, **options))
-
-    return {task: {metric: judged(entry) for metric, entry in metrics.items()} for task, metrics in outcomes.items()}
+    for metrics in outcomes.values():
+        for metric, entry in metrics.items():
+            options = {"at_boundary": progress.at_boundary, "resolution": resolution(entry)}
+            statistics = analyse(judged_losses(entry), scale.baseline, **options)
+            metrics[metric] = replace(entry, statistics=statistics)
+    return outcomes
 
 
 def resolution(entry: TaskOutcome) -> float:

@@ -96,8 +96,7 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     _scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
     improvements.set(xlabel="optimizer step", title=f"Improvement over {results.baseline}, seed by seed; up is better")
-    _add_legend(figure, [results], styles, labels)
-    return figure
+    return _add_legend(figure, results, styles, labels)
 
 
 def draw_parameters(results: ScaleOutcome) -> Figure | None:
@@ -121,8 +120,7 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
     axes.set_title(f"{results.name}: improvement over {results.baseline}; up is better", parse_math=False)
-    _add_legend(figure, [results], styles, [_NOISE_LABEL] if floor else [])
-    return figure
+    return _add_legend(figure, results, styles, [_NOISE_LABEL] if floor else [])
 
 
 def draw_interim(results: ScaleOutcome) -> Figure | None:
@@ -143,8 +141,7 @@ def draw_interim(results: ScaleOutcome) -> Figure | None:
     axes.set_xticks(sorted({interim.seeds for history in interims.values() for interim in history}))
     axes.set_xlabel("seeds")
     axes.set_title(f"{results.name}: improvement at each interim analysis; up is better", parse_math=False)
-    _add_legend(figure, [results], styles)
-    return figure
+    return _add_legend(figure, results, styles)
 
 
 def draw_stability(results: ScaleOutcome) -> Figure | None:
@@ -184,9 +181,8 @@ def draw_stability(results: ScaleOutcome) -> Figure | None:
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
-    _add_legend(figure, [results], styles, [dotted])
     figure.suptitle(f"{results.name}: stability while training, mean over seeds", parse_math=False)
-    return figure
+    return _add_legend(figure, results, styles, [dotted])
 
 
 def draw_losses(outcome: Outcome) -> Figure | None:
@@ -205,8 +201,7 @@ def draw_losses(outcome: Outcome) -> Figure | None:
     axes.grid(alpha=0.25)
     axes.set_ylabel(f"test loss (nats per {outcome.largest.objective.loss_unit})")
     axes.set_title(f"{outcome.name}: loss over compute, every seed", parse_math=False)
-    _add_legend(figure, list(outcome.scales.values()), styles)
-    return figure
+    return _add_legend(figure, outcome, styles)
 
 
 def draw_improvements(outcome: Outcome) -> Figure | None:
@@ -227,8 +222,7 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
     _scale_compute(axes, outcome)
     axes.set_title(f"{outcome.name}: improvement over {outcome.baseline}; up is better", parse_math=False)
     shown = {name: styles[name] for name in trend.models}
-    _add_legend(figure, list(outcome.scales.values()), shown, [_NOISE_LABEL] if floors else [])
-    return figure
+    return _add_legend(figure, outcome, shown, [_NOISE_LABEL] if floors else [])
 
 
 def draw_bowls(outcome: Outcome) -> Figure | None:
@@ -251,8 +245,7 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
         axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.objective.loss_name} (nats)")
     figure.suptitle(f"{outcome.name}: learning rates tried, mean over seeds", parse_math=False)
     cross = Line2D([], [], color="#555555", linestyle="none", marker="x", label="a run diverged")
-    _add_legend(figure, list(outcome.scales.values()), styles, [cross])
-    return figure
+    return _add_legend(figure, outcome, styles, [cross])
 
 
 def _draw_bowls_at(axes: Axes, results: ScaleOutcome, styles: dict[str, Style]) -> None:
@@ -402,17 +395,19 @@ def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
 
 
 def _add_legend(
-    figure: Figure, scales: Sequence[ScaleOutcome], styles: dict[str, Style], labels: Sequence[Line2D | Patch] = ()
-) -> None:
-    """Adds the legend below the axes: the models of `styles`, and how many of their runs diverged."""
+    figure: Figure, results: Outcome | ScaleOutcome, styles: dict[str, Style], labels: Sequence[Line2D | Patch] = ()
+) -> Figure:
+    """Adds the models of `styles`, and how many of their runs diverged, in a legend below; returns the figure."""
+    scales = list(results.scales.values()) if isinstance(results, Outcome) else [results]
     handles = []
     for name, style in styles.items():
-        notes = ["baseline"] if name == scales[0].baseline else []
+        notes = ["baseline"] if name == results.baseline else []
         runs = [run for scale in scales for run in scale.models[name].runs]
         if diverged := sum(run.diverged for run in runs):
             notes.append(f"{diverged} of {len(runs)} diverged")
         handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))
     figure.legend(handles=[*handles, *labels], loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    return figure
 
 
 def _scale_compute(axes: Axes, outcome: Outcome) -> None:

@@ -129,7 +129,7 @@ def analyse_early(
     """Analyses a comparison with `stop: early`, each model at its last interim analysis.
 
     Returns also what was known at each interim analysis, by model. A model has the first seeds, up to its last
-    analysis; `boundaries` are those of its seeds whose best rate is at the boundary of those tried.
+    analysis. `boundaries` are its seeds whose best rate is the smallest or the largest tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     whole = analyse(losses, baseline, alpha, most=len(seeds))

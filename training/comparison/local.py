@@ -103,8 +103,7 @@ class LocalEngine:
     def progress(self) -> dict[str, RunProgress]:
         return dict(self._progress)
 
-    def describe_error(self, error: BaseException) -> str:
-        return describe_failure(error)
+    describe_error = staticmethod(describe_failure)
 
     def cancel(self, names: list[str]) -> None:
         """Ends the processes of runs. They can resume from their last checkpoints."""

@@ -41,7 +41,7 @@ def to_text(parts: Iterable[str | Rows]) -> Markdown:
 
 
 def to_markdown(name: str, sections: Iterable[Section]) -> str:
-    """Returns a report as one Markdown document with the heading `name`."""
+    """Returns a report as one document."""
     parts = [Markdown(f"# {plain(name)}")]
     for section in sections:
         title = plain(section.title)

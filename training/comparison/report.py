@@ -121,9 +121,9 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     """The outcome for a model card, as Markdown.
 
     Args:
-        model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
+        model: the model of the card, if it is part of the comparison. Its row is marked.
         run: the name of its run's folder. If it is not among the reported ones, no row is marked.
-        scale: that of the model, if there are several; by default the largest.
+        scale: that of the model, by default the largest.
     """
     scale = scale or list(outcome.scales)[-1]
     results = outcome.scales[scale]

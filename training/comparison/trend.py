@@ -230,9 +230,9 @@ def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     """Adds the means of several scales, each with the noise of its own seeds.
 
     The sum of `mean(z_s)` has the variance V = sum v_s, v_s = var(z_s) / n_s, with n_s seeds at scale s. Welch (1947)
-    and Satterthwaite (1946) give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom. With few seeds that is too many,
-    so the mean of this number and of the smallest n_s - 1 is used (Banerjee 1960). A test of a single scale is
-    Student's. Returns `None` if a scale has a single seed.
+    and Satterthwaite (1946) give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom, too many with few seeds. So the
+    mean of this number and the smallest n_s - 1 is used (Banerjee 1960). A test of a single scale is Student's.
+    Returns `None` if a scale has a single seed.
 
     Args:
         parts: z_s, a value for each seed, with the weight of the scale.
@@ -250,12 +250,12 @@ def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
 
 
 class LossCurve:
-    """The loss of the baseline over compute, from which the compute multipliers are read, without a law of compute.
+    """The loss of the baseline over compute, for the compute multipliers.
 
     The curve interpolates log loss over log compute by a monotone cubic through the means of the scales (Fritsch and
     Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as in a
-    power law: s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)), where s_1 and h_1 are the slope and length of the line through the
-    last two means, s_2 and h_2 those of the line before it. Beyond it the curve is a line.
+    power law: s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)). Here s_1 and h_1 are the slope and length of the line through the
+    last two means; s_2 and h_2 belong to the line before it. Beyond the ends the curve is a line.
     """
 
     def __init__(self, names: Sequence[str], flops: Sequence[float], losses: Sequence[np.ndarray]):

@@ -91,7 +91,7 @@ def screening_outcome(results: ScreeningOutcome) -> list[str]:
 
 
 def warnings_of(results: ScreeningOutcome) -> list[str]:
-    """What a reader must know first: of the runs of the design, and of those that confirm."""
+    """Returns the warnings about the runs of the design, and about the confirmation."""
     warnings = [f"Screening: {text}" for text in warning_sentences(results.runs, has_tests=False)]
     if results.confirmation:
         warnings += [f"Confirmation: {text}" for text in warning_sentences(results.confirmation)]
