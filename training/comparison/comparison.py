@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,14 @@ class Variant:
     Attributes:
         config: its fields in the file, with the changes of the scale.
         starts_anew: whether its scale says where the search of rates begins.
-        rates_by_seed: the rates of a seed, where it does not have `rates`.
     """
 
     config: ModelConfig
     rates: Rates
     match: str | None = None
     starts_anew: bool = False
-    rates_by_seed: dict[int, Rates] = field(default_factory=dict)
     recipe: Recipe | None = None
     size: Size | None = None
-
-    def rates_of(self, seed: int) -> Rates:
-        return self.rates_by_seed.get(seed, self.rates)
 
     @property
     def intermediate_size(self) -> int | None:
@@ -123,15 +118,6 @@ class Scale:
         settings = {"learning_rate": run.learning_rate, "seed": run.seed, "output_dir": str(folder)}
         return self.variants[run.model].recipe.replace(training=settings)
 
-    def starting_at(self, chosen: Mapping[str, Mapping[int, float]]) -> "Scale":
-        """Returns this scale with searches that begin at rates chosen before, unless the scale sets its own."""
-        variants = dict(self.variants)
-        for name, variant in variants.items():
-            if not variant.starts_anew:
-                rates = {seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
-                variants[name] = replace(variant, rates_by_seed=rates)
-        return replace(self, variants=variants)
-
     def power_warning(self) -> str | None:
         seeds = len(self.seeds)
         return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
@@ -174,12 +160,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ScaleProgress:
-    """The progress of a scale, from its finished runs.
-
-    Attributes:
-        scale: the scale; its searches begin where the scale before it ended.
-        tunings: the choices of each model, by seed. A model that leaves early has fewer.
-    """
+    """The progress of a scale: the choices of each model, by seed. A model that leaves early has fewer."""
 
     scale: Scale
     tunings: dict[str, list[Tuning]]
@@ -209,19 +190,26 @@ class ScaleProgress:
         return [run for run in runs if run not in reported]
 
 
-def progress_of(scale: Scale, results: Results) -> ScaleProgress:
+def progress_of(
+    scale: Scale, results: Results, starts: Mapping[str, Mapping[int, float]] | None = None
+) -> ScaleProgress:
     """Finds which runs of a scale come next, from the finished runs alone.
 
     The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
     a verdict gets the next seed, and so does the baseline as long as such a model is left.
+
+    Args:
+        starts: where the searches of each model and seed begin, unless the scale sets its own.
     """
     most = len(scale.seeds)
     counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
     progress = ScaleProgress(scale, {model: [] for model in scale.variants})
     while True:
         for model, tunings in progress.tunings.items():
-            variant, seeds = scale.variants[model], scale.seeds[len(tunings) : counts[model]]
-            tunings += [tune(model, seed, variant.rates_of(seed), results) for seed in seeds]
+            variant = scale.variants[model]
+            known = {} if starts is None or variant.starts_anew else starts[model]
+            for seed in scale.seeds[len(tunings) : counts[model]]:
+                tunings.append(tune(model, seed, variant.rates.starting_at(known.get(seed)), results))
         seen = max(counts.values())
         in_question = [model for model, count in counts.items() if count == seen]
         if seen >= most or scale.baseline not in in_question or progress.ready:
@@ -268,7 +256,7 @@ class Comparison:
         starts: dict[str, dict[int, float]] = {model: {} for scale in self.scales.values() for model in scale.variants}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
-            progress[name] = progress_of(scale.starting_at(starts), results[name])
+            progress[name] = progress_of(scale, results[name], starts)
             if progress[name].ready:
                 break
             for model, tunings in progress[name].tunings.items():

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
@@ -16,7 +15,7 @@ from ..text import bar_options
 from .comparison import ScaleProgress
 from .inference import analyse
 from .results import TaskOutcome
-from .store import RunStore, run_folder
+from .store import RunStore
 
 
 def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
@@ -29,7 +28,7 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
     runs = [run for model in scale.variants for run in progress.reported(model)]
     runs = [run for run in runs if not finished[run.name].losses.diverged]
     for run in tqdm(runs, unit="run", desc=f"{scale.name}, tasks", **bar_options()):
-        path = run_folder(finished.folder, run)
+        path = finished.folder_of(run)
         with RunFolder(path, plan=None).held(patience=-1):
             if not (path / TASKS_FILE).is_file():
                 results = evaluate_tasks(path, scale.config.tasks)
@@ -37,12 +36,12 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read_scores(progress: ScaleProgress, folder: Path) -> dict[str, dict[str, TaskOutcome]]:
+def read_scores(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
     """Reads the scores of the reported runs, by task and metric, and judges each metric by itself as losses are."""
     scale, outcomes = progress.scale, {}
     for model in scale.variants:
         for run in progress.reported(model) if scale.config.tasks else ():
-            path = run_folder(folder, run) / TASKS_FILE
+            path = finished.folder_of(run) / TASKS_FILE
             content = read_json(path) if path.is_file() else {"scores": {}}
             for task, values in content["scores"].items():
                 directions = content["higher_is_better"].get(task, {})

@@ -1,9 +1,8 @@
 """Learning rates: a list, or a search that finds its own range, and the choice that each seed makes."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..result import RunResult
 
@@ -84,9 +83,9 @@ class Rates:
             return "smallest"
         return "largest" if len(losses) > 1 and best == max(losses) else None
 
-    def starting_at(self, rate: float) -> "Rates":
+    def starting_at(self, rate: float | None) -> "Rates":
         """Returns a search that begins at the rate of its grid nearest to this one; a list stays as it is."""
-        return dataclasses.replace(self, shift=self._power(rate)) if self.is_search else self
+        return self if rate is None or not self.is_search else replace(self, shift=self._power(rate))
 
     def __str__(self) -> str:
         rates = " ".join(f"{rate:g}" for rate in self.first)

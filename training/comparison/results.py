@@ -16,7 +16,7 @@ from ..values import from_json
 from .comparison import Comparison, Run, ScaleProgress
 from .config import SINGLE
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
-from .store import RunStore, run_folder
+from .store import RunStore
 from .trend import ScaleLosses, Trend, analyse_trend
 
 
@@ -323,7 +323,7 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
 
 def _read_run(finished: RunStore, run: Run) -> RunOutcome:
     result = finished[run.name]
-    log = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
+    log = read_json(finished.folder_of(run) / STATE_FILE)["log_history"]
 
     def curve(key: str) -> list[tuple[int, float]]:
         return [(entry["step"], entry[key]) for entry in log if key in entry]

@@ -20,13 +20,13 @@ from ..run.recipe import Recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..text import bar_options
 from ..values import to_json
-from .comparison import Comparison, Run, Scale, ScaleProgress, progress_of
+from .comparison import Comparison, Run, Scale, ScaleProgress
 from .config import SINGLE, ComparisonConfig, read_made_from
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
 from .report import write_report
 from .results import Outcome, gather, gather_scales, read_outcome
-from .store import RunStore, run_folder, scale_folder
+from .store import RunStore, scale_folder
 
 
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
@@ -91,35 +91,37 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
             added = _added_seeds(folder, comparison.scales)
             stores = {name: RunStore(scale_folder(folder, name)) for name in comparison.scales}
             for name, store in stores.items():
-                progress = comparison.progress(stores)[name]
-                data, fingerprint = engine.prepare_data(progress.scale, folder)
+                data, fingerprint = engine.prepare_data(comparison.scales[name], folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
-                progress = _make_runs(progress.scale, store, engine, data)
+                progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
                 score_runs(progress, store)
-                tasks = read_scores(progress, store.folder)
+                tasks = read_scores(progress, store)
                 scales[name] = gather(progress, store, tasks=tasks, added_seeds=added.get(name, []))
             outcome = gather_scales(comparison, scales)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
 
 
-def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> ScaleProgress:
+def _make_runs(
+    comparison: Comparison, name: str, stores: dict[str, RunStore], engine: Engine, data: Path
+) -> ScaleProgress:
     """Makes the runs of a scale that are not finished, and returns its progress."""
+    scale, store = comparison.scales[name], stores[name]
 
     def ready() -> tuple[dict[str, Recipe], int]:
-        progress = progress_of(scale, store)
-        recipes = {run.name: scale.recipe_of(run, run_folder(store.folder, run)) for run in progress.ready}
+        progress = comparison.progress(stores)[name]
+        recipes = {run.name: scale.recipe_of(run, store.folder_of(run)) for run in progress.ready}
         bar.total = (progress.finished + len(recipes)) * scale.steps_per_run
         return recipes, progress.finished
 
     with tqdm(desc=scale.name, unit="step", **bar_options()) as bar:
-        for name, result in make_runs(engine, ready, data, bar, scale.steps_per_run):
-            store.add(name, result)
-            for checkpoint in Path(store.folder, "runs", name).glob(f"{CHECKPOINT}*"):
+        for run, result in make_runs(engine, ready, data, bar, scale.steps_per_run):
+            store.add(run, result)
+            for checkpoint in Path(store.folder, "runs", run).glob(f"{CHECKPOINT}*"):
                 delete(checkpoint)  # many runs would fill the disk
-    return progress_of(scale, store)
+    return comparison.progress(stores)[name]
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:

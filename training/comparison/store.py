@@ -13,16 +13,15 @@ def scale_folder(folder: Path, name: str) -> Path:
     return folder if name == SINGLE else folder / "scales" / name
 
 
-def run_folder(folder: Path, run: Run) -> Path:
-    return folder / "runs" / run.name
-
-
 class RunStore:
     """The results of the finished runs in the folder of a scale, by the names of the runs."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._results: dict[str, RunResult] = {}
+
+    def folder_of(self, run: Run) -> Path:
+        return self.folder / "runs" / run.name
 
     def __contains__(self, name: str) -> bool:
         return name in self._results or (self.folder / "runs" / name / METRICS_FILE).is_file()
