@@ -176,8 +176,8 @@ def load_plan(
     source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
 ) -> "Comparison | Screening":
     """Reads the file of a comparison, or of a screening if it has `factors`; see `read_file`."""
+    from .comparison.comparison import read_comparison
     from .comparison.config import read_file
-    from .comparison.reading import read_comparison
 
     file = read_file(source, overrides, trust_parts)
     if file.config.factors is None:

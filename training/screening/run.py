@@ -36,16 +36,16 @@ def run_and_report(screening: Screening, folder: Path, engine: Engine | None = N
 
 def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> ScreeningOutcome:
     """Makes the runs of the design and of the confirmation, writes `results.json`, and returns its content."""
-    place = RunFolder(folder, COMPARISON_FILE)
-    with place.held(CLAIM_PATIENCE):
-        place.claim(screening.config.to_dict())
+    claimed = RunFolder(folder, COMPARISON_FILE)
+    with claimed.held(CLAIM_PATIENCE):
+        claimed.claim(screening.config.to_dict())
     made = run(screening.runs, folder / SCREENING)
     # The test split is for the confirmation alone: what survives is chosen on the validation split
     losses = {
         name: [None if run.diverged else run.validation_loss for run in made.largest.models[name].runs]
         for name in screening.runs.largest.variants
     }
-    diverged = [name for name, own in losses.items() if None in own]
+    diverged = [name for name, values in losses.items() if None in values]
     effects = None if diverged else analyse_effects(screening.design, np.array(list(losses.values())))
     confirmation = None
     if effects is not None and effects.survivors:

@@ -70,8 +70,8 @@ class TestSearch:
             ({"factor": 2}, "start is missing; a search is {start: RATE, factor: 2, limit: 8}"),
             ({"start": 1e-3, "step": 2}, "learning_rates: unknown field 'step'"),
             ({"start": 0}, "learning_rates: start=0 must be a number above 0"),
-            ({"start": 1e-3, "factor": 1}, "factor=1 must be a number from 1.05 to 100"),
-            ({"start": 1e-3, "limit": 2}, "limit=2 must be a whole number of at least 3 rates"),
+            ({"start": 1e-3, "factor": 1}, "factor=1.0 must be between 1.05 and 100"),
+            ({"start": 1e-3, "limit": 2}, "limit=2 must be at least 3"),
         ],
     )
     def test_bad_input(self, fields, message):

@@ -163,7 +163,7 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     for lost in ("twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"):
         shutil.rmtree(tmp_path / "parts" / "runs" / lost)
     progress = progress_of(plan.largest, RunStore(tmp_path / "parts"))
-    ready, done = progress.ready, sum(progress.finished.values())
+    ready, done = progress.ready, progress.finished
     assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done >= 7
     more = load_plan(make_file(models=models, seeds=[*seeds, 5], stop="early"))
     with pytest.raises(ValueError, match="stop: early needs the plan of its interim analyses"):

@@ -8,9 +8,7 @@ import pytest
 from scipy import special
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from modeling_nlq.training.comparison.multiplier import LossCurve
-from modeling_nlq.training.comparison.noise import welch_sum
-from modeling_nlq.training.comparison.trend import ScaleLosses, analyse_trend
+from modeling_nlq.training.comparison.trend import LossCurve, ScaleLosses, analyse_trend, welch_sum
 
 
 # Hypothesis warns of its own references under Python 3.14
