@@ -239,7 +239,7 @@ def _attention_scaling(change: LayerChange) -> str | None:
         return None
     if after == 0.0:
         return "all scores would be 0"
-    if change.target.q_norm is not None:
+    if getattr(change.target, "q_norm", None) is not None:
         gain = next(change.target.q_norm.parameters(), None)
         if gain is None:
             field = f"qk_norm={change.after.qk_norm!r} with norm_gain=False"
