@@ -162,9 +162,8 @@ class NLQGenerationMixin(GenerationMixin):
 def _check_prompt(prompt, config):
     if config.has_learned_positions and len(prompt) > config.max_position_embeddings:
         most = config.max_position_embeddings
-        raise ValueError(
-            f"inputs: a prompt of {len(prompt)} tokens is longer than the learned ones, max_position_embeddings={most}"
-        )
+        size = f"{len(prompt)} tokens is longer than the learned ones, max_position_embeddings={most}"
+        raise ValueError(f"inputs: a prompt of {size}")
 
 
 def _keep_within_positions(manager, config) -> Callable[..., str | None]:
