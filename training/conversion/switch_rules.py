@@ -184,7 +184,7 @@ def _attention_scaling(change: LayerChange) -> str | None:
         return None
     if after == 0.0:
         return "all scores would be 0"
-    norm = change.target.q_norm
+    norm = getattr(change.target, "q_norm", None)
     if norm is not None:
         parameters = list(norm.parameters())
     elif PROJECTIONS[change.after.key_projection].identity:
