@@ -119,6 +119,15 @@ class TestStatistics:
         statistics = attention_statistics(make_model(attention_activation="relu", attention_scaling=0.0), TOKENS)[0]
         assert statistics == {"largest_weight": 0.0, "zero_rows": 1.0, "smallest_score": 0.0, "largest_score": 0.0}
 
+    def test_scores_of_a_model_in_half_precision_are_not_rounded(self, make_model):
+        model = make_model()
+        exact = attention_statistics(model, TOKENS)
+        with torch.autocast("cpu", torch.bfloat16):
+            statistics = attention_statistics(model, TOKENS)
+        values = torch.tensor([layer["largest_score"] for layer in statistics])
+        assert values.tolist() == pytest.approx([layer["largest_score"] for layer in exact], abs=0.1)
+        assert not torch.equal(values.bfloat16().float(), values)
+
     def test_documents_of_one_token_have_scores_only(self, make_model):
         statistics = attention_statistics(make_model(), TOKENS, torch.zeros_like(TOKENS))[0]
         assert set(statistics) == {"smallest_score", "largest_score"}
