@@ -98,6 +98,10 @@ class TestPlan:
                 {"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}},
                 "tokens_per_parameter=0 must be a number above 0",
             ),
+            (
+                {"training": {**TRAINING, "max_steps": 3}},
+                "tokens_per_parameter and max_steps both set the number of tokens",
+            ),
         ],
     )
     def test_bad_input(self, ladder_file, capsys, tmp_path, fields, message):

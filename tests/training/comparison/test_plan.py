@@ -168,3 +168,12 @@ class TestBadInput:
     def test_field_of_the_command_line_that_a_model_sets_is_refused(self, make_file, model, overrides, names):
         with pytest.raises(ValueError, match=rf"command line: {names}: .*model 'own' sets that"):
             load_plan(make_file(models={"base": None, "own": model}), overrides)
+
+    def test_match_of_saved_weights(self, make_file, run, recipe_file):
+        models = {"base": None, "narrow": {"switches": {"query_projection": "nonlinear", "intermediate_size": 100}}}
+        recipe = {**read_yaml(Path(recipe_file)), "model": str(run[0]), "tokenizer": str(run[0])}
+        file = make_file(models=models, recipe=recipe)
+        with pytest.raises(
+            ValueError, match=r"model 'narrow': the switches .*intermediate_size change parameters of the saved"
+        ):
+            load_plan(file)

@@ -93,3 +93,5 @@ class TestEngines:
     def test_comparison_at_an_address(self, make_file):
         with pytest.raises(ValueError, match="output_dir=memory://results is an address; name a folder"):
             compare(make_file(), "memory://results")
+        with pytest.raises(ValueError, match="engine='dask' must be 'local' or 'ray'"):
+            compare(make_file(), engine="dask")

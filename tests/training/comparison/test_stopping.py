@@ -101,6 +101,9 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
         "planted": 3,
     }
     assert whole.largest.statistics.effects["planted"].verdict == "worse"
+    both = load_plan(make_file(models=dict.fromkeys(("base", "planted")), seeds=seeds, stop="early"))
+    found = run_comparison(both, tmp_path / "both", PlantedEngine(loss)).largest.models
+    assert [len(model.runs) for model in found.values()] == [3, 3], "the baseline ends with the last model"
     parts = PlantedEngine(loss)
     for most in (4, 10, 12):
         parts.most_runs = most

@@ -126,6 +126,13 @@ class TestVerdict:
         step = found.models["c"].steps["scale 2"]
         assert step.improvement is not None and step.improvement_interval is step.multiplier is None
 
+    def test_a_single_seed(self):
+        found = analyse_trend(make_scales({"a": 1.3}, seeds=1), "base")
+        assert found.models["a"].meaning.startswith("no test: a single seed at scale 0; a single seed at scale 1")
+        step = found.models["a"].steps["scale 0"]
+        assert step.improvement is not None and step.multiplier == pytest.approx(1.3, rel=0.003)
+        assert step.improvement_interval is step.multiplier_interval is None
+
 
 class TestMultiplier:
     @pytest.mark.parametrize("multiplier", [0.5, 1.0, 1.3, 2.0])
