@@ -271,6 +271,13 @@ class TestConvertFaults:
             assert f"{name} is a symbolic link" in nlq_fails(capsys, *command)
         assert not (tmp_path / "target").exists()
 
+    def test_links_beside_a_tokenizer(self, source, tmp_path, capsys):
+        (tmp_path / "secret").write_text("secret")
+        make_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        (tmp_path / "tokenizer" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+        command = ("convert", source, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer")
+        assert "chat_template.jinja is a symbolic link" in nlq_fails(capsys, *command)
+
     @parametrize_grid(
         {
             "existing": [False, True],
@@ -294,6 +301,11 @@ class TestConvertFaults:
         assert run_nlq("convert", source, target, "--overwrite") != 0
         assert "Traceback" not in capsys.readouterr().err
         assert snapshot(tmp_path) == before
+
+    @pytest.mark.parametrize("options", [("--to", "gpt2", "--upcycle"), ("--to", "bert")], ids=["upcycled", "unknown"])
+    def test_formats_that_there_are_not(self, gpt2_folder, tmp_path, capsys, options):
+        assert options[1] in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", *options)
+        assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize(
         "settings, named",

@@ -85,7 +85,7 @@ class TestPaper:
 
 
 @pytest.mark.parametrize(
-    "name, value", [("query_mode", "residual_relu"), ("num_heads", 5), ("dropout", 1.5), ("rotary", True)]
+    "name, value", [("rotary", True), ("query_mode", "residual_relu"), ("num_heads", 5), ("dropout", 1.5)]
 )
 def test_wrong_arguments_are_refused_by_name(name, value):
     checkpoint = make_checkpoint()

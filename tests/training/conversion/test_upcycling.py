@@ -249,6 +249,8 @@ def test_parts_start_without_effect(make_source, source, tolerance, switches):
 
 # Field of a plain model -> a value that would change the function
 REFUSED_ALWAYS = {
+    "value_projection": "identity",
+    "attention_scaling": 0.0,
     "attention_sink": "learned",
     "attention_activation": "sigmoid",
     "query_projection": "nonlinear",
@@ -273,12 +275,14 @@ REFUSED = {
             ("attention_activation", "sigmoid", "softmax"),
             ("query_projection", "nonlinear", "linear"),
             ("query_projection", "upcycled", "linear"),
+            ("attention_gate", "headwise", None),
             ("tie_word_embeddings", False, True),
             ("value_residual", "fixed", "learned"),
             ("sliding_window", 4, 5),
             ("query_key_value_bias", True, False),
         )
     },
+    "narrower_bottleneck": ({"query_projection": "nonlinear"}, {"projection_bottleneck_size": 3}),
     "normalization": ({"attention_activation": "sigmoid"}, {"attention_normalization": "length"}),
     "head_projection_before_gate": (
         {"head_projection": True, "attention_gate": "elementwise"},
