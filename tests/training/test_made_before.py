@@ -81,7 +81,6 @@ def check_same(*results: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """Unpacks the folders into the working directory, as if they had been made there."""
     with tarfile.open(DATA / "folders.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     for path in tmp_path.rglob("metrics.json"):
