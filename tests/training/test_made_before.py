@@ -21,7 +21,8 @@ from support.publishing_cases import CODE, RUN_FILES, TOKEN
 
 import modeling_nlq
 from modeling_nlq.training import evaluate, publish, train
-from modeling_nlq.training.api import describe_results, load_plan
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.report import describe
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.result import RunResult
@@ -107,7 +108,7 @@ def test_interrupted_comparison_resumes_to_the_same_results(name, capsys):
     capsys.readouterr()
     check_same(after, before)
     assert status() == (DATA / f"{name}.finished.status.txt").read_text()
-    assert describe_results(before)  # which can be read
+    assert describe(before)  # which can be read
 
 
 def test_interrupted_run_resumes_to_the_same_weights():

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable
+from functools import singledispatch
 from pathlib import Path
 
 import yaml
@@ -99,6 +100,7 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     write_text(folder / "report.html", to_page(outcome.name, sections))
 
 
+@singledispatch
 def describe(outcome: Outcome) -> str:
     """The outcome for a terminal: warnings, a line for each model, then notes."""
     if outcome.trend:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Section, bullets, markdown_table, to_markdown, to_page, warning
-from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
+from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
 from ..comparison.tables import Rows, number, p_value, with_interval
 from ..disk import write_text
@@ -80,7 +80,8 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
     write_text(folder / "report.html", to_page(results.name, sections))
 
 
-def describe(results: ScreeningOutcome) -> str:
+@describe.register
+def _(results: ScreeningOutcome) -> str:
     """The outcome for a terminal."""
     rows = effect_rows(results)
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
