@@ -70,22 +70,20 @@ _FREE_FIELDS = {
 
 
 def data_format(path: str | Path) -> str | None:
-    """Returns the format of a local data file, a value of `DATA_FORMATS`, by its name, or `None`."""
+    """Returns the value of `DATA_FORMATS` for a local data file, or `None`."""
     return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
 
 
 def yaml_text(content: dict[str, Any]) -> str:
-    """Returns a mapping as YAML, without sorting its keys."""
     return yaml.dump(content, Dumper=_YamlDumper, sort_keys=False)
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    """Writes a mapping as a YAML file, completely or not at all."""
     write_text(path, yaml_text(content))
 
 
 def is_nonempty(path: Path) -> bool:
-    """Tells whether a path is a file, or a folder with more than a lock, a manifest and temporary files."""
+    """Tells whether a path is a file, or a folder with more than lock, manifest and temporary files."""
     try:  # asked once, because another process may create the folder meanwhile
         entries = list(path.iterdir())
     except FileNotFoundError:
@@ -96,9 +94,9 @@ def is_nonempty(path: Path) -> bool:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number, and refuses repeated keys and documents that would fill the memory.
+    """Reads `2e-5` as a number, which YAML 1.1 reads as text.
 
-    YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently.
+    Refuses repeated keys, of which PyYAML keeps the last, and documents that would fill the memory.
     """
 
     def compose_document(self):
@@ -109,7 +107,7 @@ class YamlLoader(yaml.SafeLoader):
         return node
 
     def _size(self, node, sizes):
-        """Returns the numbers of values and of levels in a node, where an alias repeats what it stands for."""
+        """Returns the numbers of values and levels, where an alias repeats what it stands for."""
         if node not in sizes:
             sizes[node] = (10**6, 0)  # until its children are counted, which may repeat the node itself
             if node.tag.endswith((":int", ":float")) and len(node.value) > 1000:
@@ -143,7 +141,7 @@ for _kind in (YamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads YAML; raises `yaml.YAMLError` or `ValueError` if the text is not YAML, or too large."""
+    """Reads YAML; raises `yaml.YAMLError` or `ValueError` for what is not YAML, or too large."""
     if len(text) > 4_000_000:
         raise ValueError(_TOO_LARGE)
     try:
@@ -153,7 +151,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads the mapping in a YAML file; raises `ValueError` if the file cannot be read or holds anything else."""
+    """Reads the mapping in a YAML file; raises `ValueError` for anything else."""
     try:
         content = parse_yaml(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -164,7 +162,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two mappings of fields, and the fields of an encoder and of a decoder in them."""
+    """Merges two mappings of fields, and those of an encoder and a decoder in them."""
     halves = {
         name: {**fields[name], **more[name]}
         for name in ("encoder", "decoder")
@@ -174,7 +172,7 @@ def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_section(section: Any, source: str) -> dict[str, Any]:
-    """Copies a mapping inside a YAML file; a missing mapping is empty.
+    """Copies a mapping inside a YAML file; a missing one is empty.
 
     Raises `ValueError` for any other value, and for a name that is not text.
     """
@@ -186,7 +184,7 @@ def read_section(section: Any, source: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the mapping in a JSON file; raises `ValueError` if the file holds anything else."""
+    """Reads the mapping in a JSON file; raises `ValueError` for anything else."""
     data = read_bytes(path)
     try:
         content = json.loads(data)
@@ -198,14 +196,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_keys(source: str, keys, known) -> None:
-    """Raises `ValueError` for an unknown key, with the nearest known one."""
     for key in keys:
         if key not in known:
             raise ValueError(f"{source}: unknown field {key!r}; {suggestion(str(key), known)}")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields that differ between what a folder holds and the current plan; empty if they agree."""
+    """Lists the fields that differ between what a folder holds and the current plan."""
     before = _flatten(before)
     now = _flatten(now)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
@@ -213,7 +210,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    """Shows a value in one line, and a text of several lines as its hash."""
     if isinstance(value, str) and "\n" in value:
         return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}"
     return repr(value)
@@ -230,12 +226,11 @@ def _flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    """Returns the files of a folder that match patterns."""
     return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
 def code_files(folder: Path) -> set[Path]:
-    """Returns the files that the Auto classes load from a folder, and the files that these import, even if missing.
+    """Returns the files that the Auto classes load from a folder, and their imports, even if missing.
 
     Raises `ValueError` if a file is a link, or not Python.
     """
@@ -252,10 +247,7 @@ def code_files(folder: Path) -> set[Path]:
 
 
 def relative_imports(path: Path) -> set[str]:
-    """Returns the modules of its own folder that a file imports.
-
-    Raises `ValueError` if the file is a link, or not Python.
-    """
+    """Returns the modules beside a file that it imports; raises `ValueError` for a link or no Python."""
     try:
         nodes = ast.walk(ast.parse(read_bytes(path)))
     except SyntaxError as error:

@@ -30,29 +30,28 @@ BLOCKS_FILE = "blocks.json"
 
 
 def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
-    """Makes the tokenizer of a recipe: trains it on the training documents (`bpe:SIZE`), or loads it."""
+    """Trains the tokenizer of a recipe on the training documents (`bpe:SIZE`), or loads it."""
     if recipe.new_vocabulary_size is not None:
         # Reading a stream twice doubles its cost, so the tokenizer learns from its first documents
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
         texts = (check_text(row[column], recipe) for row in sample for column in recipe.text_columns.values())
         return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
+    name = recipe.tokenizer_name
     try:
-        tokenizer = load_tokenizer(recipe.tokenizer_name)
+        tokenizer = load_tokenizer(name)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"tokenizer {recipe.tokenizer_name!r} cannot be loaded: {first_line(root_cause(error))}"
-        ) from error
+        raise ValueError(f"tokenizer {name!r} cannot be loaded: {first_line(root_cause(error))}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer {recipe.tokenizer_name!r} has no end-of-text token (eos_token)")
-    objective_of(recipe).check_tokenizer(tokenizer, recipe.tokenizer_name)
+        raise ValueError(f"tokenizer {name!r} has no end-of-text token (eos_token)")
+    objective_of(recipe).check_tokenizer(tokenizer, name)
     return tokenizer
 
 
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Tokenizer:
     """Trains byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masks.
 
-    End-of-text separates two texts that are encoded together, `tokenizer(a, b)`. A single text gets no special token.
-    `vocab_size` counts the special tokens and the 256 bytes, which are always in the vocabulary.
+    End-of-text separates two texts, `tokenizer(a, b)`; a single text gets no special token. `vocab_size` counts the
+    special tokens and the 256 bytes, which are always in the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,7 +82,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the number of embeddings that a tokenizer needs: its largest id plus one, as ids may have gaps."""
+    """Returns a tokenizer's largest id plus one, as ids may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -96,8 +95,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreT
 class EndlessBlocks(torch.utils.data.IterableDataset):
     """A shuffled stream of blocks that repeats, each time in another order.
 
-    Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run
-    could not skip the blocks it has seen.
+    Trainer takes it for one epoch, and a resumed run could not skip what it has seen in a shorter one.
     """
 
     def __init__(self, blocks: IterableDataset):
@@ -117,11 +115,10 @@ class EndlessBlocks(torch.utils.data.IterableDataset):
 def prepare_data(
     recipe: Recipe, tokenizer_folder: Path | None = None, seed: int = 0
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
-    """Returns the tokenizer, the blocks by split, and the fingerprint of the documents (see `Documents`).
+    """Returns the tokenizer, the blocks by split, and the fingerprint of the documents.
 
-    Args:
-        tokenizer_folder: a folder to load tokenizer and saved blocks from, or to save the tokenizer in.
-        seed: shuffles the documents of a stream. `Trainer` shuffles stored blocks.
+    Tokenizer and saved blocks are loaded from `tokenizer_folder`, where a new tokenizer is saved. `seed` shuffles the
+    documents of a stream.
     """
     if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
         return load_tokenizer(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
@@ -144,7 +141,7 @@ def prepare_data(
 
 
 def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path) -> None:
-    """Saves the stored blocks of `prepare_data` beside their tokenizer, for other machines, and `BLOCKS_FILE` last."""
+    """Saves the blocks of `prepare_data` beside their tokenizer, for other machines, `BLOCKS_FILE` last."""
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
     names = ("tokens", "bytes_per_token", "references")

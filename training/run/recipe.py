@@ -24,7 +24,7 @@ from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_sectio
 from ..loading import is_saved_model, load_config, read_record
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
-from ..values import Value
+from ..values import Value, check_type
 from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq
 
 
@@ -43,12 +43,11 @@ def _field(
     is_shape: bool = False,
     **options: Any,
 ) -> Any:
-    """Returns a field of `Recipe`.
+    """Returns a field of `Recipe` that objectives of this class read.
 
     Args:
         affects: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or
             `nothing`, which lets a run resume with another value.
-        objective: the class of the objectives that read the field.
         is_shape: whether it says how texts are cut and shown to the model.
     """
     metadata = {"affects": affects, "objective": objective, "is_shape": is_shape}
@@ -130,15 +129,15 @@ class Recipe(Value):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
+        for name in ("validation_fraction", "mask_probability"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
             raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
-        if not 0.0 < self.mask_probability < 1.0:
-            raise ValueError(f"mask_probability={self.mask_probability} must be between 0 and 1")
-        sizes = {"block_size": 2, "max_source_length": 2, "max_target_length": 2, "max_validation_documents": 1}
-        for name, least in (sizes | {"stability_steps": 1}).items():
-            check_number(name, getattr(self, name), least)
+        for name in ("block_size", "max_source_length", "max_target_length"):
+            check_number(name, getattr(self, name), 2)
+        for name in ("max_validation_documents", "stability_steps"):
+            check_number(name, getattr(self, name), 1)
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
                 f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such "
@@ -153,12 +152,11 @@ class Recipe(Value):
 
     @classmethod
     def affecting(cls, *what: str) -> list[str]:
-        """Returns the names of the fields that affect any of these (see `_field`)."""
+        """Returns the names of the fields that affect any of these."""
         return [item.name for item in dataclasses.fields(cls) if item.metadata["affects"] in what]
 
     @classmethod
     def read_by(cls, objective: type[Objective]) -> list[str]:
-        """Returns the names of the fields that an objective reads."""
         return [item.name for item in dataclasses.fields(cls) if issubclass(objective, item.metadata["objective"])]
 
     @property
@@ -173,38 +171,35 @@ class Recipe(Value):
 
     @property
     def has_weights(self) -> bool:
-        """Whether the model is a saved one instead of a configuration."""
         return is_saved_model(self.model)
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer, or its default."""
         return self.tokenizer or (self.model if self.has_weights else "bpe:8192")
 
     @property
     def new_vocabulary_size(self) -> int | None:
-        """The size of the tokenizer that is trained on the corpus; `None` if the tokenizer is a saved one."""
+        """The size of the tokenizer that is trained on the corpus, if one is."""
         size = self.tokenizer_name.removeprefix("bpe:")
         return int(size) if size != self.tokenizer_name and size.isdecimal() else None
 
     @property
     def output_dir(self) -> str:
-        """The run folder."""
         return self.training["output_dir"]
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the model; copy it to change it. Raises `ValueError` as `load_config` does."""
+        """The configuration of the model, to be copied before changes; raises as `load_config`."""
         return load_config(self.model, self.switches)
 
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
-        """The record of the conversion that made the saved model, or `None`."""
+        """The record of the conversion that made the saved model, if one did."""
         return read_record(self.model, CONVERSION_FILE) if self.has_weights else None
 
     @functools.cached_property
     def arguments(self) -> TrainingArguments:
-        """The arguments of `Trainer`. Raises `ValueError` for values that they do not allow."""
+        """The arguments of `Trainer`; raises `ValueError` for values that they do not allow."""
         fields = _training_defaults(self.training) | self.training
         # What `RecordingTrainer` and its metrics need
         fields |= {"batch_eval_metrics": True, "logging_nan_inf_filter": False}
@@ -219,53 +214,44 @@ class Recipe(Value):
             run_parts(name, text)
 
     def replace(self, **changes: Any) -> "Recipe":
-        """Returns a recipe with other fields. Merges `switches` and `training` into its present ones."""
+        """Returns a recipe with other fields, where `switches` and `training` add to its own."""
         for section in ("switches", "training"):
-            if section in changes:
-                changes[section] = merged(getattr(self, section), changes[section])
+            changes[section] = merged(getattr(self, section), changes.get(section, {}))
         return dataclasses.replace(self, **changes)
 
     def without_tokens(self) -> "Recipe":
-        """Returns the recipe without the user's names and tokens on the Hub, which no other machine needs."""
+        """Returns the recipe without the user's names and tokens on the Hub."""
         training = {name: value for name, value in self.training.items() if not name.startswith(_PRIVATE_PREFIX)}
         return dataclasses.replace(self, training=training)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults, as in the file of a recipe, without private ones."""
+        """Returns the fields that differ from their defaults, without private ones."""
         return without_defaults(self.__getstate__()) | {"training": without_private(self.training)}
 
     def digest(self, *affects: str) -> str:
-        """Returns a hash of all fields that change a run, or of fields that affect any of these (see `_field`)."""
+        """Returns a hash of all fields that change a run, or of those that affect any of these."""
         names = self.affecting(*(affects or ("data", "model", "training")))
         values = {name: value for name, value in self.to_dict().items() if name in names}
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 _SECTIONS = ("switches", "training")
-# Fields of files and of the command line, and their types
-_FIELDS = {
-    kind: {item.name for item in dataclasses.fields(kind) if item.init and item.name not in _SECTIONS}
+# The types of the fields that files and the command line set, by class
+_TYPES = {
+    kind: {item.name: get_type_hints(kind)[item.name] for item in dataclasses.fields(kind) if item.init}
     for kind in (Recipe, TrainingArguments)
 }
-_RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
-# Fields of text alone. Optional ones of `TrainingArguments` may take other types, as `fsdp` takes true
-_TEXTS = {
-    name
-    for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
-    if str in (kinds := {kind, *get_args(kind)}) and not kinds & {bool, dict, dict[str, Any]}
-    if kind != str | None or name in _RECIPE_FIELDS
-}
+_RECIPE_FIELDS, _TRAINING_FIELDS = ({*types} - {*_SECTIONS} for types in _TYPES.values())
 
 
-class _RecipeParser(HfArgumentParser):
-    """Reads texts as the types of the fields of `Recipe` and `TrainingArguments`."""
-
-    def __init__(self, defaults: dict[str, Any]):
-        super().__init__([*_FIELDS], add_help=False, allow_abbrev=False)
+class _CommandLine(HfArgumentParser):
+    def __init__(self):
+        super().__init__([*_TYPES], add_help=False, allow_abbrev=False)
         for action in self._actions:
             action.required = False
         self.add_argument("--set", action="append", metavar="SWITCH=VALUE")
-        self.set_defaults(**defaults)
+        # Without defaults, it returns only what the command line gives
+        self.set_defaults(**dict.fromkeys(_RECIPE_FIELDS | _TRAINING_FIELDS))
 
     def _parse_dataclass_field(self, parser, field: dataclasses.Field) -> None:
         if field.name in _SECTIONS:
@@ -284,24 +270,22 @@ class _RecipeParser(HfArgumentParser):
 
 
 def read_overrides(words: list[str]) -> dict[str, Any]:
-    """Reads the overrides of a recipe from the words of a command line, with those of `--set` under `"switches"`."""
-    fields = _RECIPE_FIELDS | _TRAINING_FIELDS
-    # Without defaults, argparse returns only what the command line gives
-    arguments, unknown = _RecipeParser(dict.fromkeys(fields, None)).parse_known_args(words)
+    """Reads the overrides of a recipe from a command line, with those of `--set` under `"switches"`."""
+    arguments, unknown = _CommandLine().parse_known_args(words)
     if unknown:
         names = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
-        check_keys("command line", names, fields | {"set"})
+        check_keys("command line", names, _RECIPE_FIELDS | _TRAINING_FIELDS | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
-    overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
+    overrides = {name: value for name, value in vars(arguments).items() if value is not None}
     if "text_template" in overrides:
         overrides["text_template"] = unescape(overrides["text_template"])
-    if arguments.set:
-        overrides["switches"] = read_switches(arguments.set)
+    if "set" in overrides:
+        overrides["switches"] = read_switches(overrides.pop("set"))
     return overrides
 
 
 def read_switches(texts: list[str]) -> dict[str, Any]:
-    """Reads the values of `--set`, each of the form `switch=value`; the value is read as YAML."""
+    """Reads the values of `--set`, each of the form `switch=value` in YAML."""
     switches = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -314,7 +298,7 @@ def read_switches(texts: list[str]) -> dict[str, Any]:
 
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:
-    """Writes overrides as the words of a command line: the inverse of `read_overrides`."""
+    """Writes overrides as a command line: the inverse of `read_overrides`."""
 
     def word(value: Any) -> str:
         return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
@@ -331,12 +315,10 @@ def override_words(overrides: Mapping[str, Any]) -> list[str]:
 
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> Recipe:
-    """Reads a recipe and applies overrides.
+    """Reads a recipe, by the name of a shipped one or of a YAML file, and applies overrides.
 
     Args:
-        source: the name of a shipped recipe or a YAML file.
-        overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a
-            mapping.
+        overrides: fields of `Recipe` and `TrainingArguments`, and `switches` of the model as a mapping.
         trust_parts: run the parts that the file itself contains as code.
     """
     path = find("recipes", str(source))
@@ -363,54 +345,56 @@ def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], sour
 def read_recipe(
     content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "recipe"
 ) -> Recipe:
-    """Makes a recipe from the content of its file.
-
-    Args:
-        source: the file, for error messages; its stem names the default `output_dir`.
-    """
-    content = dict(content)
+    """Makes a recipe from the content of its file, `source`, whose stem names the default `output_dir`."""
+    fields = dict(content)
     overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
-    training = read_section(content.pop("training", None), f"{source}: training")
-    switches = read_section(content.pop("switches", None), f"{source}: switches")
-    check_keys(source, content, _RECIPE_FIELDS | {*_SECTIONS})
+    training = read_section(fields.pop("training", None), f"{source}: training")
+    switches = read_section(fields.pop("switches", None), f"{source}: switches")
+    check_keys(source, fields, _RECIPE_FIELDS | {*_SECTIONS})
     check_keys(f"{source}: training", training, _TRAINING_FIELDS)
     check_keys("arguments", overrides, _RECIPE_FIELDS | _TRAINING_FIELDS | {"switches"})
     switches = merged(switches, read_section(overrides.pop("switches", None), "arguments: switches"))
     for name, value in overrides.items():
-        (content if name in _RECIPE_FIELDS else training)[name] = value
-    if content.get("parts"):
-        content["parts"] = read_parts(content["parts"], Path(source).parent)
+        (fields if name in _RECIPE_FIELDS else training)[name] = value
+    if fields.get("parts"):
+        fields["parts"] = read_parts(fields["parts"], Path(source).parent)
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
     training["output_dir"] = str(results_folder(training["output_dir"]))
-    if "model" not in content:
+    if "model" not in fields:
         raise ValueError(f"{source}: the field 'model' is missing")
-
-    _check_texts(source, {**content, **training})
-    # Converts values that YAML read as text, such as 1e-3
-    values = vars(_RecipeParser({**content, **training}).parse_args([]))
-    training = {name: values[name] for name in training}
-    fields = {name: values[name] for name in content}
-    for name in ("lora", "base_sizes"):
-        if isinstance(fields.get(name), str):
-            with contextlib.suppress(yaml.YAMLError):
-                fields[name] = parse_yaml(fields[name])
+    fields, training = (
+        {name: _read_value(source, name, value, types[name]) for name, value in section.items()}
+        for section, types in zip((fields, training), _TYPES.values())
+    )
     recipe = Recipe(**fields, switches=switches, training=training)
     recipe.arguments  # noqa: B018 - a value that is not allowed is an error here
     return recipe
 
 
-def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`."""
-    for name, value in fields.items():
-        if name in _TEXTS and isinstance(value, int | float | date):  # true and false are integers too
+def _read_value(source: str, name: str, value: Any, kind: Any) -> Any:
+    """Returns a value of a file as its field's type, with `1e-3` in quotes as a number.
+
+    Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`.
+    """
+    kinds = {kind, *get_args(kind)}
+    if str in kinds:
+        # Optional text in `TrainingArguments` may be something else, as `fsdp: true`
+        is_text = not kinds & {bool, dict, dict[str, Any]} and (kind != str | None or name in _RECIPE_FIELDS)
+        if is_text and isinstance(value, int | float | date):  # true and false are integers too
             raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError):
+            value = parse_yaml(value)
+        if {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)}:
+            check_type(name, float(value) if type(value) is int and float in kinds else value, kind)
+    return value
 
 
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Loads files of attention parts, and returns their texts by name, which a recipe holds for other machines.
+    """Loads attention parts from files, beside the recipe or in the working directory, or from texts by name.
 
-    Args:
-        parts: files, in the folder of the recipe or the working directory; or their texts by name.
+    Returns their texts by name, which a recipe holds for other machines.
     """
     texts = parts
     if not isinstance(parts, Mapping):
@@ -426,7 +410,7 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
 
 
 def without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the fields of a recipe's file that have their defaults, as `Recipe.to_dict` does."""
+    """Drops the fields of a recipe's file that have their defaults."""
     return {name: value for name, value in content.items() if value != getattr(Recipe, name, ...)}
 
 

@@ -193,11 +193,11 @@ class TestSharedData:
         """A run that failed before its first weights, and is repeated: on pairs of the new length, to its end."""
         begin, lengths = train_module._train, []
 
-        def train_once(run):
-            lengths.append(max(map(len, run.blocks["train"].dataset["input_ids"])))
+        def train_once(trainer, *rest):
+            lengths.append(max(map(len, trainer.train_dataset["input_ids"])))
             if len(lengths) == 1:
                 raise TypeError("no disk")
-            begin(run)
+            begin(trainer, *rest)
 
         monkeypatch.setattr(train_module, "_train", train_once)
         options = {
