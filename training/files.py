@@ -203,16 +203,14 @@ def check_keys(source: str, keys, known) -> None:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Lists the fields that differ between what a folder holds and the current plan."""
-    before = _flatten(before)
-    now = _flatten(now)
+
+    def short(value: Any) -> str:
+        is_file = isinstance(value, str) and "\n" in value
+        return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}" if is_file else repr(value)
+
+    before, now = _flatten(before), _flatten(now)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return ", ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in changed)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, str) and "\n" in value:
-        return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}"
-    return repr(value)
+    return ", ".join(f"{key}: {short(before.get(key))} there, {short(now.get(key))} now" for key in changed)
 
 
 def _flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:

@@ -56,6 +56,7 @@ def has_same_arithmetic() -> bool:
 def values(content: Any, *path: str) -> Iterator[tuple[str, Any]]:
     """Yields the values of a record by their keys, without those that vary."""
     if not isinstance(content, dict | list) or not content:
+        content = Path(content).name if path[-1:] == ("dataset",) else content  # older results name its folder too
         yield "/".join(path), None if content == {} else content  # a model without changes was null
         return
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):

@@ -81,15 +81,11 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     )
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns a tokenizer's largest id plus one, as ids may have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:
     """Raises `ValueError` if the tokenizer with this name has ids beyond the embeddings of a model."""
-    if (size := vocabulary_size(tokenizer)) > (known := vocabulary_of(config)):
-        raise ValueError(f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={known}")
+    largest, known = max(tokenizer.get_vocab().values()), vocabulary_of(config)  # ids may have gaps
+    if largest >= known:
+        raise ValueError(f"tokenizer {name!r} has ids up to {largest}, too large for the model's vocab_size={known}")
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):
@@ -120,17 +116,21 @@ def prepare_data(
     Tokenizer and saved blocks are loaded from `tokenizer_folder`, where a new tokenizer is saved. `seed` shuffles the
     documents of a stream.
     """
-    if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
-        return load_tokenizer(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
+    folder = tokenizer_folder
+    has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(folder)) if has_tokenizer else None
+    if has_tokenizer and (folder / BLOCKS_FILE).is_file():
+        content = read_json(folder / BLOCKS_FILE)
+        splits = content["splits"].items()
+        blocks = {split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes) for split, sizes in splits}
+        return tokenizer, blocks, content["fingerprint"]
     documents = load_documents(recipe)
-    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(str(tokenizer_folder))
-    else:
+    if tokenizer is None:
         tokenizer = make_tokenizer(recipe, documents)
         tokenizer.model_max_length = recipe.sample_lengths[0]
-        if tokenizer_folder is not None:
-            with atomic_dir(tokenizer_folder, last="tokenizer.json") as folder:
-                tokenizer.save_pretrained(folder)
+        if folder is not None:
+            with atomic_dir(folder, last="tokenizer.json") as unfinished:
+                tokenizer.save_pretrained(unfinished)
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
     objective = objective_of(recipe)
@@ -147,12 +147,3 @@ def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path
     names = ("tokens", "bytes_per_token", "references")
     sizes = {split: {name: getattr(part, name) for name in names} for split, part in blocks.items()}
     write_text(folder / BLOCKS_FILE, json.dumps({"fingerprint": fingerprint, "splits": sizes}) + "\n")
-
-
-def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
-    content = read_json(folder / BLOCKS_FILE)
-    blocks = {
-        split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes)  # keeps the format
-        for split, sizes in content["splits"].items()
-    }
-    return blocks, content["fingerprint"]

@@ -200,9 +200,19 @@ class Recipe(Value):
     @functools.cached_property
     def arguments(self) -> TrainingArguments:
         """The arguments of `Trainer`; raises `ValueError` for values that they do not allow."""
-        fields = _training_defaults(self.training) | self.training
+        has_gpu = torch.cuda.is_available()
+        defaults = {
+            "dataloader_pin_memory": has_gpu,
+            # Without it, processes of `accelerate launch` do not find each other on a CPU
+            "use_cpu": not torch.accelerator.is_available(),
+            "logging_steps": 0.05,  # shares of all steps
+            "eval_steps": 0.2,
+            "eval_strategy": "steps",
+        }
+        if not {"bf16", "fp16"} & set(self.training):
+            defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
         # What `RecordingTrainer` and its metrics need
-        fields |= {"batch_eval_metrics": True, "logging_nan_inf_filter": False}
+        fields = defaults | self.training | {"batch_eval_metrics": True, "logging_nan_inf_filter": False}
         metric = fields.get("metric_for_best_model")
         if metric is not None and fields.get("greater_is_better") is None:
             fields["greater_is_better"] = metric.removeprefix("eval_") in _MORE_IS_BETTER
@@ -419,14 +429,3 @@ def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)
     }
-
-
-def _training_defaults(training: dict[str, Any]) -> dict[str, Any]:
-    """Returns defaults that suit the device, and make curves of 20 and 5 points."""
-    has_gpu = torch.cuda.is_available()
-    # Without `use_cpu`, processes of `accelerate launch` do not find each other on a CPU
-    defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
-    defaults |= {"logging_steps": 0.05, "eval_steps": 0.2, "eval_strategy": "steps"}  # shares of all steps
-    if not {"bf16", "fp16"} & set(training):
-        defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
-    return defaults

@@ -59,8 +59,12 @@ def evaluate_tasks(
     ):
         manager, specs, single = _load_tasks(tasks, str(model))
         results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
-    counts = results["n-samples"]
-    return {**results, "chance": {name: _chance(task, counts[name]["effective"]) for name, task in single.items()}}
+    results["chance"] = dict.fromkeys(single)
+    for name, task in single.items():
+        if task.OUTPUT_TYPE == "multiple_choice":
+            items = itertools.islice(task.eval_docs, results["n-samples"][name]["effective"])
+            results["chance"][name] = fmean(1 / len(task.doc_to_choice(item)) for item in items)
+    return results
 
 
 def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -162,10 +166,3 @@ def _from_hub(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(path, *arguments, **options)
 
     return load_metric
-
-
-def _chance(task: Any, count: int) -> float | None:
-    """Returns the mean of one over the number of choices, for the first items of a task."""
-    if task.OUTPUT_TYPE != "multiple_choice":
-        return None
-    return fmean(1 / len(task.doc_to_choice(item)) for item in itertools.islice(task.eval_docs, count))
