@@ -17,7 +17,7 @@ from typing import IO, NoReturn
 
 
 UNFINISHED = ".unfinished"  # suffix of temporary files and folders
-# Lists the files in a folder that this package wrote, one per line. Only these are replaced or deleted
+# Lists the files that this package wrote. Only these are replaced or deleted
 MANIFEST = ".nlq-manifest"
 _MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -200,7 +200,7 @@ def _register(folder: Path, names: Sequence[str]) -> None:
     if (root := _manifest_folder(folder)) is None:
         return
     paths = [(folder / name).relative_to(root).as_posix() for name in names]
-    # The manifest is read after the files are listed: another process adds a name first, and then writes the file
+    # Read after the files are listed: another process adds a name before it writes the file
     check_not_taken(root, [path for path in paths if os.path.lexists(root / path)])
     if new := not_in_manifest(root, paths):
         add_to_manifest(root, new)

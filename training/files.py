@@ -19,7 +19,7 @@ from .disk import MANIFEST, UNFINISHED, read_bytes, read_text, write_text
 from .text import QUOTE_IT
 
 
-# File suffixes that a recipe accepts as `dataset`, and the builder of `datasets` for each. `.gz` may follow them
+# File suffixes of a `dataset`, before `.gz` if any, and the builder of `datasets` for each
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Built-in datasets, and the key of `sysconfig.get_paths()` for the folder of their Python files
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-docstrings": "stdlib"}
@@ -34,9 +34,9 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
-MODELS_FILE = "models.json"  # the fields of each model of a comparison
-LOCK_FILE = ".lock"  # held by the process that writes into a folder
-CHECKPOINT = "checkpoint-"  # prefix of the folders of a run's checkpoints
+MODELS_FILE = "models.json"
+LOCK_FILE = ".lock"
+CHECKPOINT = "checkpoint-"
 # Suffixes of the files beside a run's folder
 LOG = ".log"
 PROGRESS = ".progress.json"
@@ -62,7 +62,7 @@ TOKENIZER = (
 VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 
-# Fields of a recipe and of a configuration that do not change the result: a run may resume with other values
+# Fields with which a run may resume, because they do not change the result
 _FREE_FIELDS = {
     *("explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"),
     *("architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"),
@@ -84,7 +84,7 @@ def write_yaml(path: Path, content: dict[str, Any]) -> None:
 
 def is_nonempty(path: Path) -> bool:
     """Tells whether a path is a file, or a folder with more than lock, manifest and temporary files."""
-    try:  # asked once, because another process may create the folder meanwhile
+    try:
         entries = list(path.iterdir())
     except FileNotFoundError:
         return False
@@ -109,7 +109,7 @@ class YamlLoader(yaml.SafeLoader):
     def _size(self, node, sizes):
         """Returns the numbers of values and levels, where an alias repeats what it stands for."""
         if node not in sizes:
-            sizes[node] = (10**6, 0)  # until its children are counted, which may repeat the node itself
+            sizes[node] = (10**6, 0)  # until counted: children may repeat it
             if node.tag.endswith((":int", ":float")) and len(node.value) > 1000:
                 raise ValueError(_TOO_LARGE)
             children = [] if isinstance(node, yaml.ScalarNode) else node.value

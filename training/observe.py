@@ -65,9 +65,8 @@ def visibility_of(
 ) -> Visibility:
     """Returns which keys each query of a layer, other than linear attention, sees in texts without padding.
 
-    Args:
-        query, key: `(batch, heads, length, head_dim)`; for cross-attention, `key` has another length.
-        segments: `(batch, length)`, the document of each token, for packed documents.
+    `query` and `key` are `(batch, heads, length, head_dim)`, with two lengths for cross-attention. `segments`,
+    `(batch, length)`, tells packed documents apart.
     """
     window, sees_own_key = layer.visible_keys
     visibility = make_visibility(

@@ -63,7 +63,7 @@ class Data(Value):
 
     Attributes:
         tokens_seen, token_stream: see `RunRecord`.
-        train_tokens, validation_tokens, test_tokens: of the splits; `None` if that is unknown.
+        train_tokens, validation_tokens, test_tokens: of the splits; `None` if unknown.
         trained_on: see `read_trained_on`; this run's own data are the last.
         is_fine_tuned: whether the run began with the weights of a saved model.
         base_model: the model on the Hub from which they come.

@@ -113,7 +113,7 @@ def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eag
     """Makes a language model on the meta device; raises `ValueError` if Transformers cannot."""
     try:
         with torch.device("meta"):
-            # `from_config` writes the backend into the configuration, which may belong to a model in use
+            # `from_config` writes the backend into the configuration
             return auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
     except (AssertionError, AttributeError, NotImplementedError) as error:
         if isinstance(config, NLQConfig | NLQSeq2SeqConfig):
@@ -135,13 +135,12 @@ def measure(
     et al. 2022, appendix B). Linear attention has `head_dim` such products per head, to read its state and to write
     it. Norms, activations and the softmax are not counted. All experts of a mixture count.
 
+    Raises `ValueError` or `ImportError` if the model cannot be made, or does not say its context length.
+
     Args:
         context: the context length in tokens, or those of source and target; by default `context_of` the model.
         attn_implementation: a backend that supports the model; `None` lets the model choose.
         prepare: changes the model before it is measured, for example freezes parameters.
-
-    Raises:
-        ValueError, ImportError: if the model cannot be made with this backend, or does not say its context length.
     """
     for length in context if isinstance(context, Sequence) else [context]:
         check_number("context", length, 1)

@@ -11,7 +11,7 @@ QUOTE_IT = "quote it, because YAML reads off, no, null, numbers and dates as oth
 _ESCAPES = {r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|unexpected pos \d+ vs")
 LONGEST_NAME = 200  # of a folder, because the files beside it add suffixes to its name
-# Control characters, except line breaks and tabs, line separators, directions of text, and halves of surrogates
+# Control characters except line breaks and tabs, separators, directions of text, surrogates
 _CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Characters that Markdown may read as markup
 _MARKUP = re.compile(r"[`*~]|(?<![^\W_])_|_(?![^\W_])|\\(?=[!-/:-@[-`{-~]|$)|<(?=[A-Za-z/!?])|&(?=#?\w+;)|\](?=[(:[])")

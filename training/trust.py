@@ -25,7 +25,7 @@ def run_parts(source: str | Path, text: str | None = None, only_known: bool = Fa
     """Runs a file of parts, if it ran before or not `only_known`, and remembers it."""
     if text is None:
         text = text_of(source)  # read once, so that the text which is hashed runs
-    # The hash is of the published text, because publishing changes the import lines
+    # Of the published text, because publishing changes the import lines
     digest = hashlib.sha256(published_text(text, str(source)).encode()).hexdigest()
     is_known = digest in _known()
     if only_known and not is_known:

@@ -27,8 +27,8 @@ class Blocks:
     """The tokens of a split, in blocks or pairs.
 
     Attributes:
-        dataset: rows of `input_ids`, and of `labels` for pairs. The last block may be shorter.
-        tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
+        dataset: rows of `input_ids`, and of `labels` for pairs.
+        tokens: their number, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
         references: the whole targets of the first `GENERATED_ROWS` pairs.
     """
@@ -84,7 +84,7 @@ def make_blocks(
             raise ValueError(f"dataset {recipe.dataset!r} has too few {too_few}")
         return Blocks(blocks)
 
-    # `datasets` would hash the pickle of a tokenizer, which changes with use, unlike its serialised form
+    # The pickle of a tokenizer, which `datasets` would hash, changes with use
     is_text = isinstance(documents.features[column], Value)
     kind = "special tokens split" if is_text else tokenizer.chat_template
     identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end_of_text, kind))

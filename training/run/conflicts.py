@@ -73,7 +73,7 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     read = Recipe.read_by(objective)
     for name in (name for name in recipe.to_dict() if name not in read):
         yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
-    # Others may see the previous document, or lack layers to record. Shipped recipes set attn_implementation: nlq
+    # Others may see the previous document, or lack layers to record
     is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
     for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():
         value = getattr(recipe, name)

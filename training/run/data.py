@@ -32,7 +32,7 @@ BLOCKS_FILE = "blocks.json"
 def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
     """Trains the tokenizer of a recipe on the training documents (`bpe:SIZE`), or loads it."""
     if recipe.new_vocabulary_size is not None:
-        # Reading a stream twice doubles its cost, so the tokenizer learns from its first documents
+        # A tokenizer learns from the first documents of a stream, which is read again
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
         texts = (check_text(row[column], recipe) for row in sample for column in recipe.text_columns.values())
         return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
@@ -63,7 +63,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     trained = json.loads(tokenizer.to_str())["model"]
-    # `add_prefix_space=True` may add the blank of a first word, so it is not trimmed
+    # A first word's blank, perhaps of `add_prefix_space=True`, is not trimmed
     offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
     ids = [(END_OF_TEXT, trained["vocab"][END_OF_TEXT])]
     pair = processors.TemplateProcessing(single="$A", pair=f"$A {END_OF_TEXT} $B:1", special_tokens=ids)

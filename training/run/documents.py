@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-PAIRS = "python-docstrings"  # the built-in corpus of pairs
-# Limits a document: a tokenizer needs some hundred bytes of memory for each character
+PAIRS = "python-docstrings"
+# A tokenizer needs some hundred bytes of memory for each character of a document
 MOST_CHARACTERS = 5_000_000
-# Suffixes of files to read in a folder. Other files may hold links or archives
+# Files to read in a folder. Others may hold links or archives
 _TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
@@ -63,10 +63,10 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     for path in python_files(corpus):
         try:
-            with tokenize.open(path) as file:  # reads the encoding that the file declares
+            with tokenize.open(path) as file:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
-            continue  # the standard library tests itself with broken files
+            continue  # on purpose
         if text.strip():
             yield {"path": path.relative_to(root).as_posix(), "text": text}
 
@@ -168,7 +168,7 @@ def _errors_named(name: str) -> Iterator[None]:
     except Exception as error:
         if is_disk_full(error) or str(error).startswith((f"dataset {name!r}", "text_template")):
             raise
-        what = f"cannot be read: {first_line(root_cause(error))}"  # unreadable content, unknown configuration
+        what = f"cannot be read: {first_line(root_cause(error))}"
         if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
             what = f"is neither {', '.join(BUILT_IN_CORPORA)}, a local file or folder, nor available from the Hub"
         raise ValueError(f"dataset {name!r} {what}") from error
@@ -207,7 +207,7 @@ def _load_splits(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset]
     if path.is_file():
         content = f"{reader} {digests['train'][0]}"
         if reader != "text":
-            # `datasets` would cache by modification times, and would take a name such as `g[1].jsonl` for a pattern
+            # `datasets` would cache by modification times, and take `g[1].jsonl` for a pattern
             data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
             reader = load_dataset_builder(reader, data_files=data_files)
     if reader != "text":
@@ -349,7 +349,7 @@ def _hold_out(splits: dict, recipe: "Recipe") -> dict:
     for split, (first, last) in bounds.items():
         options = {}
         if not recipe.streaming:
-            # `datasets` would hash the name of the function, and reuse the result of another version of it
+            # `datasets` would hash only the name of the function
             identity = (train._fingerprint, "hash of text", *recipe.text_columns.values(), first, last)
             options = {"num_proc": recipe.num_proc, "new_fingerprint": Hasher.hash(identity)}
         arguments = {"recipe": recipe, "first": first, "last": last}

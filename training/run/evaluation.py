@@ -106,23 +106,23 @@ def evaluate(
     """Evaluates a saved model on text that it was not trained on.
 
     If the records beside the model say that it was trained on this dataset, its recipe sets the defaults. A local file
-    is evaluated whole, even if the model was trained on it, unless `validation_fraction` is set. The last block may be
-    shorter, except when the settings repeat the run's own evaluation, which drops it.
+    is evaluated whole unless `validation_fraction` is set. The last block may be shorter, except when the settings
+    repeat the run's own evaluation.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
-        dataset: as in a recipe, for its validation split. Defaults to the held-out documents of the last dataset that
-            the model was trained on, unless this is a local file or folder, or else to `python-stdlib`.
+        dataset: as in a recipe, for its validation split. Defaults to the last dataset that the model was trained on,
+            unless this is a local file or folder, or else to `python-stdlib`.
         batch_size: blocks per device.
         fields: the fields of a recipe in `EVALUATED`. Default to the run's own settings; without a run, to those of a
-            recipe, with the model's context as `block_size`. `None` means the default.
+            recipe, with the model's context as `block_size`.
 
     Returns:
         `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. An
         encoder's are means over masked tokens, with `eval_pseudo_perplexity` and without bits per byte.
 
     Raises:
-        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, and a
+        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, or a
             share of the dataset that the model was trained on.
     """
     check_keys("evaluate", fields, EVALUATED)

@@ -43,14 +43,9 @@ def make_runs(
 ) -> Iterator[tuple[str, RunResult]]:
     """Makes runs, as many at once as the workers have room for; yields name and result of each finished one.
 
-    Args:
-        ready: returns the recipes of the runs that can begin, by name, and the number of finished runs. Called again
-            whenever a run has ended; no run is begun twice.
-        bar: progress over the steps of all runs.
-        steps: the number of steps of each run.
-
-    Raises:
-        ChildProcessError: naming the runs that failed; all others are finished.
+    `ready` returns the recipes of the runs that can begin, by name, and the number of finished runs. It is called
+    again whenever a run has ended; no run is begun twice. The bar shows the steps of all runs, each of so many steps.
+    Raises `ChildProcessError`, naming the runs that failed, when all others are finished.
     """
     recipes: dict[str, Recipe] = {}
     waiting: list[str] = []

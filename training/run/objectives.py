@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .mlm import Masking
     from .recipe import Recipe
 
-# Methods import `datasets` and `Trainer`, which take seconds, when they need them: a recipe alone does not
+# Methods import `datasets` and `Trainer`, which take seconds and which a recipe alone does not need
 
 
 class Objective:

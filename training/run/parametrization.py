@@ -44,7 +44,7 @@ class Factors:
     epsilon: float
 
 
-# A base model has these sizes; all other widths are in the same proportion to its hidden size, and heads are as wide
+# All other widths are in the same proportion to the hidden size, and heads are as wide
 BASE_SIZES = ("hidden_size", "num_hidden_layers")
 # Widths that grow with the hidden size. `head_dim` does not: a wider model has more heads
 _WIDTHS = (
@@ -113,7 +113,7 @@ def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> 
             found[name] = Factors(1.0, 1.0, 1 / width)
         elif parameter in last:
             found[name] = Factors(1 / width, 1 / width, 1.0)
-        elif parameter in ends:  # the model class divides their initial values by the square root of the depth already
+        elif parameter in ends:  # initial values are divided by the root of the depth already
             found[name] = Factors(1 / math.sqrt(inputs * depth), 1 / (inputs * depth), 1 / width)
         else:
             found[name] = Factors(1 / math.sqrt(inputs), 1 / inputs, 1 / (width * depth))

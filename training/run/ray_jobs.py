@@ -41,11 +41,11 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-# The last file of the shared data that is written
+# The last file of the shared data
 _LAST_FILE = "tokenizer.json"
 # Seconds between two reports of progress
 _PACE = 5.0
-# Seconds to wait for the lock of a run, which a process that Ray is killing may still hold
+# Seconds to wait for the lock of a run, which a dying process may still hold
 _PATIENCE = 10.0
 
 
@@ -63,7 +63,7 @@ def connected_to_ray() -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this, Ray retries a run that ran out of memory without end
     os.environ.setdefault("RAY_task_oom_retries", "0")
-    with tempfile.TemporaryDirectory() as empty:  # Ray's processes import from the directory where it starts
+    with tempfile.TemporaryDirectory() as empty:  # its processes import from here
         try:
             with chdir(empty):
                 ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
@@ -116,7 +116,7 @@ def _make_run(job: dict[str, Any]) -> RunResult:
         raise RunFailed(f"failed: {host} does not see {data}; --output_dir must be a folder that all nodes see")
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
-    os.environ["PYTHONSAFEPATH"] = "1"  # its processes import nothing from the directory that follows
+    os.environ["PYTHONSAFEPATH"] = "1"
     with suppress(OSError):
         os.chdir(job["cwd"])  # relative paths in a recipe lead to the same files
     return run_in_subprocess(job["recipe"], data, job["threads"], pace=_PACE, patience=_PATIENCE)
@@ -142,7 +142,8 @@ def _train(job: dict[str, Any]) -> RunResult:
 class RayWorkers:
     """Makes runs on the cluster, each as a task, or by a `TorchTrainer` if it takes several workers.
 
-    A `TorchTrainer` starts five processes besides its workers, which take more CPU time than a small run.
+    A `TorchTrainer` starts five processes besides its workers, which take more CPU time than a small run. Raises
+    `ImportError` without Ray, and `ValueError` for a number that is too small.
 
     Attributes:
         cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads, so
@@ -150,10 +151,6 @@ class RayWorkers:
         gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. With 0, it trains on the CPU.
         workers_per_run: processes that train a run together, at its global batch size, with at most one GPU each.
         max_retries: how often Ray retries a run that lost its node or its process, or ran out of memory.
-
-    Raises:
-        ImportError: if Ray is not installed.
-        ValueError: for a number that is too small.
     """
 
     cpus_per_run: int | None = None
@@ -261,18 +258,17 @@ def train_on_ray(
     gpus_per_worker: float = 0,
     max_retries: int = 3,
 ) -> RunResult:
-    """Trains a recipe on a cluster of Ray, at the same global batch size for any number of workers.
+    """Trains a recipe on Ray, at the same global batch size for any number of workers; a second call resumes the run.
 
-    A second call resumes the run. Its log and `NAME.data`, with tokenizer and tokenised data, are beside its folder.
-    Raises as `train`.
+    Its log and `NAME.data`, with tokenizer and tokenised data, are beside its folder, which all nodes see. Raises as
+    `train`.
 
     Args:
-        recipe: its `output_dir` is a folder that all nodes see.
         workers: processes that train together.
         cpus_per_worker: CPUs and threads of each. Defaults to 1, or for a single worker without GPU to PyTorch's
             number of threads here.
         gpus_per_worker: 0, 1, or a fraction for a single worker.
-        max_retries: how often the run is retried if it loses a node or a process, or runs out of memory.
+        max_retries: see `RayWorkers`.
     """
     check_number("workers", workers, 1)
     check_number("cpus_per_worker", cpus_per_worker, 1)
@@ -280,7 +276,7 @@ def train_on_ray(
     cluster = RayWorkers(cpus, gpus_per_worker * workers, workers, max_retries)
     check_recipe(recipe)
     folder, steps = Path(recipe.output_dir).absolute(), max(recipe.arguments.max_steps, 0)
-    with RunFolder(folder).held():  # an error if another process trains there, or it holds something else
+    with RunFolder(folder).held():  # raises if it holds something else
         pass
     beside = folder.with_name(f"{folder.name}.data")
     with (

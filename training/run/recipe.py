@@ -28,7 +28,7 @@ from ..values import Value, check_type
 from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq
 
 
-# Fields of `TrainingArguments` that do not belong to a recipe: the user's folders, names and tokens
+# Fields of `TrainingArguments` with the user's folders, names and tokens
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
@@ -45,10 +45,8 @@ def _field(
 ) -> Any:
     """Returns a field of `Recipe` that objectives of this class read.
 
-    Args:
-        affects: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or
-            `nothing`, which lets a run resume with another value.
-        is_shape: whether it says how texts are cut and shown to the model.
+    `affects` says what it changes: the `data` that a model sees, the `model` itself, its `training`, or `nothing`,
+    which lets a run resume with another value. `is_shape` marks how texts are cut and shown to the model.
     """
     metadata = {"affects": affects, "objective": objective, "is_shape": is_shape}
     return dataclasses.field(default=default, metadata=metadata, **options)
@@ -266,7 +264,7 @@ class _CommandLine(HfArgumentParser):
     def _parse_dataclass_field(self, parser, field: dataclasses.Field) -> None:
         if field.name in _SECTIONS:
             return
-        if "affects" in field.metadata:  # a field of `Recipe`: argparse knows neither its metadata nor mappings
+        if "affects" in field.metadata:  # of a `Recipe`, of which argparse knows no metadata and no mappings
             field = copy.copy(field)
             field.metadata = {}
             if field.name == "parts":

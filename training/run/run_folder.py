@@ -49,14 +49,13 @@ from ..result import RunResult
 from .recipe import without_defaults
 
 
-# Seconds to wait for other processes that share a comparison, and claim its folder at the same moment
+# Seconds to wait for processes that claim the folder of a comparison at the same moment
 CLAIM_PATIENCE = 10.0
 
-# Seconds after which an unfinished folder is what a process that was killed has left
+# Seconds after which an unfinished folder is that of a process that was killed
 _LEFT_BEHIND = 3600.0
 
-# Error texts for a folder that has no plan, or the plan of another run, and files with a field that shows that this
-# package wrote a folder before folders had a manifest
+# Error texts for a folder without a plan and with another one, and fields in files of folders older than manifests
 _KINDS = {
     RECIPE_FILE: (
         "is no run of `nlq train`",
@@ -127,7 +126,7 @@ class RunFolder:
         lock = FileLock(self.path / LOCK_FILE)
         try:
             lock.acquire(timeout=patience)
-        except (Timeout, FileNotFoundError):  # its holder has just removed the folder, in which it had written nothing
+        except (Timeout, FileNotFoundError):  # its holder has just removed the empty folder
             raise FolderIsLocked(
                 f"{self.path} is in use by another process; wait for its end, or choose another folder"
             ) from None
@@ -158,7 +157,7 @@ class RunFolder:
         marks = _KINDS[self.plan][2].items()
         if any(f'"{field}"' in read_text(file) for pattern, field in marks for file in self.path.glob(pattern)):
             return True
-        # A run that was killed before its first checkpoint: nothing is lost if its recipe is written again
+        # Killed before its first checkpoint: nothing is lost if its recipe is written again
         recipe = self.path / RECIPE_FILE
         is_begun = self.plan == RECIPE_FILE and (self.path / LOCK_FILE).exists() and recipe.exists()
         return is_begun and read_text(recipe) == yaml_text(read_yaml(recipe))
@@ -175,7 +174,7 @@ class RunFolder:
 
     def made_from(self) -> dict[str, Any] | None:
         """Returns what a folder was made from, `None` if new; raises `ValueError` if it holds something else."""
-        is_taken = is_nonempty(self.path)  # asked first, because another process may write the plan meanwhile
+        is_taken = is_nonempty(self.path)  # asked first: another process may write the plan
         if (self.path / self.plan).is_file():
             if self.plan not in (read_manifest(self.path) or ()) and not self._is_older():
                 raise ValueError(f"{self.path / self.plan} was not written by nlq; choose another --output_dir")
@@ -217,14 +216,14 @@ class RunFolder:
         elif self.checkpoints():  # which tell the global batch size
             made_by = processes = None
         elif not any(self.path.glob("*.safetensors")):
-            # New, or an attempt failed before it saved any weights: nothing is lost by beginning anew
+            # New, or without any weights: nothing is lost by beginning anew
             if is_main_process:
                 self.begin_manifest()
                 delete(self.path / "tokenizer.json")
                 self.write(given)
             return
-        before = _with_global_batch(without_defaults(before), made_by)
-        if changes := differences(before, _with_global_batch(given, processes)):
+        before, now = _with_global_batch(without_defaults(before), made_by), _with_global_batch(given, processes)
+        if changes := differences(before, now):
             self.refuse(changes)
         if is_main_process:
             self.begin_manifest()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-GENERATED_ROWS = 256  # pairs of the validation split that chrF is computed on
+GENERATED_ROWS = 256  # for chrF
 
 
 def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "Recipe") -> Blocks:
@@ -37,7 +37,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "
             ids = ids_of(texts)
             rows[name] = [[*text[: length - 1], tokenizer.eos_token_id] for text in ids]
             rows["is_cut"] = [before or len(text) >= length for before, text in zip(rows["is_cut"], ids)]
-            # The last column, the target, sets these. They count its whole text, so that cutting does not change them
+            # At the end those of the target, whole, so that cutting does not change them
             rows |= {"bytes": [len(text.encode()) for text in texts], "length": [len(text) + 1 for text in ids]}
         return rows
 

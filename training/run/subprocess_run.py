@@ -96,17 +96,13 @@ def run_in_subprocess(
 ) -> RunResult:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
 
-    Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
+    Several processes that PyTorch's environment variables (`RANK`, ...) name train together. Log and progress are
+    beside the run folder. Raises `FolderIsLocked`, and `RunFailed`, when the log has the traceback.
 
     Args:
-        recipe: its `output_dir` is the run folder. Log and progress are written beside it.
         data: the folder of the tokenizer, and perhaps of `save_blocks`.
         report: called with the progress of the run, in a thread of its own, every `pace` seconds.
         patience: seconds to wait for another process that makes this run.
-
-    Raises:
-        FolderIsLocked: if another process makes this run.
-        RunFailed: if it failed. The log has the traceback.
     """
     rank = int(os.environ.get("RANK", 0))
     folder, callbacks = Path(recipe.output_dir), []

@@ -50,7 +50,7 @@ from .trainer import RecordingTrainer, RunRecord, has_diverged, peak_memory
 
 logger = logging.get_logger(__name__)
 
-# Blocks of the validation split on which attention is recorded while training
+# Validation blocks on which attention is recorded
 _STABILITY_BLOCKS = 2
 
 
@@ -74,7 +74,7 @@ def train_recipe(
         logger.warning(f"{place.path} is finished: nothing to do")
         return place.result()
 
-    # Makes the model without weights, so that an impossible backend is an error before data are prepared
+    # Without weights, so that an impossible backend is an error before data are prepared
     size = measure(
         recipe.config, recipe.sample_lengths, recipe.attn_implementation, functools.partial(choose_trained, recipe)
     )
@@ -168,7 +168,7 @@ def make_trainer(
         eval_dataset=validation.dataset,
         data_collator=collate,
         processing_class=tokenizer,
-        # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
+        # Trainer shifts labels by the name of a class, which `torch_compile` and FSDP2 change
         compute_loss_func=functools.partial(smoother, shift_labels=bool(objective.label_shift))
         if smoother.epsilon
         else None,
@@ -211,8 +211,7 @@ def _train(trainer: RecordingTrainer, place: RunFolder, given: dict[str, Any]) -
         except UnpicklingError:  # PyTorch's message advises to run what it holds
             raise ValueError(f"{checkpoint} is damaged, or holds code besides tensors; delete it") from None
         return
-    # Interrupted after its last step, when Trainer would take one more. TensorBoard would log the evaluation below the
-    # current folder, because its own is named when training begins
+    # Interrupted after its last step: Trainer would take one more, and TensorBoard log below the current folder
     trainer.remove_callback(TensorBoardCallback)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
@@ -225,7 +224,7 @@ def _evaluate_and_save(trainer: RecordingTrainer, recipe: Recipe, blocks: dict[s
     """Returns the metrics of all splits, and saves the model."""
     objective = objective_of(recipe)
     last = {}
-    # The evaluation after the last step, if there was one and the weights are still the same
+    # The evaluation after the last step, if the weights are still the same
     if not trainer.args.load_best_model_at_end:
         step = trainer.state.global_step
         entries = (entry for entry in trainer.state.log_history if entry["step"] == step and "eval_loss" in entry)
@@ -305,7 +304,7 @@ def _write_results(trainer: RecordingTrainer, recipe: Recipe, given: dict[str, A
         name = folder.resolve().name
         card = render(name, model.config, size, given, result, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
-    # Trainer's summary counts only the part of the run after the last interruption
+    # Trainer's summary counts only from the last interruption on
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
     with atomic_dir(folder) as unfinished:
         state.save_to_json(str(unfinished / STATE_FILE))

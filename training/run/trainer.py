@@ -86,7 +86,7 @@ class RunRecord(TrainerCallback, ExportableState):
             self._reset()
         else:
             self.restore(state)
-            # Trainer (Transformers 5.23) takes them from the checkpoint, which may be that of a longer run
+            # Trainer (Transformers 5.23) takes them from the checkpoint, perhaps of a longer run
             state.compute_steps(args, state.max_steps)
             state.best_model_checkpoint = best_checkpoint(state, args.output_dir)
 
@@ -163,7 +163,7 @@ class RecordingTrainer(MaskingTrainer):
         super()._save_checkpoint(model, trial)
 
     def _issue_warnings_after_load(self, load_result):
-        # A checkpoint holds tied weights once; Trainer (Transformers 5.23) reports the other name as missing
+        # Trainer (Transformers 5.23) reports the second name of tied weights as missing
         tied = self.model.all_tied_weights_keys
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
