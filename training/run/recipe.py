@@ -1,11 +1,11 @@
 """Recipes say what to train, on which data, and how. The command line can override every field of their YAML files."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
 import json
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import yaml
-from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from modeling_nlq.configuration_nlq import check_kernels
 
@@ -60,15 +60,15 @@ class Recipe(Value):
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
     """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl
-    or .parquet; text in UTF-8."""
+    or .parquet."""
     dataset_config: str | None = _field("data", None)
     """The configuration of a Hub dataset."""
     text_column: str = _field("data", "text", PackedText)
-    """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
+    """The column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
     text_template: str | None = _field("data", None, PackedText)
     """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
     source_column: str = _field("data", "source", Seq2Seq, is_shape=True)
-    """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
+    """With `seq2seq`, the column of the texts that the encoder reads."""
     target_column: str = _field("data", "target", Seq2Seq, is_shape=True)
     """With `seq2seq`, the column of the texts that are to be written."""
     streaming: bool = _field("data", False, PackedText)
@@ -89,7 +89,7 @@ class Recipe(Value):
     max_source_length: int = _field("data", 512, Seq2Seq, is_shape=True)
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
     max_target_length: int = _field("data", 128, Seq2Seq, is_shape=True)
-    """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
+    """The same for targets, and the longest text that is generated for chrF."""
     packing: Literal["stream", "documents"] = _field("data", "stream", PackedText, is_shape=True)
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
@@ -101,11 +101,9 @@ class Recipe(Value):
     num_proc: int | None = _field("nothing", None)
     """Processes that prepare the data."""
     trainable: Literal["all", "new"] = _field("training", "all")
-    """`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as they
-    are."""
+    """`all`: every parameter; `new`: those that a conversion added to the saved model."""
     lora: dict[str, Any] | None = _field("training", None)
-    """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights
-    at the end."""
+    """Fields of PEFT's `LoraConfig`: only a LoRA is trained, and added to the saved model's weights at the end."""
     parametrization: Literal["standard", "completep"] = _field("training", "standard", PackedText)
     """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate
     of a model of `base_sizes` suits this one too (arXiv 2505.01618)."""
@@ -116,10 +114,9 @@ class Recipe(Value):
     record_stability: bool = _field("training", False, PackedText)
     """Record entropy, normaliser and scores of every attention layer while training."""
     stability_steps: int = _field("training", 50)
-    """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
-    (`benchmarks/stability.py`)."""
+    """Optimizer steps between two records, each of which costs less than a tenth of a step."""
     explore: bool = _field("nothing", False)
-    """Write the page of `nlq explore` on held-out text when the run is finished."""
+    """Write the page of `nlq explore` on held-out text at the end."""
     switches: dict[str, Any] = _field("model", default_factory=dict)
     """Fields of the model's configuration."""
     training: dict[str, Any] = _field("training", default_factory=dict)
@@ -244,52 +241,39 @@ class Recipe(Value):
 
 
 _SECTIONS = ("switches", "training")
-# The types of the fields that files and the command line set, by class
-_TYPES = {
-    kind: {item.name: get_type_hints(kind)[item.name] for item in dataclasses.fields(kind) if item.init}
+# Fields of files and of the command line, and their types
+_RECIPE_FIELDS, _TRAINING_FIELDS = (
+    {item.name for item in dataclasses.fields(kind) if item.init} - {*_SECTIONS}
     for kind in (Recipe, TrainingArguments)
-}
-_RECIPE_FIELDS, _TRAINING_FIELDS = ({*types} - {*_SECTIONS} for types in _TYPES.values())
-
-
-class _CommandLine(HfArgumentParser):
-    def __init__(self):
-        super().__init__([*_TYPES], add_help=False, allow_abbrev=False)
-        for action in self._actions:
-            action.required = False
-        self.add_argument("--set", action="append", metavar="SWITCH=VALUE")
-        # Without defaults, it returns only what the command line gives
-        self.set_defaults(**dict.fromkeys(_RECIPE_FIELDS | _TRAINING_FIELDS))
-
-    def _parse_dataclass_field(self, parser, field: dataclasses.Field) -> None:
-        if field.name in _SECTIONS:
-            return
-        if "affects" in field.metadata:  # of a `Recipe`, of which argparse knows no metadata and no mappings
-            field = copy.copy(field)
-            field.metadata = {}
-            if field.name == "parts":
-                field.type = list[str]
-            elif dict[str, Any] in get_args(field.type):
-                field.type = str
-        super()._parse_dataclass_field(parser, field)
-
-    def error(self, message: str):
-        raise ValueError(message)
+)
+_TYPES = get_type_hints(TrainingArguments) | get_type_hints(Recipe)
 
 
 def read_overrides(words: list[str]) -> dict[str, Any]:
-    """Reads the overrides of a recipe from a command line, with those of `--set` under `"switches"`."""
-    arguments, unknown = _CommandLine().parse_known_args(words)
+    """Reads the overrides of a recipe from a command line, with those of `--set` under `"switches"`.
+
+    The words of an option are read as a file's value; without any, the value is true.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    parser.add_argument("--set", action="append", nargs="*", default=[])
+    for name in _RECIPE_FIELDS | _TRAINING_FIELDS:
+        parser.add_argument(f"--{name}", nargs="*")
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
         names = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
         check_keys("command line", names, _RECIPE_FIELDS | _TRAINING_FIELDS | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
-    overrides = {name: value for name, value in vars(arguments).items() if value is not None}
+    overrides = vars(arguments)
+    texts = [text for values in overrides.pop("set") for text in values or [""]]
+    for name, values in overrides.items():
+        kinds = {_TYPES[name], *get_args(_TYPES[name])}
+        if not values and bool not in kinds:
+            raise ValueError(f"--{name} needs a value")
+        is_list = len(values) > 1 or (list[str] in kinds and str not in kinds)
+        overrides[name] = _read_value("command line", name, values if is_list else (values or [True])[0])
     if "text_template" in overrides:
         overrides["text_template"] = unescape(overrides["text_template"])
-    if "set" in overrides:
-        overrides["switches"] = read_switches(overrides.pop("set"))
-    return overrides
+    return overrides | ({"switches": read_switches(texts)} if texts else {})
 
 
 def read_switches(texts: list[str]) -> dict[str, Any]:
@@ -371,31 +355,34 @@ def read_recipe(
     if "model" not in fields:
         raise ValueError(f"{source}: the field 'model' is missing")
     fields, training = (
-        {name: _read_value(source, name, value, types[name]) for name, value in section.items()}
-        for section, types in zip((fields, training), _TYPES.values())
+        {name: _read_value(source, name, value) for name, value in section.items()} for section in (fields, training)
     )
     recipe = Recipe(**fields, switches=switches, training=training)
     recipe.arguments  # noqa: B018 - a value that is not allowed is an error here
     return recipe
 
 
-def _read_value(source: str, name: str, value: Any, kind: Any) -> Any:
-    """Returns a value of a file as its field's type, with `1e-3` in quotes as a number.
+def _read_value(source: str, name: str, value: Any) -> Any:
+    """Returns a value of a file as its field's type, with a text such as `1e-3` as a number.
 
     Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`.
     """
+    kind = _TYPES[name]
     kinds = {kind, *get_args(kind)}
     if str in kinds:
         # Optional text in `TrainingArguments` may be something else, as `fsdp: true`
-        is_text = not kinds & {bool, dict, dict[str, Any]} and (kind != str | None or name in _RECIPE_FIELDS)
-        if is_text and isinstance(value, int | float | date):  # true and false are integers too
+        is_other = kinds & {bool, dict, dict[str, Any]} or (kind == str | None and name not in _RECIPE_FIELDS)
+        if not is_other and isinstance(value, int | float | date):  # true and false are integers too
             raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
         return value
-    if isinstance(value, str):
+    if is_text := isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError):
             value = parse_yaml(value)
-        if {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)}:
-            check_type(name, float(value) if type(value) is int and float in kinds else value, kind)
+        value = float(value) if type(value) is int and float in kinds else value
+    if {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)} and (
+        is_text or isinstance(value, bool | list | dict)
+    ):
+        check_type(name, value, kind)
     return value
 
 

@@ -72,14 +72,13 @@ class RunRecord(TrainerCallback, ExportableState):
     def restore(self, state: TrainerState, source: Path | str = "the checkpoint") -> None:
         """Takes over the state of a checkpoint; raises `ValueError` for one of other data or batches."""
         kept = state.stateful_callbacks[type(self).__name__]["attributes"]
-        conditions = kept.pop("conditions")
         now = {name: value for name, value in self.conditions.items() if value is not None}
-        if changes := differences({name: conditions[name] for name in now}, now):
+        if changes := differences({name: kept["conditions"][name] for name in now}, now):
             raise ValueError(
                 f"{source} was made with another dataset or global batch size ({changes}); restore what it was, or "
                 "choose another --output_dir"
             )
-        vars(self).update(kept)
+        vars(self).update({name: value for name, value in kept.items() if name != "conditions"})
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:  # also when `auto_find_batch_size` begins anew
