@@ -128,6 +128,7 @@ def evaluate(
     check_keys("evaluate", fields, EVALUATED)
     check_number("batch_size", batch_size, 1)
     given = {field: value for field, value in fields.items() if value is not None}
+    check_number("block_size", given.get("block_size"), 2)
     name = str(model)
     loaded, tokenizer = load_model(name, trust_remote_code)
     objective = name_for(kind_of(loaded.config))
