@@ -149,10 +149,10 @@ class TestRecord:
         (tmp_path / RECIPE_FILE).write_text("{model: m, switches: {}, training: {}}")
         place = RunFolder(tmp_path)
         with pytest.raises(ValueError, match="a run of another recipe"), place.held():
-            place.claim_run(Recipe("other"), 1, True)
+            place.claim_run(Recipe("other").to_dict(), 1, True)
         assert disk.read_manifest(tmp_path) is None
         with place.held():
-            place.claim_run(Recipe("m"), 1, True)
+            place.claim_run(Recipe("m").to_dict(), 1, True)
             disk.write_text(tmp_path / "tokenizer.json", "new")
             disk.delete(tmp_path / "notes.txt")
         assert (tmp_path / "tokenizer.json").read_text() == "new" and (tmp_path / "notes.txt").exists()

@@ -4,6 +4,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
+from functools import singledispatch
 
 import torch
 
@@ -24,6 +25,7 @@ _SECONDS_OF_A_RUN = 3.0
 _POWER = 0.8
 
 
+@singledispatch
 def describe_estimate(
     plan: Comparison, threads: int | None = None, noise_floor: float | None = None, has_verdicts: bool = True
 ) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import singledispatch
 from pathlib import Path
 
 import yaml
@@ -95,6 +96,7 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     write_sections(folder, outcome.name, _sections(outcome, drawn), link if has_page else None)
 
 
+@singledispatch
 def describe(outcome: Outcome) -> str:
     """The outcome for a terminal: warnings, a line for each model, then notes."""
     if outcome.trend:

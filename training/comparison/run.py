@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,7 +62,9 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
     return LocalEngine(**options)
 
 
+@singledispatch
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
+    """Makes all runs of a plan that are not finished, writes the report, and returns the results."""
     outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))

@@ -235,8 +235,10 @@ def compare(
 
         _say("\n".join(describe_status(results_folder(output_dir or read_default_folder(comparison)))))
         return
-    from modeling_nlq.training.api import describe_estimate, describe_results, load_plan, run_and_report
-    from modeling_nlq.training.comparison.run import is_main_process, make_engine
+    from modeling_nlq.training.api import load_plan
+    from modeling_nlq.training.comparison.estimate import describe_estimate
+    from modeling_nlq.training.comparison.report import describe
+    from modeling_nlq.training.comparison.run import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.run.recipe import read_overrides
 
     plan = load_plan(comparison, read_overrides(context.args), trust_parts)
@@ -253,7 +255,7 @@ def compare(
         return
     results = run_and_report(plan, folder, made)
     if is_main_process():
-        _say(f"\n{describe_results(results)}\n\nreport: {folder}/report.html")
+        _say(f"\n{describe(results)}\n\nreport: {folder}/report.html")
 
 
 def _describe_run(result) -> str:

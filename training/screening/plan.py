@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comparison import estimate
 from ..comparison.comparison import Comparison, Variant, outline, read_shared_recipe, size_scale, size_variant
 from ..comparison.config import (
     SINGLE,
@@ -18,6 +17,7 @@ from ..comparison.config import (
     ModelConfig,
     SearchConfig,
 )
+from ..comparison.estimate import describe_estimate
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.lr_search import Rates
 from ..run.recipe import Recipe
@@ -86,11 +86,12 @@ class Screening:
         return self.sizes[factor].total - self.sizes[OFF].total
 
 
-def describe_estimate(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
+@describe_estimate.register
+def _(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
     """Yields lines about the time of both parts on this machine, and what the confirmation can find."""
-    yield from estimate.describe_estimate(plan.runs, threads, has_verdicts=False)
+    yield from describe_estimate(plan.runs, threads, has_verdicts=False)
     yield "confirmation, without what its factors add to the time:"
-    yield from estimate.describe_estimate(plan.confirmation, threads, noise_floor)
+    yield from describe_estimate(plan.confirmation, threads, noise_floor)
 
 
 def read_screening(file: ComparisonFile) -> Screening:

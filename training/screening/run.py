@@ -8,8 +8,7 @@ import numpy as np
 
 from ..comparison.comparison import Comparison
 from ..comparison.results import Outcome
-from ..comparison.run import Engine, is_main_process, run_comparison
-from ..comparison.run import run_and_report as confirm_and_report
+from ..comparison.run import Engine, is_main_process, run_and_report, run_comparison
 from ..comparison.status import CONFIRMATION, SCREENING
 from ..disk import write_text
 from ..files import COMPARISON_FILE, RESULTS_FILE
@@ -18,16 +17,18 @@ from ..sharing.scrub import without_folders
 from ..values import to_json
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
+from .plan import read_screening as read_screening  # for those who then make its runs
 from .sections import Factor, ScreeningOutcome, write_report
 
 
 Run = Callable[[Comparison, Path], Outcome]
 
 
-def run_and_report(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
+@run_and_report.register
+def _(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
     """Makes a screening: its runs, their confirmation with a report of its own, and the report of both."""
     results = run_screening(
-        screening, folder, partial(run_comparison, engine=engine), partial(confirm_and_report, engine=engine)
+        screening, folder, partial(run_comparison, engine=engine), partial(run_and_report, engine=engine)
     )
     if is_main_process():
         write_report(results, folder)

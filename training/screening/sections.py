@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
-from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
+from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
 from ..comparison.tables import number, p_value, with_interval
 from ..text import Markdown, align, code
@@ -75,7 +75,9 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
     write_sections(folder, results.name, _sections(results, figures))
 
 
-def describe(results: ScreeningOutcome) -> str:
+@describe.register
+def _(results: ScreeningOutcome) -> str:
+    """The outcome for a terminal."""
     rows = effect_rows(results)
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
     return "\n".join([*table, *screening_outcome(results), *(f"warning: {text}" for text in limits_of(results))])

@@ -51,7 +51,7 @@ def test_evaluate_repeats_the_runs_own_result(run, corpus, tmp_path, monkeypatch
     monkeypatch.setattr(evaluation, "load_documents", None)
     assert main(["evaluate", str(run[0])]) == 1
     options = f"--dataset {corpus.resolve()} --validation_fraction 0.1"
-    assert f"was trained on the local {corpus.resolve()}; name the text" in capsys.readouterr().err
+    assert f"was trained on {corpus.name}; name the text" in capsys.readouterr().err
     monkeypatch.undo()
     assert main(["evaluate", str(run[0]), *options.split()]) == 0
     assert f"perplexity {run[1].losses.validation.perplexity:.2f}" in capsys.readouterr().out

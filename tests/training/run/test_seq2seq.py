@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 import sacrebleu
@@ -29,13 +28,13 @@ def pair_run(pairs_recipe, tmp_path_factory):
     return folder, train(pairs_recipe, output_dir=folder, explore=True)
 
 
-def test_a_run_of_pairs_generates(pair_run, capsys):
+def test_a_run_of_pairs_generates(pair_run, pairs_recipe, capsys):
     folder, metrics = pair_run
     assert metrics.data.steps == 40 and metrics.losses.validation.bits_per_byte > 0
     assert 0 < metrics.losses.validation.chrf < 100
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.config.decoder_start_token_id == tokenizer.bos_token_id == tokenizer.eos_token_id
-    again = evaluate(folder, metrics.data.trained_on[0]["dataset"], validation_fraction=0.2)
+    again = evaluate(folder, pairs_recipe.with_suffix(".jsonl"), validation_fraction=0.2)
     assert again["eval_loss"] == pytest.approx(metrics.losses.validation.loss, rel=1e-6)
     assert again["eval_chrf"] == metrics.losses.validation.chrf
     assert not generate_text(str(folder), "one two", temperature=0.0, max_new_tokens=4).startswith("one two")
@@ -78,13 +77,13 @@ def test_resumed_to_the_bit(pair_run, pairs_recipe, tmp_path):
     assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
-def test_evaluation_of_another_file(pair_run, tmp_path):
-    folder, metrics = pair_run
-    rows = [json.loads(line) for line in Path(metrics.data.trained_on[0]["dataset"]).read_text().splitlines()]
+def test_evaluation_of_another_file(pair_run, pairs_recipe, tmp_path):
+    folder, _ = pair_run
+    rows = [json.loads(line) for line in pairs_recipe.with_suffix(".jsonl").read_text().splitlines()]
     (tmp_path / "own.jsonl").write_text("\n".join(json.dumps({"a": row["given"], "b": row["wanted"]}) for row in rows))
     found = evaluate(folder, tmp_path / "own.jsonl", source_column="a", target_column="b")
-    assert found["eval_loss"] == evaluate(folder, metrics.data.trained_on[0]["dataset"])["eval_loss"]
-    other_batches = evaluate(folder, metrics.data.trained_on[0]["dataset"], batch_size=3)
+    assert found["eval_loss"] == evaluate(folder, pairs_recipe.with_suffix(".jsonl"))["eval_loss"]
+    other_batches = evaluate(folder, pairs_recipe.with_suffix(".jsonl"), batch_size=3)
     assert other_batches["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-5)
     for field, value in (("packing", "documents"), ("text_column", "given")):
         with pytest.raises(ValueError, match=f"{field}={value!r} does not go with a model of objective='seq2seq'"):
