@@ -113,7 +113,8 @@ class TestRegistration:
         with pytest.raises(StrictDataclassError, match="='sum' needs weights that are never negative"):
             NLQConfig(attention_activation="cauchy", attention_normalization="sum")
         register_attention_activation("cauchy", cauchy, non_negative=True, exist_ok=True)
-        model, tokens = make_model(attention_activation="cauchy", attention_normalization="sum"), torch.arange(9)[None]
+        switches = {"attention_activation": "cauchy", "attention_normalization": "sum"}
+        model, tokens = make_model(implementation="nlq", **switches), torch.arange(9)[None]
         model.save_pretrained(tmp_path)
         assert torch.equal(NLQForCausalLM.from_pretrained(tmp_path)(tokens).logits, model(tokens).logits)
 
