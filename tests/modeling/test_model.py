@@ -221,7 +221,7 @@ def test_layers_called_with_the_arguments_of_the_first_equal_the_model(name, imp
         for layer in layers:
             output = layer(states, *others, **keywords)
             if name == "values" and layer is layers[0]:
-                with pytest.raises(ValueError, match=r"first_values \(layer 1\): give what the first layer returns"):
+                with pytest.raises(ValueError, match=r"first_values=None \(layer 1\): give what"):
                     layers[1](output[0], *others, **keywords)
                 others = output[1:]
             states = output[0] if isinstance(output, tuple) else output

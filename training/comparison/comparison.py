@@ -124,9 +124,8 @@ class Scale:
 
     def describe(self) -> Iterator[str]:
         rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
-        columns = [column for column in rows[0] if any(row[column] for row in rows)]
-        if all(row["trained"] == row["parameters"] for row in rows):
-            columns.remove("trained")
+        hidden = {"trained"} if all(row["trained"] == row["parameters"] for row in rows) else set()
+        columns = [column for column in rows[0] if column not in hidden and any(row[column] for row in rows)]
         yield from align([columns, *([row[column] for column in columns] for row in rows)])
         more = ", more if a search goes on" if self.is_open else ""
         seeds = " ".join(map(str, self.seeds))

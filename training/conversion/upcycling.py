@@ -38,6 +38,8 @@ _TRAINING_FIELDS = {
     "residual_dropout",
     "use_cache",
 }
+# A part's field has the name of its row
+_FIELDS = NLQConfig.__annotations__.keys() | ATTENTION_PARTS.keys()
 _CHANGEABLE = {
     *(*_TRAINING_FIELDS, *_TOKEN_IDS, *MODEL_FIELDS, *FUNCTIONS, *LAYER_RULES, *ATTENTION_PARTS),
     *("attention_parts", "attention_parts_code", "rope_parameters"),
@@ -67,7 +69,7 @@ def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
     Raises `ValueError` for an unknown field.
     """
     values = config.to_dict()
-    check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
+    check_keys("model", switches, {*_FIELDS, "per_layer_config"})
     layers = {
         index: kept
         for index, fields in (values.get("per_layer_config") or {}).items()
@@ -86,7 +88,7 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
     if any(before.has_bias(part) != after.has_bias(part) for part in BIASED_PARTS):
         return False
     compared_above = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
-    fields = NLQConfig.__annotations__.keys() - _TRAINING_FIELDS - compared_above
+    fields = _FIELDS - _TRAINING_FIELDS - compared_above
     for layers in zip(before.per_layer_config, after.per_layer_config):
         for field in fields:
             old, new = (getattr(layer, field) for layer in layers)
@@ -136,7 +138,7 @@ def check_change(before: NLQConfig, after: NLQConfig) -> None:
         reasons["intermediate_size"] = "inner units of the MLPs would be lost"
     if after.num_key_value_heads % before.num_key_value_heads:
         reasons["num_key_value_heads"] = "only a multiple gives every group of query heads the keys it had"
-    fixed = sorted(NLQConfig.__annotations__.keys() - _CHANGEABLE)
+    fixed = sorted(_FIELDS - _CHANGEABLE)
     of_layers = []
     for layers in zip(before.per_layer_config, after.per_layer_config):
         texts = dict.fromkeys(fixed, "the weights were trained with the former")

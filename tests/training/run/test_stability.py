@@ -51,7 +51,7 @@ def capture_scores(model, position_ids):
 
     for attention in (layer.self_attn for layer in model.model.layers):
         for letter in "qk":
-            last = getattr(attention, f"{letter}_norm") or getattr(attention, f"{letter}_proj")
+            last = getattr(attention, f"{letter}_norm", None) or getattr(attention, f"{letter}_proj")
             hooks.append(
                 last.register_forward_hook(lambda _, __, output, letter=letter: heads_of.update({letter: output}))
             )
