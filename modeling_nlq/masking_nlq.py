@@ -384,9 +384,10 @@ def _check_backend(backend, kind, layer, sequences, cache):
     # Flash attention reads one padding for queries and keys
     if kind == "padding" and sequences.source_length is not None and mask is not None:
         raise ValueError(f"encoder_attention_mask: {backend} takes no padded source; use 'sdpa' or 'nlq'")
-    rows = 1 if sequences.segments is None else len(sequences.position_ids)
-    if kind == "padding" and rows > 1 and is_flash_attention_requested(layer.config):
-        raise ValueError(f"{backend} takes packed documents in a batch of 1, not {rows}; flatten it, or use 'sdpa'")
+    if kind == "padding" and sequences.segments is not None and is_flash_attention_requested(layer.config):
+        rows = len(sequences.position_ids)
+        if rows > 1:
+            raise ValueError(f"{backend} takes packed documents in a batch of 1, not {rows}: flatten it")
     # The kernel would read the length of the cache after it has grown
     if kind == "block" and getattr(cache, "is_compileable", False):
         raise ValueError(f"{backend} takes no static cache; use a dynamic one, or 'nlq'")

@@ -133,7 +133,7 @@ def test_what_is_left_of_exclusive_attention_in_bfloat16(how, part, switches):
         "cancels a factor of the scores": {"attention_length_scaling": "log", "attention_activation": "squared"},
         "needs attention_activation='softmax'": {"differential_attention": "v2", "attention_activation": "relu"},
         "num_key_value_heads=1 must be even": {"differential_attention": "v1", "num_key_value_heads": 1},
-        "must have the width hidden_size": {"differential_attention": "v2", "query_projection": "identity"},
+        "adds its input of hidden_size=16": {"differential_attention": "v2", "query_projection": "identity"},
         "excludes differential_attention='v1'": {"differential_attention": "v1", "exclusive_attention": "fixed"},
         "value_residual": {"value_residual": "some"},
         "canon='BA' must be letters out of 'ABCD'": {"canon": "BA"},
