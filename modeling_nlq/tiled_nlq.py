@@ -32,6 +32,22 @@ from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_op
 
 # Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
+# On CUDA few tiles need few launches. The bytes of a tile's scores, at most; backward holds about five such tensors
+MOST_BYTES, SHARE_OF_MEMORY = 2**28, 1 / 64
+
+
+def _tile_size(query: torch.Tensor, memory: int | None = None) -> int:
+    """Returns the side of a square tile for queries `(batch, heads, query, head_dim)`; `memory` is CUDA's, in bytes.
+
+    It does not depend on what memory is free, so that backward draws dropout for the same tiles as forward.
+    """
+    heads = query.shape[0] * query.shape[1]
+    if query.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(query.device).total_memory
+    if memory is None:
+        return SMALL_TILE if heads > MANY_HEADS else LARGE_TILE
+    scores = min(MOST_BYTES, int(memory * SHARE_OF_MEMORY)) // at_least_float32(query).itemsize
+    return max(math.isqrt(scores // max(heads, 1)) // SMALL_TILE, 1) * SMALL_TILE
 
 
 def _cut(length: int, size: int) -> list[tuple[int, int]]:
@@ -47,8 +63,7 @@ class _Tiles:
     """The tiles of one call, half-open ranges, and the hidden keys of each pair: query tile `i` and key tile `j`."""
 
     def __init__(self, inputs: AttentionInputs):
-        (batch, heads, query_length, _), key_length = inputs.query.shape, inputs.key.shape[2]
-        tile = SMALL_TILE if batch * heads > MANY_HEADS else LARGE_TILE
+        query_length, key_length, tile = inputs.query.shape[2], inputs.key.shape[2], _tile_size(inputs.query)
         query_tile = max(min(tile, query_length), 1)
         self.query_tiles = _cut(query_length, query_tile)
         self.key_tiles = _cut(key_length, tile * tile // query_tile)  # one query against a long cache takes few tiles
@@ -56,15 +71,21 @@ class _Tiles:
         self.key_is_valid, self.visible = inputs.key_is_valid, inputs.visible
         if self.visible is None:
             self.key_index = torch.arange(key_length, device=inputs.key.device)
+        is_single = len(self.query_tiles) == len(self.key_tiles) == 1
+
+        def reduce_tiles(tensor: torch.Tensor, tiles: list, reduce: Callable, if_single: int) -> list:
+            # A single pair is computed and masked, whatever the mask says
+            return [if_single] if is_single else _reduce_tiles(tensor, tiles, reduce)
+
         if self.last_key is not None:
-            self.first_end = _reduce_tiles(self.last_key, self.query_tiles, torch.min)
-            self.last_end = _reduce_tiles(self.last_key, self.query_tiles, torch.max)
+            self.first_end = reduce_tiles(self.last_key, self.query_tiles, torch.min, -1)
+            self.last_end = reduce_tiles(self.last_key, self.query_tiles, torch.max, key_length)
         if self.key_is_valid is not None:
-            self.is_any_valid = _reduce_tiles(self.key_is_valid, self.key_tiles, torch.any)
-            self.are_all_valid = _reduce_tiles(self.key_is_valid, self.key_tiles, torch.all)
+            self.is_any_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.any, True)
+            self.are_all_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.all, False)
         if self.first_key is not None:
-            self.first_start = _reduce_tiles(self.first_key, self.query_tiles, torch.min)
-            self.last_start = _reduce_tiles(self.first_key, self.query_tiles, torch.max)
+            self.first_start = reduce_tiles(self.first_key, self.query_tiles, torch.min, 0)
+            self.last_start = reduce_tiles(self.first_key, self.query_tiles, torch.max, key_length)
 
     def key_tiles_of(self, i: int) -> list[int]:
         """Returns the tiles of keys that some query of a tile may see."""
