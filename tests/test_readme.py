@@ -180,7 +180,7 @@ def test_table_of_backends():
             first, *rest = (name.replace("\\|", "|") for name in re.findall(r"`([\w\\|]+)`", names))
             rows |= dict.fromkeys([first, *(first[: -len(other)] + other for other in rest)], (dropout, weights))
     del rows["attn_implementation"]  # the head of the table
-    assert set(rows) == {AUTOMATIC, *ATTENTION_BACKENDS}
+    assert set(rows) == {AUTOMATIC, "nlq_triton", *ATTENTION_BACKENDS}  # which needs a Triton
     for name, backend in ATTENTION_BACKENDS.items():
         dropout, weights = rows[name]
         assert dropout == ("yes" if backend.has_dropout else "an error")

@@ -34,7 +34,7 @@ class TestChoice:
         "stick_breaking": {"eager"},
     }
     for name in IN_CPP:
-        CAN[name].add("nlq_cpp")
+        CAN[name] |= {"nlq_cpp", *({"nlq_triton"} & set(ATTENTION_BACKENDS))}  # where there is a Triton
     for names in CAN.values():
         names.add("nlq_rows")
     # The others: nlq_tiled

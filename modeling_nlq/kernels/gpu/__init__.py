@@ -2,10 +2,10 @@
 
 import importlib.metadata
 
-from ...activations_nlq import ATTENTION_ACTIVATIONS
 from ...backends_nlq import AttentionBackend, AttentionRequest
 
 
+ACTIVATIONS = ("identity", "relu", "relu_squared", "sigmoid", "softplus", "squared", "tanh")
 # The Triton of torch 2.8
 OLDEST = (3, 4)
 
@@ -26,7 +26,7 @@ def attention_forward(*inputs, **options):
 
 
 def _has_kernel(request: AttentionRequest) -> bool:
-    return request.activation.is_elementwise and request.activation.name in ATTENTION_ACTIVATIONS
+    return request.activation.name in ACTIVATIONS
 
 
 BACKEND = AttentionBackend(attention_forward, _has_kernel, has_dropout=False, is_portable=False)

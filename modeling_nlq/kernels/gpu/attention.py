@@ -29,7 +29,6 @@ def sigmoid(scores):
 
 
 INTERPRETED = tl.constexpr(not isinstance(sigmoid, triton.JITFunction))
-ACTIVATIONS = ("identity", "relu", "relu_squared", "sigmoid", "softplus", "squared", "tanh")
 
 
 @triton.jit
@@ -53,8 +52,8 @@ def activate(scores, ACTIVATION: tl.constexpr):
         series = 0.1332477932 + square * (-0.05298607529 + square * 0.01713500663)
         series = 0.9999999869 + square * (-0.3333306939 + square * series)
         weights, slopes = tl.where(square < 0.25, scores * series, 2.0 * gate - 1.0), 4.0 * (gate - gate * gate)
-    else:
-        # softplus: max(s, 0) + log(1 + x) for x = exp(-|s|), with a series of log(1 + x) / x (relative error 4.7e-9)
+    elif ACTIVATION == "softplus":
+        # max(s, 0) + log(1 + x) for x = exp(-|s|), with a series of log(1 + x) / x (relative error 4.7e-9)
         x = tl.exp2(tl.abs(scores) * -1.4426950408889634)
         series = -0.05695953427 + x * (0.01985146236 - x * 0.003244025177)
         series = 0.1967593926 + x * (-0.1530559257 + x * (0.1060365489 + x * series))
@@ -67,8 +66,7 @@ def activate(scores, ACTIVATION: tl.constexpr):
 @triton.jit
 def pointers_to(states, start, length, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Returns pointers `(ROWS, WIDTH)` to the rows from `start` on, and which of them lie in the tensor."""
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     pointers = states + tl.cast(start, tl.int64) * stride + row * stride + column
     return pointers, (start + row < length) & (column < HEAD_DIM)
 
@@ -212,9 +210,10 @@ def query_kernel(
             if gradient is not None:  # these weights are the gradients of the scores
                 weighted = multiply(weights, keys, weighted, PRECISION)
             else:
-                if value.dtype.element_ty == tl.bfloat16:
-                    weights = weights.to(tl.bfloat16).to(tl.float32)  # the sum is of the numbers that are multiplied
-                total += tl.sum(weights, 1)
+                if NORMALIZATION == "sum":
+                    if value.dtype.element_ty == tl.bfloat16:
+                        weights = weights.to(tl.bfloat16).to(tl.float32)  # sums the numbers that are multiplied
+                    total += tl.sum(weights, 1)
                 weighted = multiply(weights, values, weighted, PRECISION)
     if gradient is not None:
         inverse = tl.load(inverse_normalizer + row_of_head, mask=is_row, other=0.0)
@@ -304,8 +303,7 @@ def key_kernel(
     store_rows(value_gradient + offset, start, key_length, stride, value_total, TILE, HEAD_DIM, WIDTH)
 
 
-# TILE, STEP, warps and stages to try in forward and in backward, by the bytes of a number and WIDTH. Float16 is
-# multiplied as TF32, which takes as much room as float32
+# TILE, STEP, warps and stages to try, by `is_forward`, bytes of a number (of float16 TF32) and WIDTH
 SHAPES = {
     (True, 2, 64): [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 3)],
     (True, 2, 128): [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 4, 2)],
@@ -324,15 +322,16 @@ SHAPES = {
 _fastest: dict[tuple, tuple[int, int, int, int]] = {}
 
 
-def _launch(kernel, length: int, heads: int, arguments: dict) -> None:
-    """Launches a program for each tile of `length` rows of each of `heads`, in the fastest shape."""
-    query, is_forward = arguments["query"], "gradient" not in arguments
-    shapes = SHAPES[is_forward, 2 if query.dtype == torch.bfloat16 else 4, max(arguments["WIDTH"], 64)]
+def _launch(kernel, states: torch.Tensor, arguments: dict) -> None:
+    """Launches a program for each tile of rows of `states`, in the fastest shape."""
+    batch, heads, length, _ = states.shape
+    is_forward, size = "gradient" not in arguments, 2 if states.dtype == torch.bfloat16 else 4
+    shapes = SHAPES[is_forward, size, max(arguments["WIDTH"], 64)]
     arguments = {name: arguments.get(name) for name in kernel.arg_names if name not in ("TILE", "STEP")}
 
     def launch(tile: int, step: int, warps: int, stages: int) -> None:
-        programs = (triton.cdiv(length, tile) * heads,)
-        kernel[programs](**arguments, TILE=tile, STEP=step, num_warps=warps, num_stages=stages)
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+        kernel[(triton.cdiv(length, tile) * batch * heads,)](**arguments, TILE=tile, STEP=step, **options)
 
     def milliseconds(shape: tuple[int, int, int, int]) -> float:
         try:
@@ -340,9 +339,9 @@ def _launch(kernel, length: int, heads: int, arguments: dict) -> None:
         except OutOfResources:
             return math.inf
 
-    if length * heads > 0:
-        call = (kernel, is_forward, query.device, *shapes, min(length.bit_length(), 13))
-        with torch.cuda.device_of(query):
+    if length * batch * heads > 0:
+        call = (kernel, is_forward, states.device, states.dtype, *shapes, min(length.bit_length(), 13))
+        with torch.cuda.device_of(states):
             if call not in _fastest:
                 _fastest[call] = shapes[0] if INTERPRETED else min(shapes, key=milliseconds)
             launch(*_fastest[call])
@@ -372,22 +371,19 @@ def arguments_of(inputs: ops.AttentionInputs) -> dict:
 def _attention(inputs: ops.AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output, in float32 under `"sum"`, and `1 / Z`."""
     results = _new_results(*inputs)
-    batch, heads, length, _ = inputs.query.shape
     tensors = dict(zip(("output", "inverse_normalizer"), results))
-    _launch(query_kernel, length, batch * heads, arguments_of(inputs) | tensors)
+    _launch(query_kernel, inputs.query, arguments_of(inputs) | tensors)
     return results
 
 
-def _attention_backward(
-    gradient: torch.Tensor, inputs: ops.AttentionInputs, results: tuple
-) -> tuple[torch.Tensor, ...]:
+def _attention_backward(gradient: torch.Tensor, inputs: ops.AttentionInputs, results: tuple) -> tuple:
     """Returns the gradients of query, key and value."""
     gradients = _new_gradients(gradient, *inputs)
     names = ("query_gradient", "key_gradient", "value_gradient", "output", "inverse_normalizer")
     tensors = dict(zip(names, (*gradients, *results)))
     tensors |= {"gradient": gradient.to(inputs.query.dtype).contiguous(), "delta": torch.empty_like(results[1])}
-    for kernel, (batch, heads, length, _) in ((query_kernel, inputs.query.shape), (key_kernel, inputs.key.shape)):
-        _launch(kernel, length, batch * heads, arguments_of(inputs) | tensors)  # the first writes `delta`
+    for kernel, states in ((query_kernel, inputs.query), (key_kernel, inputs.key)):  # the first writes `delta`
+        _launch(kernel, states, arguments_of(inputs) | tensors)
     return gradients
 
 
