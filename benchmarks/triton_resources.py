@@ -2,7 +2,7 @@
 
     python benchmarks/triton_resources.py --head_dims 64 128 --dtypes bfloat16
 
-It compiles causal attention with the normaliser of an activation for each shape that the kernels try.
+It compiles causal attention with an activation and its normaliser, for each shape that the kernels try.
 """
 
 import argparse
@@ -24,15 +24,17 @@ from modeling_nlq.ops_nlq import AttentionInputs
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 KERNELS = {"forward": attention.query_kernel, "queries": attention.query_kernel, "keys": attention.key_kernel}
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.uint8: "u8"}
+TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.bool: "i1"}
 
 
-def compile_kernel(name: str, dtype: torch.dtype, head_dim: int, activation: str, shape: tuple, capability: int):
+def compile_kernel(
+    name: str, dtype: torch.dtype, head_dim: int, activation: str, shape: tuple, capability: int, has_masks: bool
+) -> tuple[int, int, int]:
     """Returns registers, bytes of spills and bytes of shared memory of a kernel."""
     kernel, (tile, step, warps, stages) = KERNELS[name], shape
     states = torch.empty(4, 4096, 16, head_dim, dtype=dtype, device="meta").transpose(1, 2)
     index = torch.empty(1, 4096, dtype=torch.int64, device="meta")
-    masks = (index[:, None], index, None, None, None)
+    masks = (index[:, None], index, *([index.bool(), index] if has_masks else [None, None]), None)
     normalization = get_attention_activation(activation).normalization
     inputs = AttentionInputs(states, states, states, None, None, *masks, None, activation, normalization, 0.125, 0.0)
     arguments = attention.arguments_of(inputs) | {"TILE": tile, "STEP": step}
@@ -73,6 +75,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16", "float32"])
     parser.add_argument("--head_dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--activation", default="sigmoid")
+    parser.add_argument("--masks", action="store_true", help="with a window and padding")
     parser.add_argument("--kernels", nargs="+", default=list(KERNELS), choices=list(KERNELS))
     arguments = parser.parse_args()
     print("| GPU | kernel | dtype | head_dim | tile, step, warps, stages | registers | spills | shared KiB |")
@@ -81,8 +84,9 @@ def main() -> None:
     for dtype_name, head_dim, name, capability in rows:
         dtype = getattr(torch, dtype_name)
         width = next(width for width in (64, 128, 256) if head_dim <= width)
-        for shape in attention.SHAPES[name == "forward", 2 if dtype == torch.bfloat16 else 4, width]:
-            usage = compile_kernel(name, dtype, head_dim, arguments.activation, shape, capability)
+        shapes = attention.SHAPES[name == "forward", 2 if dtype == torch.bfloat16 else 4, width]
+        for shape in dict.fromkeys(shapes[int(capability < 90) :]):
+            usage = compile_kernel(name, dtype, head_dim, arguments.activation, shape, capability, arguments.masks)
             cells = (f"sm_{capability}", name, dtype_name, head_dim, ", ".join(map(str, shape)), *usage[:2])
             print("|", " | ".join(map(str, cells)), f"| {usage[2] / 1024:.0f} |", flush=True)
 

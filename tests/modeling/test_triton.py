@@ -110,8 +110,7 @@ def operator_inputs(name="softplus", length=20, **options):
 
 class TestFormulas:
     @parametrize_grid(
-        {"activation, normalization": PAIRS, "layout": LAYOUTS, "dtype": list(TOLERANCES), "head_dim": (16, 24, 32)},
-        strength=1,
+        {"activation, normalization": PAIRS, "layout": LAYOUTS, "dtype": list(TOLERANCES), "head_dim": (16, 24, 32)}
     )
     def test_output_and_gradients(self, activation, normalization, layout, dtype, head_dim):
         layout, states = on_device(layout, getattr(torch, dtype), head_dim)

@@ -109,8 +109,7 @@ def keys_of(row, last_key, first_key, query_length, key_length):
 @triton.jit
 def count_below(numbers, length, limit):
     """Returns how many of numbers that never fall are below a limit."""
-    low = length * 0
-    high = length
+    low, high = length * 0, length
     while low < high:
         middle = (low + high) // 2
         is_below = tl.load(numbers + middle) < limit
@@ -303,20 +302,21 @@ def key_kernel(
     store_rows(value_gradient + offset, start, key_length, stride, value_total, TILE, HEAD_DIM, WIDTH)
 
 
-# TILE, STEP, warps and stages to try, by `is_forward`, bytes of a number (of float16 TF32) and WIDTH
+# TILE, STEP, warps and stages to try, by `is_forward`, bytes of a number (of float16 TF32) and WIDTH. The first is for
+# capability 9.0 and later, whose tensor cores read operands from shared memory; the others spill no registers before
 SHAPES = {
-    (True, 2, 64): [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 3)],
-    (True, 2, 128): [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 4, 2)],
-    (True, 2, 256): [(128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 4, 1), (32, 32, 4, 1)],
-    (True, 4, 64): [(64, 64, 8, 2), (64, 32, 4, 2), (32, 32, 4, 2)],
-    (True, 4, 128): [(64, 32, 8, 1), (32, 32, 4, 1)],
-    (True, 4, 256): [(32, 16, 8, 1), (16, 16, 4, 1)],
-    (False, 2, 64): [(128, 64, 8, 2), (64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2)],
-    (False, 2, 128): [(64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)],
-    (False, 2, 256): [(64, 32, 8, 2), (64, 32, 8, 1), (32, 32, 8, 1), (32, 16, 4, 1)],
-    (False, 4, 64): [(64, 32, 8, 2), (32, 32, 4, 1)],
-    (False, 4, 128): [(32, 32, 8, 1), (16, 16, 4, 1)],
-    (False, 4, 256): [(16, 16, 8, 1), (16, 16, 4, 1)],
+    (True, 2, 64): [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2)],
+    (True, 2, 128): [(128, 64, 8, 2), (128, 32, 8, 2)],
+    (True, 2, 256): [(128, 32, 8, 2), (64, 32, 8, 1), (32, 32, 4, 1)],
+    (True, 4, 64): [(64, 32, 4, 2), (64, 32, 8, 1)],
+    (True, 4, 128): [(32, 32, 8, 1), (32, 32, 8, 1)],
+    (True, 4, 256): [(32, 16, 8, 1), (16, 16, 8, 1)],
+    (False, 2, 64): [(128, 64, 8, 2), (128, 32, 8, 2)],
+    (False, 2, 128): [(64, 32, 8, 2), (64, 32, 8, 2)],
+    (False, 2, 256): [(64, 32, 8, 1), (32, 32, 8, 1)],
+    (False, 4, 64): [(32, 32, 8, 1), (32, 32, 8, 1)],
+    (False, 4, 128): [(16, 16, 8, 1), (16, 16, 8, 1)],
+    (False, 4, 256): [(16, 16, 8, 1), (16, 16, 8, 1)],
 }
 # The fastest shape of each kernel, by device, kind of call and number of rows
 _fastest: dict[tuple, tuple[int, int, int, int]] = {}
@@ -326,7 +326,8 @@ def _launch(kernel, states: torch.Tensor, arguments: dict) -> None:
     """Launches a program for each tile of rows of `states`, in the fastest shape."""
     batch, heads, length, _ = states.shape
     is_forward, size = "gradient" not in arguments, 2 if states.dtype == torch.bfloat16 else 4
-    shapes = SHAPES[is_forward, size, max(arguments["WIDTH"], 64)]
+    is_older = states.is_cuda and torch.cuda.get_device_capability(states.device) < (9, 0)
+    shapes = SHAPES[is_forward, size, max(arguments["WIDTH"], 64)][int(is_older) :]
     arguments = {name: arguments.get(name) for name in kernel.arg_names if name not in ("TILE", "STEP")}
 
     def launch(tile: int, step: int, warps: int, stages: int) -> None:
@@ -343,7 +344,7 @@ def _launch(kernel, states: torch.Tensor, arguments: dict) -> None:
         call = (kernel, is_forward, states.device, states.dtype, *shapes, min(length.bit_length(), 13))
         with torch.cuda.device_of(states):
             if call not in _fastest:
-                _fastest[call] = shapes[0] if INTERPRETED else min(shapes, key=milliseconds)
+                _fastest[call] = shapes[0] if INTERPRETED else min(dict.fromkeys(shapes), key=milliseconds)
             launch(*_fastest[call])
 
 
@@ -395,7 +396,6 @@ def _new_results(query: torch.Tensor, *others) -> tuple[torch.Tensor, torch.Tens
 
 
 def _new_gradients(gradient: torch.Tensor, *inputs) -> tuple[torch.Tensor, ...]:
-    # In the layout of projections, `(batch, length, heads, head_dim)`
     return tuple(states.new_empty(states.transpose(1, 2).shape).transpose(1, 2) for states in inputs[:3])
 
 
