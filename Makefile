@@ -68,11 +68,11 @@ test-ray: .venv-ray/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(if $(shell $(ALONE) echo yes 2>/dev/null),$(ALONE)) \
 		.venv-ray/bin/python -m pytest tests/cluster
 
-# The GPU kernels in Triton's interpreter, on the CPU
+# The GPU kernels in Triton's interpreter, on the CPU. The interpreter of 3.4 fails with numpy 2.4
 TRITON ?= 3.9.0
 
 test-triton: .venv-triton/installed
-	$(subst .venv,.venv-triton,$(PIP)) install --quiet triton==$(TRITON)
+	$(subst .venv,.venv-triton,$(PIP)) install --quiet triton==$(TRITON) "numpy<2.4"
 	TRITON_INTERPRET=1 $(subst .venv,.venv-triton,$(PYTEST)) -m "not slow" tests/modeling/test_triton.py tests/modeling/test_backends.py
 
 # The explorer's page in Chromium, which CHROMIUM names

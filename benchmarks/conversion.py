@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.streaming import empty_model, find_weights
+from modeling_nlq.training.conversion.streaming import find_weights
+from modeling_nlq.training.size import empty_model
 
 
 SHARDS = 8
@@ -62,7 +63,7 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
 
 def check_equal(source: Path, back: Path, config: PreTrainedConfig) -> None:
     """Raises `AssertionError` if a weight changed on the way to NLQ and back."""
-    model = empty_model(AutoModelForCausalLM._model_mapping[type(config)], config)
+    model = empty_model(config)
     weights = [find_weights(str(folder), model) for folder in (source, back)]
     for name in weights[0].tensors:
         before, after = (each.tensors[name].load() for each in weights)

@@ -12,6 +12,7 @@ without.
 
 import argparse
 import statistics
+from typing import Literal, get_args, get_origin
 
 import torch
 from generation import Setting, gate, turn
@@ -19,20 +20,22 @@ from measure import describe, quartiles, seconds
 from training_step import make_step, transformers_loss
 from transformers.utils import logging
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import ATTENTION_PARTS, AttentionPart, NLQConfig, NLQForCausalLM
 
 
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "vocab_size": 4096}
+
+
+def values_of(part: type[AttentionPart]) -> tuple:
+    """Returns the values of a part's field that its type names."""
+    kinds = (part.field_type, *get_args(part.field_type))
+    literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    return tuple(literals) or ((True,) if part.field_type is bool else ())
+
+
 PARTS = {
-    "exclusive_attention": ("fixed", "learned"),
-    "value_residual": ("fixed", "learned"),
-    "attention_length_scaling": ("log",),
-    "forget_gate": ("fixed", "learned"),
-    "differential_attention": ("v1", "v2"),
+    **{name: values for name, part in ATTENTION_PARTS.items() if (values := values_of(part))},
     "canon": ("AC", "ABCD"),
-    "attention_gate": ("value",),
-    "selective_attention": (True,),
-    "parallax": (True,),
     "attention_activation": ("softpick", "stick_breaking"),
 }
 SIGMOID = {"attention_activation": "sigmoid"}
@@ -40,15 +43,15 @@ SIGMOID = {"attention_activation": "sigmoid"}
 
 def candidates_of(parts: list[str]) -> dict[str, tuple[str, dict[str, str]]]:
     """Returns name -> (name of the model without the part, switches)."""
-    found = {"softmax": ("softmax", {})}
-    found |= {f"{part}={value}": ("softmax", {part: value}) for part in parts for value in PARTS[part]}
+    candidates = {"softmax": ("softmax", {})}
+    candidates |= {f"{part}={value}": ("softmax", {part: value}) for part in parts for value in PARTS[part]}
     if "forget_gate" in parts:
-        found["sigmoid"] = ("sigmoid", SIGMOID)
-        found |= {
+        candidates["sigmoid"] = ("sigmoid", SIGMOID)
+        candidates |= {
             f"sigmoid, forget_gate={value}": ("sigmoid", {"forget_gate": value, **SIGMOID})
             for value in PARTS["forget_gate"]
         }
-    return found
+    return candidates
 
 
 def make_model(switches: dict[str, str], length: int) -> NLQForCausalLM:

@@ -13,54 +13,39 @@ _SUFFIXES = {"models": ".json", "recipes": ".yaml", "comparisons": ".yaml", "acc
 
 
 def names(kind: str) -> list[str]:
-    """The shipped names of a kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`."""
+    """Returns the shipped names of a kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`."""
     return sorted(path.stem for path in (_ROOT / kind).glob(f"*{_SUFFIXES[kind]}"))
 
 
 def descriptions(kind: str) -> dict[str, str]:
-    """The first sentence of each shipped recipe or comparison, by name: its file begins with a comment."""
-    found = {}
+    """Returns the first sentence of the comment that begins each shipped recipe or comparison, by name."""
+    sentences = {}
     for name in names(kind):
         lines = find(kind, name).read_text(encoding="utf-8").splitlines()
-        comment = " ".join(
-            line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line[:1] == "#", lines)
-        )
-        first = re.match(r".*?[.?](?= |$)", comment)
-        found[name] = first[0] if first else comment
-    return found
+        comment = [line.lstrip("# ") for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
+        sentences[name] = re.match(r".*?[.?](?= |$)|.*", " ".join(comment))[0]
+    return sentences
 
 
 def suggestion(name: str, known: Iterable[str], is_short: bool = False) -> str:
-    """Ends a message about an unknown name.
-
-    Args:
-        name: the unknown name.
-        known: the known ones.
-        is_short: whether `known` is a short list, which is given even if one name is near.
-    """
+    """Returns the end of a message about an unknown name: a near name, or a list, also both if the list `is_short`."""
     known = sorted(known)
     choices = ", ".join(known)
     # Other programs' short names: lr is learning_rate, and batch_size one of several
-    longer = [one for one in known if one.endswith(f"_{name}") or "".join(word[:1] for word in one.split("_")) == name]
-    near = (
-        f"did you mean {' or '.join(map(repr, longer))}?"
-        if 0 < len(longer) <= 3
-        else did_you_mean(name, known).strip()
-    )
+    initials = {choice: "".join(word[:1] for word in choice.split("_")) for choice in known}
+    longer = [choice for choice in known if choice.endswith(f"_{name}") or initials[choice] == name]
+    near = did_you_mean(name, known).strip()
+    if 0 < len(longer) <= 3:
+        near = f"did you mean {' or '.join(map(repr, longer))}?"
     if near:
         return f"{near} There are {choices}" if is_short else near
     return f"there are {choices}"
 
 
 def find(kind: str, name: str) -> Path:
-    """The file of a named configuration.
+    """Returns the file of a shipped configuration, or of a path; raises `ValueError` if there is neither.
 
-    Args:
-        kind: `"models"`, `"recipes"`, `"comparisons"` or `"accelerate"`.
-        name: a name without folder and suffix, or the path of a file; a file of a shipped name needs its folder.
-
-    Raises:
-        ValueError: if there is neither such a name nor such a file.
+    A file in this folder that has a shipped name needs a path such as `./demo`.
     """
     if name in names(kind):
         return _ROOT / kind / f"{name}{_SUFFIXES[kind]}"

@@ -80,23 +80,18 @@ def _commands() -> str:
 
 
 def _fields(match: re.Match) -> str:
-    """A table of what a docstring of Transformers' form says of each field: name, type, default and meaning."""
+    """A table of the fields of a configuration: name, type, default, and what the docstring says of it."""
     tree = ast.parse((REPOSITORY / match["file"]).read_text(encoding="utf-8"))
-    (text,) = (
-        ast.get_docstring(node) for node in tree.body if isinstance(node, ast.ClassDef) and node.name == match["name"]
-    )
+    (node,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == match["name"])
+    meanings = {}
+    entries = textwrap.dedent(ast.get_docstring(node).partition("Args:\n")[2])
+    for names, meaning in re.findall(r"^(\w[\w, ]*): (.*?)(?=^\w|\Z)", entries, flags=re.MULTILINE | re.DOTALL):
+        meanings |= dict.fromkeys(names.split(", "), " ".join(meaning.split()))
     rows = ["| field | type | default | meaning |", "|---|---|---|---|"]
-    entries = textwrap.dedent(text.partition("Args:\n")[2])
-    for name, kind, meaning in re.findall(
-        r"^(\w[\w, ]*) \((.*?)\): (.*?)(?=^\w|\Z)", entries, flags=re.MULTILINE | re.DOTALL
-    ):
-        kind, _, default = kind.partition(", defaults to ")
-        meaning = " ".join(meaning.split()).replace("|", "\\|")
-        cells = (
-            ", ".join(f'<a id="{each}"></a>`{each}`' for each in name.split(", ")),
-            kind.removesuffix(", *optional*"),
-            default or "`None`",
-            meaning,
-        )
-        rows.append(f"| {' | '.join(cells)} |")
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign):
+            name = field.target.id
+            kind, default = (f"`{ast.unparse(part)}`" for part in (field.annotation, field.value))
+            cells = (f'<a id="{name}"></a>`{name}`', kind, default, meanings.get(name, ""))
+            rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(rows)

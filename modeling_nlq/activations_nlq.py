@@ -14,11 +14,12 @@ from types import ModuleType
 from typing import Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 
-# Transformers' functions without the two that have parameters: a switch names a function, not a layer
+# Without the two that have parameters
 FUNCTIONS = tuple(sorted(set(ACT2FN) - {"prelu", "xielu"}))
 
 NORMALIZATIONS = ("sum", "length", "none")
@@ -26,40 +27,29 @@ NORMALIZATIONS = ("sum", "length", "none")
 
 @dataclass(frozen=True)
 class AttentionActivation:
-    """One row of the table of attention activations.
-    Attributes:
-        name: the value of the switch `attention_activation`.
-        function: `phi`, element by element for most kinds.
-        derivative: maps the scores and `phi` to `phi'`. Without it PyTorch differentiates `function`.
-        normalization: the normaliser used when `attention_normalization` is `None`.
-        non_negative: whether `phi >= 0` everywhere, which the normaliser `"sum"` needs.
-        subtract_log_count: whether `log n` is subtracted from the scores when the normaliser is `"none"`.
-        is_homogeneous: whether `phi(c s) = c^k phi(s)` for all `c > 0`: the normaliser `"sum"` cancels such a factor.
-        kind: in `"elementwise"` rows a weight depends on its score and the normaliser only; in `"softmax"`,
-            `"simplex"` and `"row"` it depends on the scores of all keys. A `"simplex"` function projects the scores,
-            a `"row"` function takes the scores and a mask of visible keys (or `None`). `"linear"` has no scores.
-        sees_own_key: whether a query sees the key of its own token.
-    """
+    """One row of the table of attention activations."""
 
-    name: str
-    function: Callable[..., torch.Tensor]
-    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    normalization: str = "sum"
-    non_negative: bool = True
+    name: str  # the value of the switch `attention_activation`
+    function: Callable[..., Tensor]  # `phi`
+    # Maps the scores and `phi` to `phi'`. Without it PyTorch differentiates `function`
+    derivative: Callable[[Tensor, Tensor], Tensor] | None = None
+    normalization: str = "sum"  # the default of `attention_normalization`
+    non_negative: bool = True  # whether `phi >= 0` everywhere, which `"sum"` and `flex_attention` need
     formula: str = ""
     source: str = ""
-    subtract_log_count: bool = False
-    is_homogeneous: bool = False
+    subtract_log_count: bool = False  # whether the scores lose `log n` when the normaliser is `"none"`
+    is_homogeneous: bool = False  # whether `phi(c s) = c^k phi(s)` for all `c > 0`: `"sum"` cancels such a factor
+    # If `"elementwise"`, a weight depends on its score and the normaliser alone. A `"simplex"` function projects the
+    # scores of a query, a `"row"` function also takes a mask of visible keys (or `None`), and `"linear"` has no scores
     kind: Literal["elementwise", "softmax", "simplex", "row", "linear"] = "elementwise"
-    sees_own_key: bool = True
+    sees_own_key: bool = True  # whether a query sees the key of its own token
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether a weight depends on its score and the normaliser only."""
         return self.kind == "elementwise"
 
-    def weights_and_gradient(self, scores: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `phi(scores)` and `phi'(scores) * gradient`, the gradient of the scores."""
+    def weights_and_gradient(self, scores: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns `phi(scores)` and the gradient of the scores."""
         if self.derivative is None:
             weights, pull_back = torch.func.vjp(self.function, scores)
             return weights, pull_back(gradient)[0]
@@ -67,10 +57,9 @@ class AttentionActivation:
         return weights, gradient * self.derivative(scores, weights)
 
 
-def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
-    """Returns the projection of each row `(..., key)` of scores onto the simplex, by a function of `entmax`."""
+def _project_onto_simplex(name, scores) -> Tensor:
     try:
-        import entmax  # here, so that reading a configuration does not import it
+        import entmax  # only where it is needed
     except ImportError:
         raise ImportError(
             f"attention_activation={name!r} needs the package entmax: pip install entmax, or use another activation"
@@ -78,32 +67,32 @@ def _project_onto_simplex(name: str, scores: torch.Tensor) -> torch.Tensor:
     return getattr(entmax, name)(scores, dim=-1)
 
 
-def at_least_float32(states: torch.Tensor) -> torch.dtype:
+def at_least_float32(states: Tensor) -> torch.dtype:
     """Returns the dtype of sums over tokens."""
     return torch.promote_types(states.dtype, torch.float32)
 
 
 def zero_limit(dtype: torch.dtype) -> float:
-    """Returns the limit below which a sum of weights counts as 0, because its reciprocal could overflow."""
+    """Returns the limit below which a sum of weights counts as 0: its reciprocal could overflow."""
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
 
 
-def counts_as_zero(total: torch.Tensor) -> torch.Tensor:
+def counts_as_zero(total: Tensor) -> Tensor:
     return total < zero_limit(total.dtype)
 
 
-def exp_(scores: torch.Tensor) -> torch.Tensor:
+def exp_(scores: Tensor) -> Tensor:
     """Computes `exp` in place, and 0 below `zero_limit`.
 
-    PyTorch's own, which is MKL's, takes 5 to 30 times as long where the result is 0 or a denormal number.
+    MKL's, PyTorch's own, takes 5 to 30 times as long where the result is 0 or denormal.
     """
     limit = zero_limit(scores.dtype)
-    return nn.functional.threshold_(scores.clamp_(min=math.log(limit) - 1.0).exp_(), limit, 0.0)
+    return F.threshold_(scores.clamp_(min=math.log(limit) - 1.0).exp_(), limit, 0.0)
 
 
-def _softpick(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+def _softpick(scores, visible=None) -> Tensor:
     """Computes `relu(e^s - 1) / sum |e^s - 1|`, or 0 for a sum of 0, without overflow."""
-    scores = hide(scores, visible, 0.0)  # |e^0 - 1| = 0: hidden keys count nothing
+    scores = hide(scores, visible, 0.0)
     largest = scores.detach().amax(dim=-1, keepdim=True).clamp(min=0.0)
     # |e^s - 1| / e^largest, without cancellation
     size = torch.exp(torch.relu(scores) - largest) * -torch.expm1(-scores.abs())
@@ -112,140 +101,136 @@ def _softpick(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torc
     return torch.where(scores > 0, size, 0.0).masked_fill(is_zero, 0.0) / total.masked_fill(is_zero, 1.0)
 
 
-def _stick_breaking(scores: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes `sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))`: the latest key takes its share of the stick first."""
-    log_rest = hide(nn.functional.logsigmoid(-hide(scores, visible, 0.0)), visible, 0.0)
+def _stick_breaking(scores, visible=None) -> Tensor:
+    """Computes `sigmoid(s_j) prod_{k > j} (1 - sigmoid(s_k))`: the latest key takes its share first."""
+    log_rest = hide(F.logsigmoid(-hide(scores, visible, 0.0)), visible, 0.0)
     # The sum over later keys only: subtracting the key's own term again could cancel all digits
-    later = nn.functional.pad(log_rest, (0, 1)).flip(-1).cumsum(dim=-1).flip(-1)[..., 1:]
-    log_weights = nn.functional.logsigmoid(hide(scores, visible, 0.0)) + later
+    later = F.pad(log_rest, (0, 1)).flip(-1).cumsum(dim=-1).flip(-1)[..., 1:]
+    log_weights = F.logsigmoid(hide(scores, visible, 0.0)) + later
     # Denormal numbers are slow
     return hide(torch.exp(log_weights.clamp(min=math.log(zero_limit(scores.dtype)))), visible, 0.0)
 
 
-def hide(tensor: torch.Tensor, visible: torch.Tensor | None, value: float) -> torch.Tensor:
+def hide(tensor: Tensor, visible: Tensor | None, value: float) -> Tensor:
     """Sets hidden keys to `value`. `visible` broadcasts to the tensor; `None` hides nothing."""
     return tensor if visible is None else tensor.masked_fill(~visible, value)
 
 
-def _no_scores(scores: torch.Tensor) -> torch.Tensor:
+def _no_scores(scores) -> Tensor:
     raise ValueError("attention_activation='linear_attention' is not a function of the scores: it computes none")
 
 
-ATTENTION_ACTIVATIONS = {
-    activation.name: activation
-    for activation in (
-        AttentionActivation(
-            name="softmax",
-            function=torch.exp,
-            derivative=lambda scores, weights: weights,
-            formula="exp(s)",
-            source="Vaswani et al. 2017, arXiv 1706.03762",
-            kind="softmax",
-        ),
-        AttentionActivation(
-            name="sigmoid",
-            function=torch.sigmoid,
-            # w - w^2, in one pass
-            derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),
-            normalization="none",
-            formula="sigmoid(s - log n_i); without log n_i under sum and length",
-            source="Ramapuram et al. 2024, arXiv 2409.04431, with the constant log n",
-            subtract_log_count=True,
-        ),
-        AttentionActivation(
-            name="relu",
-            function=torch.relu,
-            derivative=lambda scores, weights: weights.sign(),
-            normalization="length",
-            formula="max(s, 0)",
-            source="Wortsman et al. 2023, arXiv 2309.08586",
-            is_homogeneous=True,
-        ),
-        AttentionActivation(
-            name="relu_squared",
-            function=lambda scores: torch.relu(scores).square(),
-            derivative=lambda scores, weights: 2 * torch.relu(scores),
-            normalization="length",
-            formula="max(s, 0)^2",
-            source="So et al. 2021, arXiv 2109.08668; Hua et al. 2022, arXiv 2202.10447",
-            is_homogeneous=True,
-        ),
-        AttentionActivation(
-            name="squared",
-            function=torch.square,
-            derivative=lambda scores, weights: 2 * scores,
-            formula="s^2",
-            source="p_i^2 / sum_j p_j^2: another map onto the simplex",
-            is_homogeneous=True,
-        ),
-        AttentionActivation(
-            name="softplus",
-            function=nn.functional.softplus,
-            derivative=lambda scores, weights: torch.sigmoid(scores),
-            formula="log(1 + exp(s))",
-            source="a smooth map onto the simplex",
-        ),
-        AttentionActivation(
-            name="tanh",
-            function=torch.tanh,
-            derivative=lambda scores, weights: 1 - weights.square(),
-            normalization="length",
-            non_negative=False,
-            formula="tanh(s)",
-            source="bounded, but neither positive nor summing to one",
-        ),
-        AttentionActivation(
-            name="identity",
-            function=lambda scores: scores,
-            derivative=lambda scores, weights: torch.ones_like(scores),
-            normalization="length",
-            non_negative=False,
-            formula="s",
-            source="no activation at all",
-        ),
-        AttentionActivation(
-            name="sparsemax",
-            function=functools.partial(_project_onto_simplex, "sparsemax"),
-            formula="max(s - tau, 0), where tau makes the sum 1",
-            source="Martins and Astudillo 2016, arXiv 1602.02068",
-            kind="simplex",
-        ),
-        AttentionActivation(
-            name="entmax15",
-            function=functools.partial(_project_onto_simplex, "entmax15"),
-            formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
-            source="Peters et al. 2019, arXiv 1905.05702",
-            kind="simplex",
-        ),
-        AttentionActivation(
-            name="softpick",
-            function=_softpick,
-            formula="relu(exp(s) - 1) / sum |exp(s) - 1|",
-            source="Zuhri et al. 2025, arXiv 2504.20966, without an epsilon",
-            kind="row",
-        ),
-        AttentionActivation(
-            name="stick_breaking",
-            function=_stick_breaking,
-            normalization="none",
-            formula="sigmoid(s_j) prod_{j < k < i} (1 - sigmoid(s_k)), of earlier keys alone",
-            source="Tan et al. 2024, arXiv 2410.17980",
-            kind="row",
-            sees_own_key=False,
-        ),
-        AttentionActivation(
-            name="linear_attention",
-            function=_no_scores,
-            formula="psi(c q) . psi(k), psi(x) = elu(x) + 1",
-            source="Katharopoulos et al. 2020, arXiv 2006.16236",
-            kind="linear",
-        ),
-    )
-}
+_BUILT_IN = (
+    AttentionActivation(
+        name="softmax",
+        function=torch.exp,
+        derivative=lambda scores, weights: weights,
+        formula="exp(s)",
+        source="Vaswani et al. 2017, arXiv 1706.03762",
+        kind="softmax",
+    ),
+    AttentionActivation(
+        name="sigmoid",
+        function=torch.sigmoid,
+        # w - w^2, in one pass
+        derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),
+        normalization="none",
+        formula="sigmoid(s - log n_i); without log n_i under sum and length",
+        source="Ramapuram et al. 2024, arXiv 2409.04431, with the constant log n",
+        subtract_log_count=True,
+    ),
+    AttentionActivation(
+        name="relu",
+        function=torch.relu,
+        derivative=lambda scores, weights: weights.sign(),
+        normalization="length",
+        formula="max(s, 0)",
+        source="Wortsman et al. 2023, arXiv 2309.08586",
+        is_homogeneous=True,
+    ),
+    AttentionActivation(
+        name="relu_squared",
+        function=lambda scores: torch.relu(scores).square(),
+        derivative=lambda scores, weights: 2 * torch.relu(scores),
+        normalization="length",
+        formula="max(s, 0)^2",
+        source="So et al. 2021, arXiv 2109.08668; Hua et al. 2022, arXiv 2202.10447",
+        is_homogeneous=True,
+    ),
+    AttentionActivation(
+        name="squared",
+        function=torch.square,
+        derivative=lambda scores, weights: 2 * scores,
+        formula="s^2",
+        source="p_i^2 / sum_j p_j^2: another map onto the simplex",
+        is_homogeneous=True,
+    ),
+    AttentionActivation(
+        name="softplus",
+        function=F.softplus,
+        derivative=lambda scores, weights: torch.sigmoid(scores),
+        formula="log(1 + exp(s))",
+        source="a smooth map onto the simplex",
+    ),
+    AttentionActivation(
+        name="tanh",
+        function=torch.tanh,
+        derivative=lambda scores, weights: 1 - weights.square(),
+        normalization="length",
+        non_negative=False,
+        formula="tanh(s)",
+        source="bounded, but neither positive nor summing to one",
+    ),
+    AttentionActivation(
+        name="identity",
+        function=lambda scores: scores,
+        derivative=lambda scores, weights: torch.ones_like(scores),
+        normalization="length",
+        non_negative=False,
+        formula="s",
+        source="no activation at all",
+    ),
+    AttentionActivation(
+        name="sparsemax",
+        function=functools.partial(_project_onto_simplex, "sparsemax"),
+        formula="max(s - tau, 0), where tau makes the sum 1",
+        source="Martins and Astudillo 2016, arXiv 1602.02068",
+        kind="simplex",
+    ),
+    AttentionActivation(
+        name="entmax15",
+        function=functools.partial(_project_onto_simplex, "entmax15"),
+        formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
+        source="Peters et al. 2019, arXiv 1905.05702",
+        kind="simplex",
+    ),
+    AttentionActivation(
+        name="softpick",
+        function=_softpick,
+        formula="relu(exp(s) - 1) / sum |exp(s) - 1|",
+        source="Zuhri et al. 2025, arXiv 2504.20966, without an epsilon",
+        kind="row",
+    ),
+    AttentionActivation(
+        name="stick_breaking",
+        function=_stick_breaking,
+        normalization="none",
+        formula="sigmoid(s_j) prod_{j < k < i} (1 - sigmoid(s_k)), of earlier keys alone",
+        source="Tan et al. 2024, arXiv 2410.17980",
+        kind="row",
+        sees_own_key=False,
+    ),
+    AttentionActivation(
+        name="linear_attention",
+        function=_no_scores,
+        formula="psi(c q) . psi(k), psi(x) = elu(x) + 1",
+        source="Katharopoulos et al. 2020, arXiv 2006.16236",
+        kind="linear",
+    ),
+)
+ATTENTION_ACTIVATIONS = {activation.name: activation for activation in _BUILT_IN}
 # Transformers' function divides 0 by 0 in its gradient where softplus underflows.
-_SAFE_FUNCTIONS = {
-    "sqrtsoftplus": lambda scores: nn.functional.softplus(scores).clamp(min=torch.finfo(scores.dtype).tiny).sqrt(),
-}
+_SAFE_FUNCTIONS = {"sqrtsoftplus": lambda scores: F.softplus(scores).clamp(min=torch.finfo(scores.dtype).tiny).sqrt()}
 LIBRARY_ACTIVATIONS = {
     name: AttentionActivation(
         name=name,
@@ -259,23 +244,21 @@ LIBRARY_ACTIVATIONS = {
     if name not in (*ATTENTION_ACTIVATIONS, "linear")  # Transformers' "linear" is `identity` here
 }
 
-# Name -> keyword arguments of `AttentionActivation`. The installed package and every model loaded as remote code have
-# their own copy of this file, so what they share is kept outside of it
+# Name -> keyword arguments of `AttentionActivation`, which the copies of this file in remote code share
 _SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
 _FIELDS = tuple(field.name for field in fields(AttentionActivation))
 _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
 
 
 def registered_activations() -> set[str]:
-    """Returns the names of the activations that users registered in this process."""
     return set(_REGISTERED)
 
 
 def register_attention_activation(
     name: str,
-    function: Callable[[torch.Tensor], torch.Tensor],
+    function: Callable[[Tensor], Tensor],
     *,
-    derivative: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    derivative: Callable[[Tensor, Tensor], Tensor] | None = None,
     normalization: str = "length",
     non_negative: bool = False,
     formula: str = "",
@@ -284,27 +267,21 @@ def register_attention_activation(
 ) -> None:
     """Adds an attention activation. Every model in this process can then use its name, downloaded models included.
 
-    A saved model contains the name only. Register the function again before you load the model in another process.
+    A saved model contains the name only: register the function again before you load it in another process.
 
     Args:
-        name: the value of the switch `attention_activation`.
-        function: `phi`. It maps scores of any shape to a new tensor of the same shape, element by element, and has no
+        function: `phi`, maps scores of any shape to a new tensor of the same shape, element by element, and has no
             parameters, because nothing would train them.
-        derivative: `phi'(scores, phi(scores))`. Without it PyTorch differentiates `function`, which is slower.
-        normalization: the default of `attention_normalization`: `"sum"`, `"length"` or `"none"`.
-        non_negative: whether `phi >= 0` everywhere; `"sum"` and `flex_attention` need it.
-        formula, source: shown to readers only.
         exist_ok: replace an activation that was registered under this name, also in existing models.
 
-    Raises:
-        ValueError: if the name is taken, or the function contradicts the other arguments.
+    Raises `ValueError` if the name is taken, or the function contradicts the other arguments.
     """
     if not name.isidentifier():
         raise ValueError(f"name={name!r} must be a Python identifier")
     if name in ATTENTION_ACTIVATIONS or name in FUNCTIONS:
         raise ValueError(f"name={name!r} is an attention activation already; choose another name")
     if name in _REGISTERED and not exist_ok:
-        raise ValueError(f"name={name!r} is registered already; choose another, or give exist_ok=True to replace it")
+        raise ValueError(f"name={name!r} is registered already; choose another name or exist_ok=True")
     if normalization not in NORMALIZATIONS:
         raise ValueError(f"normalization={normalization!r} must be one of {', '.join(NORMALIZATIONS)}")
     if normalization == "sum" and not non_negative:
@@ -315,14 +292,14 @@ def register_attention_activation(
     _REGISTERED[name] = {field: getattr(row, field) for field in _FIELDS}
 
 
-def _check_function(row: AttentionActivation) -> None:
-    """Raises `ValueError` if a user's function does not match its arguments on a sample of scores."""
+def _check_function(row):
     generator = torch.Generator().manual_seed(0)
-    # Away from round numbers, where functions have kinks, but with some zeros, the scores of a zero query
+    # Away from round numbers, where functions have kinks, but with some zeros
     scores = (torch.rand(20, 20, dtype=torch.float64, generator=generator) - 0.5) * 40.123
     scores[10:, 3] = 0.0
-    copy, ones = scores.clone(), torch.ones_like(scores)
-    weights, function = row.function(copy), f"function of {row.name!r}"
+    copy = scores.clone()
+    weights = row.function(copy)
+    function = f"function of {row.name!r}"
     if weights.requires_grad:
         raise ValueError(f"{function} must have no parameters, as nothing trains them; write an AttentionPart")
     if not torch.equal(copy, scores):
@@ -330,22 +307,21 @@ def _check_function(row: AttentionActivation) -> None:
     alone = torch.stack([row.function(score.clone()) for score in scores[0]])
     if weights.shape != scores.shape or not torch.allclose(alone, weights[0], equal_nan=True):
         raise ValueError(f"{function} must work element by element and keep the shape of the scores")
-    _, slope = replace(row, derivative=None).weights_and_gradient(scores, ones)
+    _, slope = replace(row, derivative=None).weights_and_gradient(scores, torch.ones_like(scores))
     if not (weights.isfinite() & slope.isfinite()).all():
         raise ValueError(f"{function}, or its derivative, is not finite for all scores from -20 to 20")
     if row.non_negative and weights.min() < 0:
         raise ValueError(f"{function} is {weights.min().item():.3g} somewhere, but non_negative=True")
-    _, derivative = row.weights_and_gradient(scores, ones)
+    _, derivative = row.weights_and_gradient(scores, torch.ones_like(scores))
     if not torch.allclose(derivative[:10], slope[:10], rtol=1e-4, atol=1e-6) or not derivative.isfinite().all():
         raise ValueError(f"derivative of {row.name!r} is not the derivative of its function")
 
 
 def get_attention_activation(name: str) -> AttentionActivation:
-    """Returns the row of a built-in or registered activation, or of another function of Transformers."""
+    """Returns a row by name: built-in, registered, or a function of Transformers."""
     if name in ATTENTION_ACTIVATIONS:
         return ATTENTION_ACTIVATIONS[name]
     if name in _REGISTERED:
-        # Newer code may have registered fields that this code does not know
         return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in _FIELDS})
     if name in LIBRARY_ACTIVATIONS:
         return LIBRARY_ACTIVATIONS[name]
@@ -359,6 +335,6 @@ def get_attention_activation(name: str) -> AttentionActivation:
 
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
-    """Returns `"did you mean 'X'? "`, or an empty string if no choice is similar by `difflib`'s `cutoff`."""
+    """Returns `"did you mean 'X'? "`, or an empty string if no choice is similar."""
     near = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""

@@ -1,4 +1,7 @@
-"""The attention weights of every activation, and the backends `eager`, the reference, `nlq_rows` and `flex_attention`.
+"""Attention functions, as Transformers' `eager_attention_forward`, for every activation of the scores.
+
+They are the backends `eager`, the reference, `nlq_rows`, which is `eager` for some queries at a time, and
+`flex_attention`. The `activation`, `normalization` and `sink` of the layer `module` say how scores become weights.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call), head_dim.
 """
@@ -7,7 +10,8 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.flex_attention import (
     compile_friendly_flex_attention,
@@ -27,14 +31,14 @@ ROWS = 256  # queries of a block of `nlq_rows`
 
 
 def attention_weights(
-    scores: torch.Tensor,
-    visible: torch.Tensor | None,
-    visible_count: torch.Tensor | int,
+    scores: Tensor,
+    visible: Tensor | None,
+    visible_count: Tensor | int,
     activation: AttentionActivation,
     normalization: str,
-    sink: torch.Tensor | float | None = None,
-) -> torch.Tensor:
-    """Computes the attention weights of any activation, in at least float32.
+    sink: Tensor | float | None = None,
+) -> Tensor:
+    """Turns scores into attention weights by any activation, in at least float32.
 
     A query that sees no key, or whose sum of weights is below `zero_limit`, gets weights 0. Scores that overflow give
     infinity or NaN.
@@ -42,14 +46,14 @@ def attention_weights(
     Args:
         scores: `(batch, heads, query, key)`, already scaled.
         visible: booleans that broadcast to the scores; `None` if every query sees all keys.
-        visible_count: `(batch or 1, 1 or heads, query)`, or one number for all queries.
+        visible_count: the number of keys that each query sees, `(batch or 1, 1 or heads, query)`, or one number.
         sink: `(heads,)` logits whose `exp` joins softmax's denominator, or one number for all heads.
     """
     scores = scores.to(at_least_float32(scores))
     if activation.name == "softmax":
         scores = hide(scores, visible, torch.finfo(scores.dtype).min)
         if sink is not None:
-            logits = sink.to(scores.dtype) if isinstance(sink, torch.Tensor) else scores.new_full((1,), sink)
+            logits = sink.to(scores.dtype) if isinstance(sink, Tensor) else scores.new_full((1,), sink)
             column = logits[None, :, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, column], dim=-1)
         weights = torch.softmax(scores, dim=-1)
@@ -59,12 +63,12 @@ def attention_weights(
         return activation.function(scores, visible)
 
     if activation.kind == "simplex":
-        # -1e4 is too low to get weight, and can be summed up without overflow
+        # -1e4 gets no weight, and its sums do not overflow
         largest = hide(scores, visible, -torch.inf).amax(dim=-1, keepdim=True)
         scores = scores - largest.clamp(min=torch.finfo(scores.dtype).min)
         return hide(activation.function(hide(scores, visible, -1e4)), visible, 0.0)
 
-    if isinstance(visible_count, torch.Tensor):
+    if isinstance(visible_count, Tensor):
         count = visible_count.clamp(min=1).to(scores.dtype).unsqueeze(-1)
         log_count = count.log()
     else:
@@ -81,11 +85,8 @@ def attention_weights(
     return weights / count if normalization == "length" else weights
 
 
-def one_query_by_pytorch(module, query, key, value, attention_mask, scaling, score_bias=None) -> torch.Tensor:
-    """Computes attention of a single query, `(batch, 1, heads, head_dim)`, without repeating keys and values.
-
-    The arguments are those of `eager_attention_forward`.
-    """
+def one_query_by_pytorch(module, query, key, value, attention_mask, scaling, score_bias=None) -> Tensor:
+    """Computes what `eager` does for one query, `(batch, 1, heads, head_dim)`, without repeating keys and values."""
     (batch, heads, _, head_dim), dtype = query.shape, query.dtype
     if dtype == torch.float16:  # too small for scores
         query, key, value = query.float(), key.float(), value.float()
@@ -105,19 +106,18 @@ one_query_attention = Operation("one_query", one_query_by_pytorch)
 
 def scores_and_weights(
     module: nn.Module,
-    query: torch.Tensor,
-    columns: torch.Tensor,
-    key: torch.Tensor,
-    visible: torch.Tensor | None,
-    visible_count: torch.Tensor | int,
+    query: Tensor,
+    columns: Tensor,
+    key: Tensor,
+    visible: Tensor | None,
+    visible_count: Tensor | int,
     scaling: float,
     score_bias: ScoreBias | None = None,
     call: AttentionCall | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes scores and weights, changed by the parts of the layer: `(batch, heads, query, key)` each.
+) -> tuple[Tensor, Tensor]:
+    """Returns scores and weights, `(batch, heads, query, key)` each, changed by the parts of the layer.
 
-    `columns` `(batch, heads, query, ...)` were appended to the queries by a part. Keys are repeated for the heads that
-    share them; the other arguments are those of `eager_attention_forward` and `attention_weights`.
+    A part has appended `columns` `(batch, heads, query, ...)` to the queries. Keys are repeated for their heads.
     """
     changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "change_weights"))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -133,46 +133,45 @@ def scores_and_weights(
 
 def eager_attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Visibility | torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Visibility | Tensor | None,
     scaling: float,
     dropout: float = 0.0,
     score_bias: ScoreBias | None = None,
     call: AttentionCall | None = None,
     **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention for every activation, with the weights in memory. It is the reference for all other backends.
+) -> tuple[Tensor, Tensor]:
+    """Computes attention for every activation, with the weights in memory: the reference for all other backends.
 
     Args:
-        module: the attention layer. Its `activation`, `normalization` and `sink` define the weights.
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
-        attention_mask: as in `read_mask`.
-        score_bias: a bias of the scores, after `scaling`.
+        attention_mask: a `Visibility` or a mask `(batch, 1 or heads, query, key)`; see `read_mask`.
+        score_bias: is added to the scores, after `scaling`.
         call: the call of the layer, if parts of it change scores or weights.
 
     Returns:
         The output `(batch, query, heads, head_dim)` and the weights `(batch, heads, query, key)`.
     """
     visible, visible_count = read_visible(attention_mask, query, key, module.is_causal)
-    columns = query[..., key.shape[-1] :]  # appended by a part; usually there are none
+    columns = query[..., key.shape[-1] :]  # appended by a part
     query = query[..., : key.shape[-1]]
     key = repeat_kv(key, module.num_key_value_groups)
     value = repeat_kv(value, module.num_key_value_groups)
     _, weights = scores_and_weights(module, query, columns, key, visible, visible_count, scaling, score_bias, call)
-    weights = nn.functional.dropout(weights.to(query.dtype), p=dropout, training=module.training)
+    weights = F.dropout(weights.to(query.dtype), p=dropout, training=module.training)
     output = torch.matmul(weights, value).transpose(1, 2).contiguous()
     return output, weights
 
 
 def chunked_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, call=None, **kwargs
-) -> tuple[torch.Tensor, None]:
-    """Computes what `eager` computes, a block of queries at a time, in memory linear in the length, without weights.
+) -> tuple[Tensor, None]:
+    """Computes `eager` for `ROWS` queries at a time, in memory linear in the length, without returning weights.
 
-    Backward computes the weights of a block again. In causal order the keys after its last query are left out.
+    Backward computes the weights again. In causal order, keys after a block's last query are left out.
     """
 
     def attend(*inputs):
@@ -185,7 +184,7 @@ def chunked_attention_forward(
     outputs, bias = [], None
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
-        # At most that many keys come before the first query, so no query of the block sees more
+        # No query of the block sees more keys
         last = end + keys - queries if isinstance(mask, Visibility) and module.is_causal else keys
         rows = mask.rows(start, end, last) if isinstance(mask, Visibility) else mask[:, :, start:end]
         if score_bias is not None:
@@ -199,11 +198,11 @@ def chunked_attention_forward(
 
 
 def in_full_precision(function: Callable) -> Callable:
-    """Returns an attention function that computes half precision in float32, so that its output is not rounded."""
+    """Returns an attention function that computes half precision in float32."""
 
     def attend(module, query, key, value, attention_mask, **kwargs):
         dtype = at_least_float32(query)
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():
+        if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
             attention_mask = attention_mask.to(dtype)
         with maybe_autocast(query.device.type, enabled=False):
             return function(module, query.to(dtype), key.to(dtype), value.to(dtype), attention_mask, **kwargs)
@@ -211,7 +210,7 @@ def in_full_precision(function: Callable) -> Callable:
     return attend
 
 
-def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch.Tensor:
+def log_function(activation: AttentionActivation, scores: Tensor) -> Tensor:
     """Returns `log phi(scores)`: minus infinity, with a gradient of 0, where `phi` counts as 0."""
     weights = activation.function(scores)
     is_zero = counts_as_zero(weights)
@@ -220,40 +219,37 @@ def log_function(activation: AttentionActivation, scores: torch.Tensor) -> torch
 
 def flex_attention_with_log_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
-) -> tuple[torch.Tensor, None]:
-    """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention, without weights.
+) -> tuple[Tensor, None]:
+    """Computes softmax, and every activation that is never negative, by PyTorch's FlexAttention.
 
-    FlexAttention normalises `exp` of its scores. From scores `log phi(s)` it computes the mean of the values weighted
-    with `phi`, and the logarithm of the sum of `phi`. The latter undoes the normaliser where a layer has another one
-    (the idea of https://github.com/meta-pytorch/attention-gym).
-
-    The arguments are those of `eager_attention_forward`, with a `FlexMask`, or a block mask alone, as a mask.
+    From scores `log phi(s)`, FlexAttention computes the mean of the values weighted with `phi`, and the logarithm of
+    the sum of `phi`, which undoes the normaliser where a layer has another one (the idea of
+    https://github.com/meta-pytorch/attention-gym). The mask is a `FlexMask` or a block mask.
 
     Raises:
-        ValueError: without a mask, for what the CPU lacks, and for a caller's block mask if the number of visible keys
-            is needed.
+        ValueError: without a mask, for what the CPU lacks, and if a caller's block mask does not tell a needed count.
     """
     if attention_mask is None:
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
-    mask = attention_mask if isinstance(attention_mask, FlexMask) else FlexMask(attention_mask)
-    block_mask, visible_count = mask.block_mask, mask.visible_count
+    block_mask, visible_count = attention_mask if isinstance(attention_mask, FlexMask) else (attention_mask, None)
     activation, normalization = module.activation, module.normalization
-    _check_flex_attention_on_cpu(module, query, key, value)
+    if query.device.type == "cpu":
+        _check_flex_attention_on_cpu(module, query, key, value)
     if activation.name == "softmax" and module.sink is None and score_bias is None:
         output, _ = flex_attention_forward(module, query, key, value, block_mask, scaling=scaling, **kwargs)
         return output, None
     needs_count = normalization == "length" or (normalization == "none" and activation.subtract_log_count)
     if needs_count and visible_count is None:
         raise ValueError(
-            "attn_implementation='flex_attention' cannot count the keys that a BlockMask shows, which "
-            f"attention_activation={activation.name!r} normalised by {normalization!r} needs; give a padding mask"
+            "attn_implementation='flex_attention' cannot count the keys of a BlockMask, which attention_activation="
+            f"{activation.name!r} normalised by {normalization!r} needs; give a padding mask"
         )
     log_count = None
     if needs_count:
         visible_count = visible_count.expand(query.shape[0], -1).clamp(min=1).float()
         log_count = visible_count.log() if normalization == "none" else None
     if score_bias is not None:
-        # Each sum as a float32 number and what it leaves, because only differences count
+        # Each sum as a float32 number and its rest, because only differences count
         query_bias, key_bias = ((bias.float(), (bias - bias.float()).float()) for bias in score_bias)
 
     def score_mod(score, batch, head, query_index, key_index):
@@ -268,15 +264,23 @@ def flex_attention_with_log_forward(
         return score if activation.name == "softmax" else log_function(activation, score)
 
     needs_sum = normalization != "sum" or module.sink is not None
-    options = {"score_mod": score_mod, "block_mask": block_mask, "scale": scaling, "training": module.training}
-    options |= {"enable_gqa": key.shape[1] != query.shape[1], **get_flex_attention_lse_kwargs(needs_sum)}
-    result = compile_friendly_flex_attention(query, key, value, **options)
+    result = compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scaling,
+        training=module.training,
+        enable_gqa=key.shape[1] != query.shape[1],
+        **get_flex_attention_lse_kwargs(needs_sum),
+    )
     if not needs_sum:
         return result.transpose(1, 2).contiguous(), None
     output, auxiliary = result
     log_sum = getattr(auxiliary, "lse", auxiliary)  # PyTorch 2.8 returns the tensor itself
     if activation.name == "softmax":
-        sink = module.sink.float()[:, None] if isinstance(module.sink, torch.Tensor) else module.sink
+        sink = module.sink.float()[:, None] if isinstance(module.sink, Tensor) else module.sink
         factor = torch.sigmoid(log_sum - sink)  # sum / (sum + exp(sink))
     else:
         factor = log_sum.exp()
@@ -284,13 +288,11 @@ def flex_attention_with_log_forward(
     return (output * factor[..., None]).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _check_flex_attention_on_cpu(module: nn.Module, *inputs: torch.Tensor) -> None:
-    if inputs[0].device.type != "cpu":
-        return
+def _check_flex_attention_on_cpu(module, *inputs):
     refused = None
-    if module.attention_sink is not None or module.normalization != "sum":  # the compiled kernel has no log-sum-exp
+    if module.attention_sink is not None or module.normalization != "sum":
         refused = "a sink, or another normaliser than 'sum',"
-    elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+    elif torch.is_grad_enabled() and any(states.requires_grad for states in inputs):
         refused = "gradients"
     if refused is not None:
         raise ValueError(

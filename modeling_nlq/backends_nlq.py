@@ -1,16 +1,17 @@
 """The table of backends, and the choice of the backend that computes a layer.
 
 `attention_activation` defines the weights, `attn_implementation` the way to compute them. A backend that cannot
-compute the activation of a layer is an error. It never computes softmax instead.
+compute an activation is an error; it never computes softmax instead.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,14 +31,12 @@ from .tiled_nlq import tiled_attention_forward
 
 def sdpa_with_sink_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Computes softmax by PyTorch's fused kernels, with the layer's sink if it has one.
 
     The sink is another key before all others, with the value 0. A learned logit `b` needs another column: 1 in the
     sink's key, 0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8,
-    which CUDA's kernels need. This adds only the term `exp(b)` to the denominator, so it is exact.
-
-    The arguments are those of `eager_attention_forward`, with booleans as a mask. The kernels take a bias as a matrix.
+    which CUDA's kernels need.
     """
     # Transformers' function cannot infer a size of an empty batch, and its copies of padded keys would fix an exported
     # length
@@ -56,7 +55,7 @@ def sdpa_with_sink_forward(
     if module.attention_sink is None:
         inputs = (module, query, key, value, attention_mask)
         return sdpa_attention_forward(*inputs, scaling=scaling, dropout=dropout, **kwargs)
-    pad, head_dim = nn.functional.pad, query.shape[-1]
+    pad, head_dim = F.pad, query.shape[-1]
     is_learned = module.attention_sink == "learned"
     columns = 8 - head_dim % 8 if is_learned else 0
     key, value = pad(key, (0, columns, 1, 0)), pad(value, (0, columns, 1, 0))
@@ -67,7 +66,7 @@ def sdpa_with_sink_forward(
         key[:, :, 0, head_dim] = 1.0
     is_aligned = attention_mask is None and query.shape[2] > 1 and module.is_causal
     if is_aligned:
-        # A query at the index of the sink: each query still sees the keys up to its own
+        # A query for the sink's index, so that each one still sees the keys up to its own
         query = pad(query, (0, 0, 1, 0))
     elif attention_mask is not None:
         # An additive mask adds 0 there
@@ -79,15 +78,15 @@ def sdpa_with_sink_forward(
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Which features a layer needs from an attention backend, and the tensors of one call where they are known."""
+    """What a layer needs from a backend, and the tensors of a call where they are known."""
 
     activation: AttentionActivation
     sink: str | None = None  # `attention_sink`
-    bias: bool = False  # whether a part adds a bias to the scores, which the function gets as `score_bias`
-    materializes: Literal["rows", "all"] | None = None  # as in `materialized_by`. The function then gets the `call`
+    bias: bool = False  # whether a part adds a `score_bias`
+    materializes: Literal["rows", "all"] | None = None  # see `materialized_by`; the function then gets the `call`
     dropout: float = 0.0
     weights: bool = False  # whether this call returns the weights
-    device: torch.device | None = None  # `None` asks whether the backend computes the layer at all
+    device: torch.device | None = None  # `None` asks about the layer alone
     dtype: torch.dtype | None = None  # after autocast
     queries: int = 0  # of each row
     head_dim: int = 0
@@ -95,19 +94,18 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One row of the table of backends."""
-
     function: Callable  # with the arguments of Transformers' attention functions
-    computes: Callable[[AttentionRequest], bool]  # the activation and the sink, for these tensors if they are known
+    # Whether it computes the activation and the sink, for these tensors if they are known
+    computes: Callable[[AttentionRequest], bool] = lambda request: True
     has_bias: bool = False  # whether it takes a `score_bias`
-    materializes: Literal["rows", "all"] | None = None  # the weights that it holds in memory at a time
+    materializes: Literal["rows", "all"] | None = None  # what it holds in memory
     has_dropout: bool = True
-    # What becomes of `output_attentions=True`; omitted with a warning, as everywhere in Transformers
+    # Of `output_attentions=True`; omitted with a warning, as in Transformers
     weights: Literal["returned", "omitted", "refused"] = "refused"
     mask: Literal["visibility", "state", "dense", "block", "padding"] = "visibility"  # its maker in `MASK_MAKERS`
-    is_paged: bool = False  # whether it takes the cache of continuous batching, and then Transformers' own mask
+    is_paged: bool = False  # whether it takes the cache and the mask of continuous batching
     has_float32: bool = True
-    is_portable: bool = True  # false if it calls operators that other runtimes lack: not for an exporting model
+    is_portable: bool = True  # false if it calls operators that other runtimes lack
 
     def supports_layer(self, request: AttentionRequest) -> bool:
         """True if it computes the weights of a layer."""
@@ -121,41 +119,42 @@ class AttentionBackend:
         return self.has_dropout or request.dropout == 0.0
 
 
-def _always(request: AttentionRequest) -> bool:
-    return True
-
-
-def _is_softmax(request: AttentionRequest) -> bool:
+def _is_softmax(request) -> bool:
     return request.activation.name == "softmax"
 
 
-def _suits_sdpa(request: AttentionRequest) -> bool:
-    # It takes a bias as a matrix, which NLQ's own need not
+def _suits_sdpa(request) -> bool:
+    # It takes a bias as a matrix
     return _is_softmax(request) and not (request.bias and request.queries > 1)
 
 
-def _is_softmax_without_sink(request: AttentionRequest) -> bool:
+def _is_softmax_without_sink(request) -> bool:
     return _is_softmax(request) and request.sink is None
 
 
-def _has_logarithm(request: AttentionRequest) -> bool:
+def _has_logarithm(request) -> bool:
     return request.activation.non_negative and request.activation.kind in ("softmax", "elementwise")
 
 
-def _has_tiles(request: AttentionRequest) -> bool:
+def _has_tiles(request) -> bool:
     # Of softmax only what PyTorch's kernels lack
     return request.activation.is_elementwise or (request.bias and _is_softmax_without_sink(request))
 
 
-_flash_options = {"weights": "omitted", "mask": "padding", "is_paged": True, "has_float32": False}
 _flash_attention = AttentionBackend(
-    flash_attention_forward, _is_softmax_without_sink, **_flash_options, is_portable=False
+    flash_attention_forward,
+    _is_softmax_without_sink,
+    weights="omitted",
+    mask="padding",
+    is_paged=True,
+    has_float32=False,
+    is_portable=False,
 )
-# Attention functions that we do not know, such as kernels from the Hub, count as capable of what flash attention is
+# Attention functions that we do not know, such as kernels from the Hub, count as flash attention
 _UNKNOWN_BACKEND = _flash_attention
-# Transformers' name for `eager` in continuous batching, which sets it while it runs. Messages do not offer it
+# Transformers' name for `eager` while continuous batching runs. Messages do not offer it
 PAGED_EAGER = "paged|eager"
-_eager = AttentionBackend(eager_attention_forward, _always, has_bias=True, materializes="all", weights="returned")
+_eager = AttentionBackend(eager_attention_forward, has_bias=True, materializes="all", weights="returned")
 # The installed package adds others
 ATTENTION_BACKENDS = {
     "eager": _eager,
@@ -173,33 +172,27 @@ ATTENTION_BACKENDS = {
         is_portable=False,
     ),
     "nlq_tiled": AttentionBackend(tiled_attention_forward, _has_tiles, has_bias=True, is_portable=False),
-    "nlq_rows": AttentionBackend(
-        chunked_attention_forward, _always, has_bias=True, materializes="rows", is_portable=False
-    ),
+    "nlq_rows": AttentionBackend(chunked_attention_forward, has_bias=True, materializes="rows", is_portable=False),
 }
-# The backends that the automatic choice tries, in this order. The last one computes everything
+# What the automatic choice tries, in this order. The last one computes everything
 PREFERENCE = ["sdpa", "nlq_tiled", "nlq_rows", "eager"]
-# The same for continuous batching
 PAGED_PREFERENCE = ("sdpa", PAGED_EAGER)
-# The name where a backend's stands, for layers of that activation. They call `linear_nlq.py`, whatever
-# `attn_implementation` is
+# In place of a backend's name: such layers call `linear_nlq.py`, whatever `attn_implementation` is
 LINEAR_ATTENTION = "linear_attention"
-_STATE = AttentionBackend(linear_attention, _always, weights="refused", mask="state")
+_STATE = AttentionBackend(linear_attention, mask="state")
 
 
 def choose_implementation(config: NLQConfig, requested: str | None) -> str | None:
     """Returns the value of `attn_implementation` for a model; `None` leaves the choice to Transformers.
 
-    Raises:
-        ValueError: if the user requested a backend that does not exist or that cannot compute some layer.
+    Raises `ValueError` for a backend that does not exist or cannot compute some layer.
     """
     layers = _requests(config)
     requests = list(itertools.chain(*layers))
     if requested is None:
-        # Transformers would choose `sdpa` with a bias too, which takes it as a matrix
         is_plain = all(_is_softmax(request) and not request.bias and not request.materializes for request in requests)
         return None if is_plain else AUTOMATIC
-    # Transformers also knows rows that the installed package added, which remote code lacks
+    # Not rows that the installed package added, which remote code lacks
     others = (name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if not name.startswith(f"{AUTOMATIC}_"))
     if requested not in (*ATTENTION_BACKENDS, *others):
         choices = _choices(ATTENTION_BACKENDS)
@@ -213,18 +206,15 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
 def choose_paged_implementation(config: NLQConfig) -> str:
     """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
 
-    Raises:
-        ValueError: if a layer, or the backend that is set, cannot have a paged cache, or if windows differ.
+    Raises `ValueError` if a layer, or the backend that is set, cannot have a paged cache, or if windows differ.
     """
     if config.add_cross_attention:
         raise ValueError("add_cross_attention=True has no continuous batching; use generate")
-    layers = list(itertools.chain(*_requests(config)))
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(config.per_layer_config):
         # The paged cache cannot hold a state, and its masks do not say which key is the query's own
         if layer.activation.kind == "linear" or not layer.activation.sees_own_key:
-            name = layer.activation.name
+            name = layer.attention_activation
             raise ValueError(f"attention_activation={name!r} (layer {index}) has no continuous batching; use generate")
-    for index, layer in enumerate(config.per_layer_config):
         for part in parts_of(layer):
             if reason := part.refuse_paged(layer):
                 raise ValueError(f"{part.name} (layer {index}) has no continuous batching: {reason}; use generate")
@@ -232,7 +222,8 @@ def choose_paged_implementation(config: NLQConfig) -> str:
     if len(set(windows)) > 1:
         raise ValueError(f"sliding_window={windows}: continuous batching has one window for all layers; use generate")
     name = config._attn_implementation
-    possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].supports_layer, layers))]
+    requests = list(itertools.chain(*_requests(config)))
+    possible = [paged for paged in PAGED_PREFERENCE if all(map(ATTENTION_BACKENDS[paged].supports_layer, requests))]
     if name == AUTOMATIC:
         return possible[0]
     paged = PAGED_EAGER if name == "eager" else name
@@ -243,25 +234,23 @@ def choose_paged_implementation(config: NLQConfig) -> str:
 
 
 def supports_flash_attention(config: NLQConfig) -> bool:
-    """Tells whether flash attention computes every layer but linear ones, which do not call a backend."""
+    """Tells whether flash attention computes every layer but linear ones, which call no backend."""
     requests = itertools.chain(*_requests(config))
     return all(_flash_attention.supports_layer(request) for request in requests if request.activation.kind != "linear")
 
 
-def _choices(backends: Iterable[str]) -> str:
-    """Returns the names that a message offers, the automatic choice first."""
+def _choices(backends) -> str:
     return ", ".join((AUTOMATIC, *(name for name in backends if name != PAGED_EAGER)))
 
 
-def _requests(config: NLQConfig) -> list[list[AttentionRequest]]:
-    """Returns what each layer requests in any call, its attention and its cross-attention."""
+def _requests(config) -> list[list[AttentionRequest]]:
     layers = [filter(None, (layer, layer.cross_attention_config)) for layer in config.distinct_layers]
     requests = [list(map(request_of, layer)) for layer in layers]
     return requests if config.is_heterogeneous else requests * config.num_hidden_layers
 
 
 def request_of(layer: NLQConfig) -> AttentionRequest:
-    """Returns what a layer requests in any call; `layer` is its configuration."""
+    """Returns what a layer with this configuration requests in any call."""
     parts = parts_of(layer)
     has_bias = any(part.has_hook("score_bias") for part in parts)
     return AttentionRequest(layer.activation, layer.attention_sink, has_bias, materialized_by(parts))
@@ -271,10 +260,7 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
     """Returns the name of the backend that computes layers in one call, or `LINEAR_ATTENTION`.
 
     A model that is exported or traced gets a portable backend. A backend that was requested by name refuses tensors
-    itself.
-
-    Raises:
-        ValueError: if the implementation cannot do this. The message names those that can.
+    itself. Raises `ValueError` if it cannot compute the layers.
     """
     numbers = ", ".join(map(str, layers))
     if request.activation.kind == "linear":
@@ -289,8 +275,8 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
     if name == AUTOMATIC:
         for name in PREFERENCE:
             backend = ATTENTION_BACKENDS[name]
-            is_right = backend.is_portable or not needs_portable
-            if is_right and (not request.weights or backend.weights == "returned") and backend.supports_call(request):
+            has_weights = not request.weights or backend.weights == "returned"
+            if has_weights and (backend.is_portable or not needs_portable) and backend.supports_call(request):
                 return name
     request = replace(request, device=None, queries=0)
     backend = ATTENTION_BACKENDS.get(name, _UNKNOWN_BACKEND)
@@ -310,15 +296,11 @@ def find_backend(implementation: str | None, layers: Sequence[int], request: Att
 
 
 def make_layer_masks(
-    layers: Sequence[nn.Module],
-    hidden_states: torch.Tensor,
-    sequences: Sequences,
-    cache: Cache | None = None,
-    **kwargs,
+    layers: Sequence[nn.Module], hidden_states: Tensor, sequences: Sequences, cache: Cache | None = None, **kwargs
 ) -> LayerMasks:
     """Chooses backends and makes one mask for each kind of layer, before a layer advances the cache.
 
-    It passes over modules that hide an attention layer, which comes to `layer_mask` when it is called.
+    Passes over modules that hide an attention layer, which calls `layer_mask` itself.
     """
     masks = LayerMasks(sequences)
     for layer in layers:
@@ -329,29 +311,29 @@ def make_layer_masks(
 
 def layer_mask(
     layer: nn.Module,
-    masks: LayerMasks | torch.Tensor | None,
-    hidden_states: torch.Tensor,
+    masks: LayerMasks | Tensor | None,
+    hidden_states: Tensor,
     cache: Cache | None = None,
-    source: torch.Tensor | None = None,
+    source: Tensor | None = None,
     **kwargs,
 ) -> tuple[str, Any, TokenContext | None]:
     """Returns backend, mask and token context of an attention layer, before it advances the cache.
 
-    `masks` are what the model made for all layers, or the mask of a caller who calls this layer alone; `source` are an
-    encoder's tokens in cross-attention.
+    `masks` are the model's, or the mask of a caller of this layer alone; `source` are an encoder's tokens.
     """
     if not isinstance(masks, LayerMasks):
-        options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal, **kwargs}
-        masks = LayerMasks(read_sequences(hidden_states, masks, cache=cache, source=source, **options))
-    sequences, made, index = masks.sequences, masks.made, layer.layer_idx
-    if (kind := masks.kinds.get(index)) is None:
+        options = {"layer_idx": layer.layer_idx, "is_causal": layer.is_causal, "cache": cache, "source": source}
+        masks = LayerMasks(read_sequences(hidden_states, masks, **{**options, **kwargs}))
+    sequences = masks.sequences
+    made = masks.made
+    if (kind := masks.kinds.get(layer.layer_idx)) is None:
         cache = cache if sequences.source_length is None else None
         weights = kwargs.get("output_attentions")
         weights = layer.config.output_attentions if weights is None else weights
         tensors = (hidden_states.device, autocast_dtype(hidden_states), hidden_states.shape[1], layer.head_dim)
         request = layer.attention_request(weights, *tensors)
-        backend = find_backend(layer.config._attn_implementation, [index], request)
-        kind = masks.kinds[index] = (backend, *layer.visible_keys)
+        backend = find_backend(layer.config._attn_implementation, [layer.layer_idx], request)
+        kind = masks.kinds[layer.layer_idx] = (backend, *layer.visible_keys)
         if kind not in made:
             record_use("attention", backend)
             row = _STATE if backend == LINEAR_ATTENTION else ATTENTION_BACKENDS.get(backend, _UNKNOWN_BACKEND)
@@ -366,20 +348,11 @@ def _of_nlq_models_only(*args, **kwargs):
     raise ValueError("the attention implementations 'nlq' and 'nlq_...' work in NLQ models only")
 
 
-def _register(name: str) -> None:
-    # Makes Transformers accept the name. NLQ's layers read the table above: Transformers' belongs to all revisions of
-    # this code
+def accept_backend(name: str) -> None:
+    """Makes Transformers accept the name, whose table belongs to all revisions of this code."""
     ALL_ATTENTION_FUNCTIONS.register(name, _of_nlq_models_only)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)  # for layers of softmax, which "nlq" hands to SDPA
 
 
-def add_backend(name: str, backend: AttentionBackend, is_preferred: bool = False) -> None:
-    """Adds a row under a name that begins with `"nlq_"`; if preferred, the automatic choice tries it first."""
-    ATTENTION_BACKENDS[name] = backend
-    if is_preferred:
-        PREFERENCE.insert(0, name)
-    _register(name)
-
-
 for _name in (AUTOMATIC, "nlq_tiled", "nlq_rows"):
-    _register(_name)
+    accept_backend(_name)

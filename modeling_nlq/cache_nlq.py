@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     STATIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -23,23 +24,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 # Transformers 5.24 renamed `past_key_values` to `cache` in outputs, mask functions and `generate`
 CACHE_NAME = "cache" if "cache" in {field.name for field in fields(BaseModelOutputWithPast)} else "past_key_values"
 
-# The name of the cache layer in Transformers' table. The table belongs to the process, which may have loaded other
-# revisions of this file, so the name contains a hash of it.
+# The name of the cache layer in Transformers' table, with a hash of this file: the process may have loaded others
 LAYER_TYPE = f"nlq_linear_attention_{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
-
-
-MOST_CONVOLUTIONS = 7  # of one layer: a canon layer at every site, with a gated MLP
+MOST_CONVOLUTIONS = 7  # of canon at every site, with a gated MLP
 
 
 class LinearState(NamedTuple):
-    """The two sums over earlier tokens that later tokens need, in at least float32, decayed up to the last token."""
+    """The sums over earlier tokens that later ones need, in at least float32, decayed up to the last token."""
 
-    numerator: torch.Tensor  # (batch, key_value_heads, head_dim, head_dim), of keys times values
-    denominator: torch.Tensor  # (batch, key_value_heads, head_dim), of keys
+    numerator: Tensor  # (batch, key_value_heads, head_dim, head_dim), of keys times values
+    denominator: Tensor  # (batch, key_value_heads, head_dim), of keys
 
 
 class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
-    """The state of one linear attention layer in Transformers' cache, whose own layer for that counts no tokens.
+    """The state of a linear attention layer in the cache; Transformers' own layer for that counts no tokens.
 
     `max_cache_len` is the length of a static cache's masks. The state itself has no limit.
     """
@@ -47,26 +45,24 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     _layer_type = LAYER_TYPE
 
     def __init__(self, max_cache_len: int | None = None, **kwargs):
-        # The state, and tokens of convolutions after it
         LinearAttentionLayer.__init__(self, number_of_states=len(LinearState._fields) + MOST_CONVOLUTIONS)
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
-        # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`. Python reads a
-        # length without waiting for a device, and `torch.export` keeps it dynamic, but makes a plain number a constant
-        self.seen_tokens: torch.Tensor | None = None
-        self.cumulative_length: torch.Tensor | None = None  # `(1,)`, the number of tokens in a static cache
+        # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`, which needs no
+        # waiting for a device, and which `torch.export` does not make a constant
+        self.seen_tokens: Tensor | None = None
+        self.cumulative_length: Tensor | None = None  # `(1,)`, the number of tokens in a static cache
 
     @property
-    def is_compileable(self) -> bool:
-        """True for a static cache, which counts its tokens by a tensor: compiling would fix a number."""
+    def is_compileable(self):
+        """True for a static cache, which counts its tokens by a tensor."""
         return self.max_cache_len is not None
 
     @property
-    def is_croppable(self) -> bool:
-        """False: a state cannot go back to an earlier one."""
+    def is_croppable(self):
         return False
 
-    def lazy_initialization(self, *args, recurrent_states: torch.Tensor | None = None, **kwargs) -> None:
+    def lazy_initialization(self, *args, recurrent_states=None, **kwargs):
         super().lazy_initialization(recurrent_states=recurrent_states, **kwargs)
         if recurrent_states is None:
             return
@@ -96,33 +92,32 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         else:
             self.cumulative_length += length
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(self, key_states, value_states, *args, **kwargs):
         raise RuntimeError("attention_activation='linear_attention' keeps a state, and neither keys nor values")
 
-    def get_seq_length(self) -> int | torch.Tensor:
+    def get_seq_length(self):
         if self.cumulative_length is not None:
             return self.cumulative_length
         return 0 if self.seen_tokens is None else self.seen_tokens.shape[0]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length):
         return (self.get_seq_length() + query_length if self.max_cache_len is None else self.max_cache_len), 0
 
-    def get_max_length(self) -> int:
+    def get_max_length(self):
         return -1 if self.max_cache_len is None else self.max_cache_len
 
-    def activate_past_recording(self) -> None:
-        self.crop(-1)  # Transformers calls this before it tries tokens that it may take back
+    def activate_past_recording(self):
+        self.crop(-1)  # called before tokens that may be taken back
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove):
         """Raises `RuntimeError`, unless nothing is to be removed."""
         if tokens_to_remove != 0:
             raise RuntimeError(
-                "attention_activation='linear_attention': the state of such a layer cannot go back by some tokens, "
-                "which assisted decoding and prompt lookup need; generate without assistant_model and "
-                "prompt_lookup_num_tokens"
+                "attention_activation='linear_attention': a state cannot go back by some tokens; generate without "
+                "assistant_model and prompt_lookup_num_tokens"
             )
 
-    def reset(self) -> None:
+    def reset(self):
         if self.max_cache_len is None:
             self._map(torch.zeros_like)  # not in place: a gradient may need the old state
         LinearAttentionLayer.reset(self)
@@ -130,30 +125,30 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         if self.cumulative_length is not None:
             self.cumulative_length.zero_()
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
+    def batch_repeat_interleave(self, repeats):
         self._map(lambda part: part.repeat_interleave(repeats, dim=0))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices):
         self._map(lambda part: part[indices])
 
-    def _map(self, function) -> None:
+    def _map(self, function):
         if self.is_initialized:
             states = self.recurrent_states
             self.recurrent_states = {index: function(part) for index, part in states.items() if part is not None}
             _map_convolutions(self, function)
 
 
-def _map_convolutions(layer: LinearAttentionLayer, function) -> None:
+def _map_convolutions(layer, function):
     states = layer.conv_states
     states.update({index: function(state) for index, state in states.items() if state is not None})
 
 
-def _repeat_rows(layer: DynamicLayer, repeats: int) -> None:
+def _repeat_rows(layer, repeats):
     DynamicLayer.batch_repeat_interleave(layer, repeats)
     _map_convolutions(layer, lambda state: state.repeat_interleave(repeats, dim=0))
 
 
-def _select_rows(layer: DynamicLayer, indices: torch.Tensor) -> None:
+def _select_rows(layer, indices):
     DynamicLayer.batch_select_indices(layer, indices)
     _map_convolutions(layer, lambda state: state[indices])
 
@@ -167,22 +162,19 @@ class _SlidingLayer(LinearAttentionAndSlidingWindowAttentionLayer):
 
 
 def keep_rows_together(layer: CacheLayerMixin) -> None:
-    """Makes a dynamic cache layer repeat and select the rows of keys, values and convolutions together.
+    """Makes a dynamic cache layer repeat and select the rows of convolutions with those of keys and values.
 
-    Transformers' layers inherit these methods from `DynamicLayer`, which knows keys and values alone. Its cache
-    chooses the class, so the class of the layer is exchanged.
+    Transformers' layers leave out the convolutions, and its cache chooses their class.
     """
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        layer.__class__ = _FullLayer
-    elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
-        layer.__class__ = _SlidingLayer
+    for replacement in (_FullLayer, _SlidingLayer):
+        if type(layer) is replacement.__bases__[0]:
+            layer.__class__ = replacement
 
 
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:
     """Returns a cache of the decoder's tokens and, in its other half, of an encoder's keys and values.
 
-    `generate` makes both halves from the decoder's configuration. With windows, states or a static length the other
-    half would forget keys or lack room for them, so it is replaced before its first use.
+    `generate` may have given the other half windows, states or a static length; then it is replaced.
     """
     if not isinstance(cache, EncoderDecoderCache):
         return EncoderDecoderCache(cache, DynamicCache())

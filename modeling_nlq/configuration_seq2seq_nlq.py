@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .configuration_nlq import NLQConfig, NLQConfigMixin
-from .parts_user_nlq import add_to_package
+from .configuration_nlq import NLQConfig, __version__
+from .parts_user_nlq import NLQConfigMixin, add_to_package
 
 
 if TYPE_CHECKING:
-    # Transformers copies the files that it finds in import lines. With this line it copies the model with any
-    # configuration
-    from .modeling_seq2seq_nlq import NLQSeq2SeqModel  # noqa: F401
+    from .modeling_seq2seq_nlq import NLQSeq2SeqModel  # noqa: F401, this line makes Transformers copy the model's files
 
 
 # What the place of a half decides
@@ -30,24 +28,22 @@ FROM_ENCODER = {
 SIZES = ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads")
 
 
-def _of_decoder(name: str, has_setter: bool = False) -> property:
+def _of_decoder(name, has_setter=False) -> property:
     setter = (lambda self, value: setattr(self.decoder, name, value)) if has_setter else None
     return property(lambda self: getattr(self.decoder, name), setter)
 
 
 @strict
 class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
-    r"""
-    The architecture of an encoder and a decoder, each with every switch of `NLQConfig`.
+    r"""The architecture of an encoder and a decoder, each with every switch of `NLQConfig`.
 
     Args:
         encoder: the encoder; `is_causal=False` is set.
         decoder: the decoder; `add_cross_attention=True` is set, and `cross_attention_hidden_size` and
-            `cross_attention_max_positions` are read from the encoder.
+            `cross_attention_max_positions` are the encoder's sizes.
         decoder_start_token_id: the first token of the decoder; by default `bos_token_id`, or else `pad_token_id`.
-        bos_token_id, eos_token_id, pad_token_id: token ids; by default the decoder's.
         tie_word_embeddings: whether both halves and the LM head have the same token embedding.
-        kwargs: fields of `NLQConfig` for both halves; a field in a half's own `dict` wins.
+        kwargs: fields of both halves; a field in a half's `dict` wins.
     """
 
     model_type = "nlq_seq2seq"
@@ -64,11 +60,11 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
     tie_word_embeddings: bool = True
 
     @classmethod
-    def field_names(cls) -> set[str]:
+    def field_names(cls):
         return super().field_names() | NLQConfig.field_names()
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+    def from_dict(cls, config_dict, **kwargs):
         # diff with PreTrainedConfig: fields of the halves change what was saved of them
         shared = _take_shared(kwargs)
         for name in DIRECTIONS:
@@ -101,7 +97,7 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
         if self.decoder_start_token_id is None:
             self.decoder_start_token_id = self.pad_token_id if self.bos_token_id is None else self.bos_token_id
         super().__post_init__(**kwargs)
-        self.name_code(kwargs.get("auto_map"))
+        self.name_code(kwargs.get("auto_map"), __version__)
 
     @property
     def vocab_size(self) -> int:
@@ -118,40 +114,35 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
 
     @property
     def max_position_embeddings(self) -> int:
-        """The smaller of both halves."""
         return min(half.max_position_embeddings for half in (self.encoder, self.decoder))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return super().to_dict() | {name: getattr(self, name) for name in SIZES}
 
-    def to_diff_dict(self) -> dict[str, Any]:
+    def to_diff_dict(self):
         return {name: value for name, value in super().to_diff_dict().items() if name not in SIZES}
 
     def validate_architecture(self):
-        """Checks that what is shared has one shape, and that the first token has an embedding."""
         for name in ("vocab_size", "hidden_size"):
             sizes = [getattr(half, name) for half in (self.encoder, self.decoder)]
             if self.tie_word_embeddings and sizes[0] != sizes[1]:
                 raise ValueError(
                     f"tie_word_embeddings=True shares one embedding, but {name} is {sizes[0]} in the encoder and "
-                    f"{sizes[1]} in the decoder; use tie_word_embeddings=False"
+                    f"{sizes[1]} in the decoder"
                 )
         if (start := self.decoder_start_token_id) is not None and not 0 <= start < self.vocab_size:
-            raise ValueError(
-                f"decoder_start_token_id={start} must be at least 0 and below vocab_size={self.vocab_size}"
-            )
+            raise ValueError(f"decoder_start_token_id={start} must be from 0 to below vocab_size={self.vocab_size}")
 
 
-def _take_shared(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes the fields of both halves out of what a caller gives."""
+def _take_shared(kwargs) -> dict[str, Any]:
     names = NLQConfig.field_names() | {"rope_theta", "rope_scaling", "partial_rotary_factor"}
     names -= {field.name for field in fields(NLQSeq2SeqConfig)}
-    shared = {name: given.pop(name) for name in names & given.keys()}
+    shared = {name: kwargs.pop(name) for name in names & kwargs.keys()}
     for name in ("is_causal", "add_cross_attention", *FROM_ENCODER):
         if name in shared:
             raise ValueError(f"{name}={shared[name]!r} is fixed by the half that has it; leave it out")
-    if "num_layers" in given:
-        raise ValueError(f"num_layers={given['num_layers']!r} cannot be set; set num_hidden_layers")
+    if "num_layers" in kwargs:
+        raise ValueError(f"num_layers={kwargs['num_layers']!r} cannot be set; set num_hidden_layers")
     return shared
 
 

@@ -1,11 +1,10 @@
 """Support for other programs: Transformers' releases, PEFT's adapters, parallelism and continuous batching."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-from torch import nn
+import torch.nn.functional as F
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
@@ -23,43 +22,38 @@ except ImportError:
 
 
 def accept_both_cache_names(forward: Callable) -> Callable:
-    """Lets `forward` take the cache by both names, and warns of the old one where Transformers does."""
+    """Lets `forward` take the cache by both names, with a warning where Transformers warns."""
     if CACHE_NAME == "past_key_values":
         return forward
     return deprecate_kwarg("past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True)(forward)
 
 
-# Tensors and objects that a call may pass although `forward` does not name them. They are read elsewhere, or do not
-# change a result
+# Tensors and objects that a call may pass although `forward` does not name them
 KNOWN_ARGUMENTS = {
     "cache_position",  # the cache knows it
-    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),  # read by `masking_nlq.read_sequences`
+    *("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"),  # read by `read_sequences`
     *("num_items_in_batch", "shift_labels"),  # read by the losses
-    *("output_attentions", "output_hidden_states"),  # lists of layers; read by Transformers' `capture_outputs`
-    "token_type_ids",  # NLQ models have one type of token
+    *("output_attentions", "output_hidden_states"),  # read by `capture_outputs`
+    "token_type_ids",
     "tokenizer",  # `transformers serve` hands it to `generate`
 }
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for an object that `forward` does not name, such as a mask that Transformers renamed.
-
-    Switches, numbers and strings pass.
-    """
+    """Raises `ValueError` for an object that `forward` does not name, such as a mask that Transformers renamed."""
     for name, value in arguments.items():
         if name not in KNOWN_ARGUMENTS and not isinstance(value, (bool, int, float, str, type(None))):
             raise ValueError(
-                f"{name}: NLQ models do not know this argument, and must not ignore a {type(value).__name__}; leave "
-                "it out. If Transformers passed it, this release is too new: see docs/versions.md"
+                f"{name}: NLQ models do not know this argument, a {type(value).__name__}; leave it out, or see "
+                "docs/versions.md"
             )
 
 
-# Queries and values, as for Llama. A model contains only some of these layers
+# Queries and values, as for Llama
 DEFAULT_TARGETS = [f"{name}_{layer}" for name in "qv" for layer in ("proj", "bottleneck.fc1", "bottleneck.fc2")]
-# IA3 scales the output of keys and values, and the input of the MLP's last layer
 _IA3_FEEDFORWARD = ["mlp.fc2", "mlp.down_proj"]
 _IA3_TARGETS = [*(f"{name}_{layer}" for name in "kv" for layer in ("proj", "bottleneck.fc2")), *_IA3_FEEDFORWARD]
-# By the names of PEFT's tables
+# By PEFT's table
 _DEFAULTS = {
     **dict.fromkeys(("ADALORA_TARGET", "LOHA_TARGET", "LORA_TARGET", "OFT_TARGET", "VERA_TARGET"), DEFAULT_TARGETS),
     "IA3_TARGET": _IA3_TARGETS,
@@ -68,13 +62,11 @@ _DEFAULTS = {
 
 
 def register_default_targets(model_type: str) -> None:
-    """Tells PEFT which layers its methods adapt where `target_modules` is not given."""
     for name, layers in _DEFAULTS.items():
         getattr(peft_constants, f"TRANSFORMERS_MODELS_TO_{name}_MODULES_MAPPING", {}).setdefault(model_type, layers)
 
 
 def check_distribution(config: PreTrainedConfig, distributed_config: DistributedConfig) -> None:
-    """Raises `ValueError` if a model with this `NLQConfig` cannot be split in this way."""
     tp_size = distributed_config.tp_size
     if distributed_config.pp_size > 1:
         raise ValueError(f"pp_size={distributed_config.pp_size}: NLQ models have no pipeline stages; use tp_size")
@@ -91,8 +83,6 @@ def check_distribution(config: PreTrainedConfig, distributed_config: Distributed
 
 
 class NLQIntegrationMixin:
-    """Says what the models support, and splits them over processes; a base before `PreTrainedModel`."""
-
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NLQDecoderLayer"]
@@ -107,13 +97,13 @@ class NLQIntegrationMixin:
             name, saved, configured = min(loading_info.mismatched_keys)
             raise RuntimeError(
                 f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; "
-                "leave sizes as they are, or pass ignore_mismatched_sizes=True to draw such weights anew"
+                "leave sizes as they are, or pass ignore_mismatched_sizes=True"
             )
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
-        # diff with PreTrainedModel: modules cut the parts of their heads that no linear layer computes
+        # diff with PreTrainedModel: modules cut the heads that no linear layer computes
         if mesh_manager is not None:
             for config in [getattr(model.config, name) for name in model.config.sub_configs] or [model.config]:
                 check_distribution(config, distributed_config)
@@ -126,27 +116,25 @@ class NLQIntegrationMixin:
 
 
 class NLQGenerationMixin(GenerationMixin):
-    """Transformers' generation, and continuous batching of every attention activation with keys and values."""
-
     def _get_static_cache_init_shape(self):
-        # diff with GenerationMixin: parts may widen the keys, and then the cache reads their width from the first ones
+        # diff with GenerationMixin: where parts widen the keys, the cache reads their width from the first ones
         parts = [part for layer in self.config.per_layer_config for part in parts_of(layer)]
         has_states = any(part.has_hook("token_state") for part in parts)
         return None if has_states else super()._get_static_cache_init_shape()
 
     def create_masks_for_generate(
         self, config, inputs_embeds, attention_mask, cache=None, past_key_values=None, **kwargs
-    ) -> torch.Tensor | None:
-        # diff with Llama: the model makes the masks, from a padding mask that is as long as a static cache throughout
+    ):
+        # diff with Llama: the model makes the masks, from a padding mask as long as a static cache
         if attention_mask is None:
             return None
         cache = past_key_values if cache is None else cache
         layers = range(config.get_text_config(decoder=True).num_hidden_layers)
         length = max(cache.get_mask_sizes(inputs_embeds.shape[1], layer_idx)[0] for layer_idx in layers)
-        return nn.functional.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
+        return F.pad(attention_mask, (0, max(length - attention_mask.shape[-1], 0)))
 
     def init_continuous_batching(self, *args, **kwargs) -> ContinuousBatchingManager:
-        """Returns Transformers' manager of requests; `generate_batch` and the context manager call this too.
+        """Returns Transformers' manager of requests.
 
         Until it stops, `attn_implementation` is one that takes the paged cache. `ValueError` if there is none.
         """
@@ -165,25 +153,23 @@ class NLQGenerationMixin(GenerationMixin):
             manager.add_request = _keep_within_positions(manager, self.config)
         return manager
 
-    def generate_batch(self, inputs: Sequence[Sequence[int]], *args, **kwargs) -> dict:
-        """Generates as in Transformers; `ValueError` for a prompt longer than the learned positions."""
+    def generate_batch(self, inputs, *args, **kwargs):
         for prompt in inputs:
             _check_prompt(prompt, self.config)
         return super().generate_batch(inputs, *args, **kwargs)
 
 
-def _check_prompt(prompt: Sequence[int], config: PreTrainedConfig) -> None:
+def _check_prompt(prompt, config):
     if config.has_learned_positions and len(prompt) > config.max_position_embeddings:
-        raise ValueError(
-            f"inputs: a prompt of {len(prompt)} tokens is longer than the learned positions, "
-            f"max_position_embeddings={config.max_position_embeddings}"
-        )
+        most = config.max_position_embeddings
+        size = f"{len(prompt)} tokens is longer than the learned ones, max_position_embeddings={most}"
+        raise ValueError(f"inputs: a prompt of {size}")
 
 
-def _keep_within_positions(manager: ContinuousBatchingManager, config: PreTrainedConfig) -> Callable[..., str | None]:
-    """Returns the manager's `add_request`, which ends requests at the last learned position.
+def _keep_within_positions(manager, config) -> Callable[..., str | None]:
+    """Returns an `add_request` that ends requests at the last learned position.
 
-    A longer request would fail in the thread that serves all requests.
+    A longer request would fail in the thread that serves all.
     """
     add_request = manager.add_request
 
@@ -192,8 +178,7 @@ def _keep_within_positions(manager: ContinuousBatchingManager, config: PreTraine
         _check_prompt(input_ids, config)
         wanted = manager.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         possible = config.max_position_embeddings - len(input_ids) + 1  # the last token is not read
-        return add_request(
-            input_ids, request_id, possible if wanted is None else min(wanted, possible), *args, **kwargs
-        )
+        count = possible if wanted is None else min(wanted, possible)
+        return add_request(input_ids, request_id, count, *args, **kwargs)
 
     return add_request_within_positions

@@ -1,27 +1,25 @@
-"""Linear attention: weights `psi(c q) . psi(k)`, which need no score per pair of tokens, so attention is a recurrent
-network.
+"""Linear attention, with weights `psi(c q) . psi(k)`, which is a recurrent network.
 
 `psi(x) = elu(x) + 1` (Katharopoulos et al. 2020, arXiv 2006.16236), `c = attention_scaling * sqrt(head_dim)`. The
 output is
 
     o_i = sum_j decay^(t_i - t_j) (R_i psi(c q_i)) . (R_j psi(k_j)) v_j / sum_j decay^(t_i - t_j) psi(c q_i) . psi(k_j)
 
-over the keys that query `i` sees. `t` counts the tokens but padding. `R` are rotary positions, in the
-numerator only (Su et al. 2021, arXiv 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv
-2307.08621). Later tokens need only two sums over earlier tokens, the state. Three forms compute the same numbers:
-`parallel_form`, quadratic in the length, is the readable reference; `chunked_form`, linear, is for training and
-prompts; `recurrent_step` takes one token. In an encoder, where every query sees its whole document,
-`bidirectional_form` needs the two sums over the document.
+over the keys that query `i` sees. `t` counts the tokens but padding. `R` are rotary positions (Su et al. 2021, arXiv
+2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later tokens need only
+the state, two sums over earlier tokens. `parallel_form`, quadratic in the length, is the readable reference.
 
 Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_part
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_whole
 from transformers.utils.generic import maybe_autocast
@@ -31,19 +29,14 @@ from .cache_nlq import LinearState
 from .masking_nlq import Visibility, make_visibility
 
 
-# With heads of 64, the pairs within a chunk of this length cost about as much as reading the state
+# With heads of 64, its pairs cost about as much as reading the state
 CHUNK_SIZE = 64
-# Tokens computed at once: enough to use a whole device, and few enough to reuse memory between segments
+# Tokens computed at once, with memory that the next segment uses again
 SEGMENT_SIZE = 2048
 
 
-def rotate(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotates queries and keys by their positions, the first elements of each head, as many as `cos` and `sin` have.
-
-    Queries and keys are `(batch, heads, length, head_dim)`, cosines and sines `(batch or 1, length, rotated)`.
-    """
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates the first elements of heads `(batch, heads, length, head_dim)`, as many as `cos` and `sin` have."""
     rotation = rotate_whole if cos.shape[-1] == query.shape[-1] else rotate_part
     return rotation(query, key, cos, sin)
 
@@ -51,55 +44,54 @@ def rotate(
 class LinearInputs(NamedTuple):
     """The inputs of all forms, in at least float32. Rotated states have rotary positions, for the numerator."""
 
-    query: torch.Tensor  # (b, g, r, n, d), psi(c q)
-    key: torch.Tensor  # (b, g, n, d), psi(k), 0 for padding
-    rotated_query: torch.Tensor
-    rotated_key: torch.Tensor
-    value: torch.Tensor  # (b, g, n, d)
-    count: torch.Tensor | None  # (b, n), tokens without padding up to each one, including those of the state
-    is_valid: torch.Tensor | None  # (b, n), false for padding. Both are `None` for a single token that is none
-    document_start: torch.Tensor | None  # (b, n), the first token of each token's packed document
-    log_decay: torch.Tensor | None  # (g,)
+    query: Tensor  # (b, g, r, n, d), psi(c q)
+    key: Tensor  # (b, g, n, d), psi(k), 0 for padding
+    rotated_query: Tensor
+    rotated_key: Tensor
+    value: Tensor  # (b, g, n, d)
+    count: Tensor | None  # (b, n), tokens without padding up to each one, including those of the state
+    is_valid: Tensor | None  # (b, n), false for padding; both are `None` for a single token
+    document_start: Tensor | None  # (b, n), the first token of each token's packed document
+    log_decay: Tensor | None  # (g,)
 
 
-def fixed_log_decay(num_heads: int) -> torch.Tensor:
+def fixed_log_decay(num_heads: int) -> Tensor:
     """Returns `(heads,)`, the logarithms of RetNet's rates `1 - 2^(-5 - head)`."""
     return torch.log1p(-torch.exp2(-5.0 - torch.arange(num_heads, dtype=torch.float64)))
 
 
-def initial_decay_bias(num_heads: int) -> torch.Tensor:
+def initial_decay_bias(num_heads: int) -> Tensor:
     """Returns `(heads,)`, the logits of RetNet's rates."""
     exponent = 5.0 + torch.arange(num_heads, dtype=torch.float64)
     return exponent * math.log(2.0) + fixed_log_decay(num_heads)
 
 
 class _FeatureMap(torch.autograd.Function):
-    """`psi`. Its derivative is `min(psi, 1)`, so backward needs only the result."""
+    """`psi`, with the derivative `min(psi, 1)`, which needs only the result."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(states: torch.Tensor) -> torch.Tensor:
+    def forward(states) -> Tensor:
         # `elu(x) + 1` computed literally would be 0 below -17, and inaccurate above
         return torch.exp(states.clamp(max=0.0)).add_(states.clamp(min=0.0))
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, gradient) -> Tensor:
         (features,) = ctx.saved_tensors
         return gradient * features.clamp(max=1.0)
 
 
-def feature_map(states: torch.Tensor) -> torch.Tensor:
-    """Computes `psi`, which is positive, so the normaliser is positive too."""
+def feature_map(states: Tensor) -> Tensor:
     has_gradient = torch.is_grad_enabled() and states.requires_grad
     return _FeatureMap.apply(states) if has_gradient else _FeatureMap.forward(states)
 
 
-def parallel_form(inputs: LinearInputs, is_causal: bool = True) -> torch.Tensor:
+def parallel_form(inputs, is_causal=True) -> Tensor:
     """Returns `(b, g, r, n, d)`, computed from a weight for each pair of tokens."""
     pairs = _pairs(inputs, is_causal)
     weights = (inputs.query @ inputs.key[:, :, None].mT) * pairs
@@ -107,26 +99,25 @@ def parallel_form(inputs: LinearInputs, is_causal: bool = True) -> torch.Tensor:
     return divide(rotated @ inputs.value[:, :, None], weights.sum(dim=-1))
 
 
-def chunked_form(
-    inputs: LinearInputs, state: LinearState | None = None, chunk_size: int | None = CHUNK_SIZE
-) -> tuple[torch.Tensor, LinearState]:
-    """Returns `(b, g, r, n, d)` and the state after the last token: pairs within a chunk, and the state before it.
+def chunked_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tensor, LinearState]:
+    """Returns `(b, g, r, n, d)`, from the pairs within a chunk and the state before it, and the last state.
 
-    Decay is counted from the end of a chunk or of the state, so no factor is above 1, whatever the length. Without a
-    `chunk_size`, all tokens are one chunk, for exported programs of any length.
+    Decay is counted from the end of a chunk or of the state, so no factor is above 1. Without a `chunk_size`, all
+    tokens are one chunk, for exported programs of any length.
     """
-    numerator, denominator, state = _chunked_sums(inputs, state, chunk_size)
-    return divide(numerator, denominator), state
+    *sums, state = _chunked_sums(inputs, state, chunk_size)
+    return divide(*sums), state
 
 
-def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) -> torch.Tensor:
+def bidirectional_form(inputs, document_end) -> Tensor:
     """Returns `(b, g, r, n, d)` where each query sees its packed document, up to token `document_end` `(b, n)`."""
     if document_end is None:
         numerator = inputs.rotated_query @ (inputs.rotated_key.mT @ inputs.value)[:, :, None]
         return divide(numerator, (inputs.query @ inputs.key.sum(dim=-2)[:, :, None, :, None]).squeeze(-1))
     # The sums up to each token, and from it on, have its own term twice
-    states, last = (states.flip(-2) for states in inputs[:5]), document_end.shape[-1] - 1
-    mirrored = LinearInputs(*states, inputs.count, inputs.is_valid.flip(-1), last - document_end.flip(-1), None)
+    states = (states.flip(-2) for states in inputs[:5])
+    document_start = document_end.shape[-1] - 1 - document_end.flip(-1)
+    mirrored = LinearInputs(*states, inputs.count, inputs.is_valid.flip(-1), document_start, None)
     chunk_size = None if torch.compiler.is_exporting() else CHUNK_SIZE  # chunks would fix the length
     before, after = (_chunked_sums(each, None, chunk_size)[:2] for each in (inputs, mirrored))
     self_sum = (inputs.query * inputs.key[:, :, None]).sum(dim=-1)
@@ -135,16 +126,16 @@ def bidirectional_form(inputs: LinearInputs, document_end: torch.Tensor | None) 
     return divide(numerator, before[1] + after[1].flip(-1) - self_sum)
 
 
-def state_of_source(key: torch.Tensor, value: torch.Tensor, is_valid: torch.Tensor | None) -> LinearState:
-    """Returns the sums over an encoder's tokens `(b, g, n, d)`, but those that are padding, for cross-attention."""
+def state_of_source(key, value, is_valid) -> LinearState:
+    """Returns the sums over an encoder's tokens `(b, g, n, d)` without padding."""
     with maybe_autocast(key.device.type, enabled=False):
         key, value = (states.to(at_least_float32(states)) for states in (key, value))
         key = feature_map(key) if is_valid is None else feature_map(key) * is_valid[:, None, :, None]
         return LinearState(key.mT @ value, key.sum(dim=-2))
 
 
-def attend_to_state(query: torch.Tensor, state: LinearState, scaling: float) -> torch.Tensor:
-    """Returns `(b, query, heads, d)` in the state's dtype, for queries `(b, heads, query, d)` that see all tokens."""
+def attend_to_state(query, state, scaling) -> Tensor:
+    """Returns `(b, query, heads, d)` for queries `(b, heads, query, d)` that see all tokens."""
     with maybe_autocast(query.device.type, enabled=False):
         query = feature_map(query.to(state.numerator.dtype) * (scaling * math.sqrt(query.shape[-1])))
         query = query.unflatten(1, (state.denominator.shape[1], -1))
@@ -152,10 +143,8 @@ def attend_to_state(query: torch.Tensor, state: LinearState, scaling: float) -> 
         return divide(query @ state.numerator[:, :, None], denominator).flatten(1, 2).transpose(1, 2)
 
 
-def _chunked_sums(
-    inputs: LinearInputs, state: LinearState | None, chunk_size: int | None
-) -> tuple[torch.Tensor, torch.Tensor, LinearState]:
-    """Returns numerator `(b, g, r, n, d)` and denominator `(b, g, r, n)` of `chunked_form`, and the state."""
+def _chunked_sums(inputs, state, chunk_size) -> tuple[Tensor, Tensor, LinearState]:
+    """Returns `chunked_form`'s numerator `(b, g, r, n, d)`, denominator `(b, g, r, n)` and state."""
     length = inputs.query.shape[-2]
     inputs = _chunked(inputs, chunk_size)
     chunk_size = inputs.query.shape[-2]
@@ -164,7 +153,7 @@ def _chunked_sums(
     after = inputs.count[..., -1]
     first = torch.arange(before.shape[-1], device=before.device) * chunk_size
 
-    # The part that each chunk adds to the state, and the factor by which the earlier state decays over the chunk
+    # What each chunk adds to the state, and the factor by which the earlier state decays over the chunk
     from_end = _decay(inputs.log_decay, after[..., None] - inputs.count)  # (b, g, chunks, c)
     chunk_decay = _decay(inputs.log_decay, after - before)  # (b, g, chunks)
     if inputs.document_start is not None:
@@ -177,14 +166,14 @@ def _chunked_sums(
     if state is None:
         state = LinearState(*(torch.zeros_like(part[:, :, 0]) for part in added))
     states = []
-    # Unbound, not indexed: the gradient of an index has the size of all chunks, which would make this quadratic
+    # Unbound, not indexed: gradients of indices have the size of all chunks, which would make this quadratic
     for decay, numerator, denominator in zip(*(part.unbind(dim=2) for part in (chunk_decay, *added))):
         states.append(state)
         decayed = (state.numerator * decay[..., None, None], state.denominator * decay[..., None])
         state = LinearState(decayed[0] + numerator, decayed[1] + denominator)
     numerators, denominators = (torch.stack(parts, dim=2) for parts in zip(*states))  # (b, g, chunks, ...)
 
-    # (b, g, chunks, c): the decay of the state before the chunk, up to each query
+    # (b, g, chunks, c): the decay of the earlier state up to each query
     seen = _decay(inputs.log_decay, inputs.count - before[..., None])
     if inputs.document_start is not None:
         seen = seen * (inputs.document_start < first[:, None])[:, None]
@@ -200,13 +189,13 @@ def _chunked_sums(
     return numerator.flatten(3, 4)[..., :length, :], denominator.flatten(3, 4)[..., :length], state
 
 
-def recurrent_step(inputs: LinearInputs, index: int, state: LinearState | None) -> tuple[torch.Tensor, LinearState]:
-    """Returns the output of one token, `(b, g, r, d)`, and the state after it: `S_i = decay S_(i-1) + k_i v_i^T`."""
+def recurrent_step(inputs, index, state) -> tuple[Tensor, LinearState]:
+    """Returns one token's output `(b, g, r, d)`, and the state `S_i = decay S_(i-1) + k_i v_i^T`."""
     key, rotated_key, value = (states[:, :, index] for states in (inputs.key, inputs.rotated_key, inputs.value))
     if state is None:
         state = LinearState(key.new_zeros(*key.shape, key.shape[-1]), torch.zeros_like(key))
     decay = None
-    if inputs.log_decay is not None:  # (b or 1, g): padding decays nothing
+    if inputs.log_decay is not None:  # (b or 1, g)
         is_valid, ones = inputs.is_valid, inputs.key.new_ones(1)
         tokens = ones if is_valid is None else is_valid[:, index].to(inputs.count.dtype)
         decay = _decay(inputs.log_decay, tokens)
@@ -220,22 +209,22 @@ def recurrent_step(inputs: LinearInputs, index: int, state: LinearState | None) 
     return divide(inputs.rotated_query[..., index, :] @ state.numerator, denominator), state
 
 
-def divide(numerator: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+def divide(numerator, denominator) -> Tensor:
     """Divides; a query that sees no key gets 0."""
     is_zero = counts_as_zero(denominator)[..., None]
     return (numerator / denominator[..., None].masked_fill(is_zero, 1.0)).masked_fill(is_zero, 0.0)
 
 
-def _decay(log_decay: torch.Tensor | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Returns `decay^tokens`, `(b, ...)` -> `(b, g or 1, ...)`. A negative number, of a hidden pair, counts as 0."""
+def _decay(log_decay, tokens) -> Tensor:
+    """Returns `decay^tokens`, `(b, ...)` -> `(b, g or 1, ...)`; tokens below 0 are of hidden pairs."""
     if log_decay is None:
         return torch.ones_like(tokens, dtype=torch.float32)[:, None]
     rate = log_decay.view(-1, *[1] * (tokens.ndim - 1))
     return torch.exp(rate * tokens.clamp(min=0)[:, None].to(log_decay.dtype))
 
 
-def _pairs(inputs: LinearInputs, is_causal: bool = True) -> torch.Tensor:
-    """Returns each pair's factor, `(b, g or 1, 1, ..., c, c)`: the decay, and 0 where the key is hidden."""
+def _pairs(inputs, is_causal=True) -> Tensor:
+    """Returns each pair's decay, `(b, g or 1, 1, ..., c, c)`, 0 where the key is hidden."""
     length = inputs.query.shape[-2]
     visible = torch.ones(length, length, dtype=torch.bool, device=inputs.query.device)
     visible = visible.tril() if is_causal else visible
@@ -247,26 +236,26 @@ def _pairs(inputs: LinearInputs, is_causal: bool = True) -> torch.Tensor:
     return (_decay(inputs.log_decay, tokens) * visible[:, None])[:, :, None]
 
 
-def _chunked(inputs: LinearInputs, chunk_size: int | None) -> LinearInputs:
-    """Cuts the length into chunks, `(..., n, d)` -> `(..., chunks, c, d)`, and fills the last one with padding."""
+def _chunked(inputs, chunk_size) -> LinearInputs:
+    """Cuts the length into chunks, `(..., n, d)` -> `(..., chunks, c, d)`, and fills up with padding."""
     missing = 0 if chunk_size is None else -inputs.query.shape[-2] % chunk_size
 
-    def cut(states: torch.Tensor) -> torch.Tensor:
+    def cut(states) -> Tensor:
         if chunk_size is None:
             return states.unsqueeze(-3)
-        return nn.functional.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, chunk_size))
+        return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, chunk_size))
 
-    def cut_row(row: torch.Tensor) -> torch.Tensor:
+    def cut_row(row) -> Tensor:
         if chunk_size is None:
             return row.unsqueeze(-2)
-        # Repeat the last token's number: padding is not counted, and belongs to the last document
+        # Padding repeats the last token's number
         row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
         return row.unflatten(-1, (-1, chunk_size))
 
     query, key = cut(inputs.query), cut(inputs.key)
     is_rotated = inputs.rotated_query is not inputs.query
     rotated = [cut(inputs.rotated_query), cut(inputs.rotated_key)] if is_rotated else [query, key]
-    is_valid = cut(inputs.is_valid[..., None]).squeeze(-1)  # padding is not valid, and `cut` fills up with 0
+    is_valid = cut(inputs.is_valid[..., None]).squeeze(-1)  # `cut` fills up with 0
     start = None if inputs.document_start is None else cut_row(inputs.document_start)
     return LinearInputs(
         query, key, *rotated, cut(inputs.value), cut_row(inputs.count), is_valid, start, inputs.log_decay
@@ -274,48 +263,47 @@ def _chunked(inputs: LinearInputs, chunk_size: int | None) -> LinearInputs:
 
 
 def linear_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     visibility: Visibility | None,
     scaling: float,
-    log_decay: torch.Tensor | None = None,
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    log_decay: Tensor | None = None,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
     state: LinearState | None = None,
     form: str = "chunked",
     is_causal: bool = True,
-) -> tuple[torch.Tensor, LinearState | None]:
+) -> tuple[Tensor, LinearState | None]:
     """Computes linear attention of the tokens of one call.
 
     Args:
         query: `(batch, heads, query, head_dim)`, before rotary positions.
-        key, value: `(batch, key_value_heads, query, head_dim)`, of the same tokens.
-        visibility: padding and packed documents; `None` if each row is one text.
-        log_decay: `(key_value_heads,)`, of any type and device, or `None`.
-        state: the state of the tokens before these.
-        form: `"chunked"`, which uses `recurrent_step` for a single token, or `"parallel"`, which neither takes nor
-            returns a state.
-        is_causal: whether no token sees a later one. Otherwise there is neither a state nor a decay.
+        key, value: `(batch, key_value_heads, query, head_dim)`.
+        visibility: padding and packed documents, or `None`.
+        log_decay: `(key_value_heads,)`.
+        form: `"chunked"`, or `"parallel"`, which neither takes nor returns a state.
+        is_causal: no token sees a later one. Otherwise there is neither a state nor a decay.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
     """
     batch, _, length, head_dim = query.shape
-    dtype, query_scaling = value.dtype, scaling * math.sqrt(head_dim)
-    if visibility is None and length == 1 and form != "parallel" and is_causal:
-        with maybe_autocast(query.device.type, enabled=False):
-            inputs = _make_inputs(query, key, value, None, None, query_scaling, None, log_decay, position_embeddings)
-            output, state = recurrent_step(inputs, 0, state)
-        return output.flatten(1, 2).unsqueeze(1).to(dtype), state
-    if visibility is None:
-        visibility = make_visibility(length, length, 0, query.device, is_causal=is_causal)
-    if visibility.key_is_valid is None:
-        is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
-    else:
-        is_valid = visibility.key_is_valid[:, visibility.last_key[0] if is_causal else slice(None)].expand(batch, -1)
-    count, start, end = visibility.visible_count.expand(batch, -1), visibility.first_key, visibility.last_key
-    if start is not None:  # pairs across documents are hidden, so only differences within a document matter
-        start, count = start.expand(batch, -1), (end + 1).expand(batch, -1)
+    dtype = value.dtype
+    query_scaling = scaling * math.sqrt(head_dim)
+    count = is_valid = start = end = None  # a single token that is not padding needs none of them
+    if visibility is not None or length > 1 or form == "parallel" or not is_causal:
+        if visibility is None:
+            visibility = make_visibility(length, length, 0, query.device, is_causal=is_causal)
+        start = visibility.first_key
+        end = visibility.last_key
+        count = visibility.visible_count.expand(batch, -1)
+        if start is not None:  # pairs across documents are hidden, so only differences within a document matter
+            start = start.expand(batch, -1)
+            count = (end + 1).expand(batch, -1)
+        if visibility.key_is_valid is None:
+            is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
+        else:
+            is_valid = visibility.key_is_valid[:, end[0] if is_causal else slice(None)].expand(batch, -1)
     if not is_causal:
         with maybe_autocast(query.device.type, enabled=False):
             inputs = _make_inputs(query, key, value, count, is_valid, query_scaling, start, None, position_embeddings)
@@ -326,22 +314,24 @@ def linear_attention(
     is_exporting = torch.compiler.is_exporting()
     size = None if form == "parallel" or is_exporting else SEGMENT_SIZE
 
-    def split(states: torch.Tensor, dim: int) -> Sequence[torch.Tensor]:
+    def split(states, dim) -> Iterable[Tensor | None]:
+        if states is None:
+            return itertools.repeat(None)
         # Split, not sliced: the gradient of a slice has the size of the whole, which would make this quadratic
         return [states] if size is None else states.split(size, dim)
 
-    splits = [split(states, 2) for states in (query, key, value)]
-    splits += [split(row, 1) for row in (count, is_valid)]
-    starts = None if start is None else split(start, 1)
-    positions = None if position_embeddings is None else [split(part, 1) for part in position_embeddings]
+    segments = zip(
+        *(split(states, 2) for states in (query, key, value)),
+        *(split(row, 1) for row in (count, is_valid, start, *(position_embeddings or (None, None)))),
+    )
     outputs = []
     # Sums over thousands of tokens need float32, also where autocast would use less
     with maybe_autocast(query.device.type, enabled=False):
-        for index, part in enumerate(zip(*splits)):
+        for index, (*states, start, cos, sin) in enumerate(segments):
             # A document that began before these tokens begins at a negative index
-            document_start = None if starts is None else starts[index] - index * SEGMENT_SIZE
-            embeddings = None if positions is None else [parts[index] for parts in positions]
-            inputs = _make_inputs(*part, query_scaling, document_start, log_decay, embeddings)
+            document_start = None if start is None else start - index * SEGMENT_SIZE
+            embeddings = None if cos is None else (cos, sin)
+            inputs = _make_inputs(*states, query_scaling, document_start, log_decay, embeddings)
             if form == "parallel":
                 output = parallel_form(inputs)
             elif length == 1:
@@ -358,7 +348,6 @@ def linear_attention(
 def _make_inputs(
     query, key, value, count, is_valid, query_scaling, document_start, log_decay, position_embeddings
 ) -> LinearInputs:
-    """Applies the feature map and rotary positions, and groups the heads."""
     query, key, value = (states.to(at_least_float32(states)) for states in (query, key, value))
     query, key = feature_map(query * query_scaling), feature_map(key)
     if is_valid is not None:

@@ -1,11 +1,12 @@
-"""The next-token loss on the CPU, a row or a few rows at a time.
+"""The next-token loss on the CPU, a few rows at a time.
 
-PyTorch's cross-entropy writes three more tensors of the logits' size: the log-softmax, the gradient of the chosen
-entries, and the gradient of the logits. Only the last is needed. It is computed together with the loss, in slices that
-fit in the cache, so the others never reach memory.
+PyTorch's cross-entropy writes three more tensors of the logits' size, of which only their gradient is needed. It is
+computed with the loss, in slices that fit in the cache.
 """
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd import forward_ad
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils.import_utils import is_tracing
@@ -17,16 +18,14 @@ from .ops_nlq import OnceDifferentiable, Operation
 SLICE_ELEMENTS = 2**18  # 1 MiB of float32
 _NO_SECOND_DERIVATIVE = (
     "the loss of NLQ models on the CPU has no second derivative; set model.loss_function = "
-    "transformers.loss.loss_utils.ForCausalLMLoss, which has one"
+    "transformers.loss.loss_utils.ForCausalLMLoss"
 )
 
 
-def loss_in_slices(
-    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the negative log-likelihood of each row `(tokens, vocabulary)`, and the gradient of their weighted sum.
+def loss_in_slices(logits: Tensor, targets: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the negative log-likelihood of each row `(tokens, vocabulary)`, and the gradient of their weighted sum.
 
-    The gradient is empty without `weights`.
+    The latter is empty without `weights`.
     """
     dtype = at_least_float32(logits)
     rows = max(SLICE_ELEMENTS // logits.shape[-1], 1)
@@ -34,7 +33,7 @@ def loss_in_slices(
     gradient = logits.new_empty(0) if weights is None else torch.empty_like(logits)
     for start in range(0, logits.shape[0], rows):
         part = slice(start, start + rows)
-        # Their sum, the logarithm of the sum of exponentials, would lose digits where logits are large
+        # `logsumexp` of the logits would lose digits where they are large
         distances = logits[part].to(dtype)
         distances = distances - distances.amax(dim=-1, keepdim=True)
         log_totals = torch.logsumexp(distances, dim=-1)
@@ -51,54 +50,53 @@ loss_and_gradient = Operation("loss", loss_in_slices)
 class _Loss(torch.autograd.Function):
     """The sum of the counted rows' negative log-likelihoods, divided by a count.
 
-    It keeps its gradient and not the logits, so a caller may overwrite them before `backward`, even through NumPy.
+    Keeps its gradient and not the logits, which a caller may overwrite before `backward`.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(logits, anchor, targets, is_counted, count, has_backward) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the loss and the gradient of the logits; `anchor` is a number in their graph."""
+    def forward(logits, anchor, targets, is_counted, count, has_backward) -> tuple[Tensor, Tensor]:
         # Without any label the loss is NaN and the gradient 0, as in PyTorch
         weights = torch.where(is_counted, 1.0 / count, 0.0) if has_backward else None
         losses, gradient = loss_and_gradient(logits, targets, weights)
         return losses.masked_fill(~is_counted, 0.0).sum() / count, gradient
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1], inputs[1])
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor, _) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx, gradient, _) -> tuple[Tensor | None, ...]:
         result, anchor = ctx.saved_tensors
-        # A new tensor even if the factor is 1: hooks may change it in place, and a retained graph is read again
+        # A new tensor, because hooks may change it in place, and a retained graph is read again
         return result * OnceDifferentiable.apply(gradient, anchor, _NO_SECOND_DERIVATIVE), None, None, None, None, None
 
 
 def causal_lm_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
+    logits: Tensor,
+    labels: Tensor,
     vocab_size: int,
-    num_items_in_batch: torch.Tensor | int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
+    shift_labels: Tensor | None = None,
     **kwargs,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns Transformers' `ForCausalLMLoss`, in nats per token. On the CPU it has no second derivative.
 
     Args:
         logits: `(batch, length, vocabulary)`.
         labels: `(batch, length)` token ids; token `i` is predicted at `i - 1`.
-        num_items_in_batch: what to divide the sum by. Defaults to the number of labels that are not ignored.
-        shift_labels: `(batch, length)` labels shifted to the positions that predict them, instead of `labels`.
+        num_items_in_batch: what to divide the sum by; by default the number of labels that are not ignored.
+        shift_labels: `(batch, length)` labels at the positions that predict them, instead of `labels`.
     """
-    is_plain = logits.device.type == "cpu" and type(logits) is torch.Tensor and not is_tracing(logits)
-    # A gradient in float16 needs a scaled loss, so it cannot be computed before the scale is known
+    is_plain = logits.device.type == "cpu" and type(logits) is Tensor and not is_tracing(logits)
+    # A gradient in float16 needs the scale of the loss
     if not is_plain or logits.dtype == torch.float16 or forward_ad.unpack_dual(logits).tangent is not None:
         return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
     if shift_labels is None:
-        shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     if shift_labels.shape != logits.shape[:-1]:  # the C++ code trusts it
         raise ValueError(f"labels={tuple(shift_labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
     targets, logits = shift_labels.reshape(-1), logits.reshape(-1, vocab_size)

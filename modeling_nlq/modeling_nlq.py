@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AutoModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -27,8 +28,7 @@ from transformers.modeling_outputs import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
-from transformers.processing_utils import Unpack
-from transformers.utils import ModelOutput, TransformersKwargs, can_return_tuple
+from transformers.utils import ModelOutput, can_return_tuple
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -54,7 +54,7 @@ from .integrations_nlq import (
 )
 from .linear_nlq import attend_to_state, fixed_log_decay, initial_decay_bias, linear_attention, rotate, state_of_source
 from .loss_nlq import causal_lm_loss
-from .masking_nlq import LayerMasks, Sequences, read_sequences, refuse_packed
+from .masking_nlq import LayerMasks, read_sequences, refuse_packed
 from .ops_nlq import autocast_dtype
 from .parts_base_nlq import (
     HOOKS,
@@ -77,9 +77,12 @@ else:
     FSDPModule = ()  # `isinstance` of it is never true
 
 
-class NLQMLP(nn.Module):
-    """Two linear layers with an activation between."""
+# Shapes: batch, heads (of queries), groups (of keys and values), query or length (tokens of this call), key (cached
+# tokens and those of this call), head_dim, hidden
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, (batch or 1, length, head_dim or less)
 
+
+class NLQMLP(nn.Module):
     def __init__(self, config: NLQConfig):
         super().__init__()
         self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.has_bias("mlp"))
@@ -87,8 +90,7 @@ class NLQMLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.has_bias("mlp"))
         self.fc2.ends_sublayer = True
 
-    def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
-        """`(batch, query, hidden)` -> the same shape; with a `call`, parts of the layer change what is inside."""
+    def forward(self, hidden_states: Tensor, call: AttentionCall | None = None) -> Tensor:
         inner = self.fc1(hidden_states)
         if call is not None:
             (inner,) = call.change_mlp("change_mlp_inner", inner)
@@ -106,7 +108,7 @@ class NLQGatedMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.has_bias("mlp"))
         self.down_proj.ends_sublayer = True
 
-    def forward(self, hidden_states: torch.Tensor, call: AttentionCall | None = None) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, call: AttentionCall | None = None) -> Tensor:
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
         if call is not None:
             gate, up = call.change_mlp("change_mlp_inner", gate, up)
@@ -117,7 +119,6 @@ MLPS = {"plain": NLQMLP, "gated": NLQGatedMLP}
 
 
 def make_norm(config: NLQConfig) -> nn.Module:
-    """Makes a norm of the residual stream's width."""
     options = {"eps": config.layer_norm_eps, "elementwise_affine": config.norm_gain}
     if config.norm_type == "rmsnorm":
         return nn.RMSNorm(config.hidden_size, **options)
@@ -125,10 +126,7 @@ def make_norm(config: NLQConfig) -> nn.Module:
 
 
 class NLQBottleneck(nn.Module):
-    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381).
-
-    The default `r = d / 2` gives it `d^2 + O(d)` parameters, as many as the matrix it replaces.
-    """
+    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381)."""
 
     def __init__(self, layer: NLQConfig, input_size: int, output_size: int, starts_at_zero: bool):
         super().__init__()
@@ -141,17 +139,17 @@ class NLQBottleneck(nn.Module):
         self.output_norm = nn.LayerNorm(output_size, eps=eps, bias=use_bias)
         self.output_norm.starts_at_zero = starts_at_zero  # read by `_init_weights`
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(batch, length, input)` -> `(batch, length, output)`."""
+    def forward(self, hidden_states: Tensor) -> Tensor:
         return self.output_norm(self.fc2(self.activation(self.fc1(self.input_norm(hidden_states)))))
 
 
 def make_terms(layer: NLQConfig, name: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
-    """Makes the terms with weights of the projection `"query"`, `"key"` or `"value"`; `None` for one that it lacks."""
-    projection, linear, bottleneck = PROJECTIONS[getattr(layer, f"{name}_projection")], None, None
+    """Makes the terms with weights of the projection `"query"`, `"key"` or `"value"`."""
+    projection = PROJECTIONS[getattr(layer, f"{name}_projection")]
     is_query = name == "query"
     input_size = layer.hidden_size if is_query else layer.key_value_input_size
     output_size = (layer.num_query_heads if is_query else layer.num_key_value_heads) * layer.head_dim
+    linear = bottleneck = None
     if projection.linear:
         linear = nn.Linear(input_size, output_size, bias=layer.has_bias("query_key_value"))
     if projection.bottleneck:
@@ -160,17 +158,13 @@ def make_terms(layer: NLQConfig, name: str) -> tuple[nn.Linear | None, NLQBottle
 
 
 class NLQAttention(nn.Module):
-    """Multi-head attention with any projections, any activation of the scores and any backend.
-
-    Linear attention and cross-attention override some of its methods.
-    """
+    """Multi-head attention with any projections, any activation of the scores and any backend."""
 
     tp_mesh = None  # the processes that share the heads
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
-        # Only the global configuration has the current attention implementation
-        self.config = config
+        self.config = config  # it alone has the current attention implementation
         layer = self.layer_config(config, layer_idx)
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
@@ -179,19 +173,18 @@ class NLQAttention(nn.Module):
         self.scaling = layer.score_scaling
         self.attention_dropout = config.attention_dropout
         self.is_causal = layer.is_causal
-        self.sliding_window = layer.sliding_window  # Transformers' paged functions read it too
+        self.sliding_window = layer.sliding_window
         self.has_rotary_positions = layer.position_embedding == "rope"
         self.attention_activation = layer.attention_activation
         self.attention_normalization = layer.attention_normalization
         self.attention_sink = layer.attention_sink
         self.output_scaling = layer.attention_output_scaling
-        # Which keys a query sees: the window, and whether its own token's key is among them
+        # The window, and whether a query sees the key of its own token
         self.visible_keys = (layer.sliding_window, layer.activation.sees_own_key)
 
-        # diff with Llama: a projection is a sum of terms. A plain linear one has the name that Transformers, PEFT and
-        # quantizers know, and a term that is missing is `None`
-        terms = ("query", "key", "value")
-        self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in terms}
+        # diff with Llama: a projection is a sum of terms; a missing one is `None`
+        names = ("query", "key", "value")
+        self.projections = {name: PROJECTIONS[getattr(layer, f"{name}_projection")] for name in names}
         self.q_proj, self.q_bottleneck = make_terms(layer, "query")
         self.k_proj, self.k_bottleneck = make_terms(layer, "key")
         self.v_proj, self.v_bottleneck = make_terms(layer, "value")
@@ -202,19 +195,16 @@ class NLQAttention(nn.Module):
         self.sink_bias = nn.Parameter(torch.zeros(self.num_heads)) if layer.attention_sink == "learned" else None
         self._add_parts(layer)
 
-    def _add_parts(self, layer: NLQConfig) -> None:
-        """Makes the parts of the layer, and the modules that it holds for them under names of its own."""
-        self.q_norm = self.k_norm = self.head_proj = None
-        self.output_activation = self.gate_proj = self.value_gate_proj = None
+    def _add_parts(self, layer):
         parts = {}
         for part in parts_of(layer):
             if part.needs_first_values and self.layer_idx == 0:
-                continue  # they are its own
+                continue
             for name, module in part.layer_modules(layer).items():
                 setattr(self, name, module)
             parts[part.name] = part(layer, self.layer_idx)
         self.parts = nn.ModuleDict(parts)
-        # Names, because copies of the layer on other devices have other modules
+        # Names, because copies of the layer have other modules
         self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
         self.has_score_bias = bool(self._names_by_hook["score_bias"])
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
@@ -228,61 +218,55 @@ class NLQAttention(nn.Module):
 
     @staticmethod
     def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
-        """Returns the switches of the layer."""
         return config.per_layer_config[layer_idx]
 
     def initialize(self) -> None:
-        """Sets the initial values of the layer's own parameters."""
         if self.sink_bias is not None:
             init.zeros_(self.sink_bias)
 
     @property
     def activation(self) -> AttentionActivation:
-        """The row of the table, read by name: a registered function may be replaced."""
+        """The row of the table, read again because users may replace it."""
         return get_attention_activation(self.attention_activation)
 
     @property
     def normalization(self) -> str:
-        """The normaliser of the weights."""
         return self.attention_normalization or self.activation.normalization
 
     @property
-    def sink(self) -> torch.Tensor | float | None:
-        """`(heads,)`, the logit of each head's sink, or 0.0 for all of them, or `None`."""
+    def sink(self) -> Tensor | float | None:
+        """`(heads,)`, the logit of each head's sink, or 0.0, or `None`."""
         if self.attention_sink == "learned":
             return own_heads(self.sink_bias, self.tp_mesh, dim=0)
         return None if self.attention_sink is None else 0.0
 
-    def parts_with(self, hook: str) -> Sequence[AttentionPart]:
-        """Returns the parts that have a hook, in order."""
+    def parts_with(self, hook) -> Sequence[AttentionPart]:
         names = self._names_by_hook[hook]
         return [self.parts[name] for name in names] if names else ()
 
     def attention_request(self, *of_call) -> AttentionRequest:
-        """Returns what this layer needs from a backend in a call, whose fields come after `dropout`."""
+        """Returns what this layer needs in a call; `of_call` are the fields after `dropout`."""
         dropout = self.attention_dropout if self.training else 0.0
         parts = (self.has_score_bias, self.materializes)
         return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
+        hidden_states: Tensor,
+        position_embeddings: Rotation | None = None,
+        attention_mask: LayerMasks | Tensor | None = None,
         cache: Cache | None = None,
-        first_values: torch.Tensor | None = None,
-        source: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
+        first_values: Tensor | None = None,
+        source: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, ...]:
         """`(batch, query, hidden)` -> the same shape, and the weights `(batch, heads, query, key)` or `None`.
 
         A layer with `returns_values` also returns its values, `(batch, query, groups, head_dim)`.
         """
         if first_values is None and self.needs_first_values:
-            raise ValueError(
-                f"first_values (layer {self.layer_idx}): give what the first layer returns behind hidden_states"
-            )
-        # diff with Llama: the model makes the masks of all layers, and chooses their backends
+            raise ValueError(f"first_values=None (layer {self.layer_idx}): give what the first layer returns")
+        # diff with Llama: the model makes the masks and chooses the backends of all layers
         name, mask, token_context = layer_mask(self, attention_mask, hidden_states, cache, source, **kwargs)
         call = self.make_call(hidden_states, token_context, first_values, cache, source)
         positions = position_embeddings if self.has_rotary_positions else None
@@ -295,38 +279,30 @@ class NLQAttention(nn.Module):
         output = self.o_proj(attn_output.flatten(2))
         return (output, attn_weights, call.values.transpose(1, 2)) if self.returns_values else (output, attn_weights)
 
-    def make_call(self, hidden_states: torch.Tensor, *args) -> AttentionCall:
-        """Makes the record of a call; the arguments are its first fields."""
+    def make_call(self, hidden_states, *args) -> AttentionCall:
         call = AttentionCall(self, hidden_states, *args)
         for part in self.parts_with("change_input"):
             call.hidden_states = part("change_input", call, call.hidden_states)
         return call
 
-    def project(
-        self, call: AttentionCall, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns query, key and value of the new tokens, `(batch, heads or groups, length, head_dim)` each.
-
-        Cosines and sines are `(batch or 1, length, rotated)`; `rotated` is `head_dim` or less. Sets `call.values`.
-        """
-        query_states = self._sum_terms("query", call.hidden_states)
-        states = (query_states, *self.project_source(call, query_states))
+    def project(self, call, position_embeddings=None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns query, key and value of the new tokens, `(batch, heads or groups, length, head_dim)` each."""
+        query = self._sum_terms("query", call.hidden_states)
+        states = (query, *self.project_source(call, query))
         for part in self.parts_with("change_qkv"):
             states = part("change_qkv", call, *states)
-        # (batch, length, heads, head_dim) -> (batch, heads, length, head_dim)
-        query_states, key_states, value_states = (each.transpose(1, 2) for each in states)
-        call.values = value_states if call.source is None else None  # not the encoder's
+        query, key, value = (each.transpose(1, 2) for each in states)  # heads before length
+        call.values = value if call.source is None else None
         if position_embeddings is not None:
-            query_states, key_states = rotate(query_states, key_states, *position_embeddings)
-        return query_states, key_states, value_states
+            query, key = rotate(query, key, *position_embeddings)
+        return query, key, value
 
-    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns key and value of the new tokens, `(batch, length, groups, head_dim)` each."""
+    def project_source(self, call, query) -> tuple[Tensor, Tensor]:
         source = call.hidden_states if call.source is None else call.source
         return self._sum_terms("key", source), self._sum_terms("value", source)
 
-    def _sum_terms(self, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(batch, length, hidden)` -> `(batch, length, heads, head_dim)`, the sum of a projection's terms."""
+    def _sum_terms(self, name, hidden_states) -> Tensor:
+        """Returns a projection, `(batch, length, hidden)` -> `(batch, length, heads, head_dim)`."""
         linear, bottleneck = (getattr(self, f"{name[0]}_{term}") for term in ("proj", "bottleneck"))
         terms = [own_heads(hidden_states, self.tp_mesh, dim=-1)] if self.projections[name].identity else []
         if linear is not None:
@@ -338,50 +314,42 @@ class NLQAttention(nn.Module):
         return states.view(*states.shape[:-1], states.shape[-1] // self.head_dim, self.head_dim)
 
     def prepare(
-        self,
-        call: AttentionCall,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        arguments: dict | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, ScoreBias | None]:
-        """Returns what is attended: query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias.
+        self, call, position_embeddings=None, arguments=None
+    ) -> tuple[Tensor, Tensor, Tensor, ScoreBias | None]:
+        """Returns query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias of the scores.
 
         Adds the new tokens to the cache of the call. A paged cache changes the `arguments` of flash attention.
         """
-        query_states, key_states, value_states = self.project(call, position_embeddings)
-        cache, owners = call.cache, self.parts_with("token_state")
-        if owners:
-            dtype = at_least_float32(key_states)
-            call.states = {part.name: part("token_state", call).to(dtype) for part in owners}
-        if cache is not None:
-            if owners:
-                columns = to_columns(list(call.states.values()), key_states.dtype)
-                key_states = torch.cat([key_states, columns], dim=-1)
-            key_states, value_states = self.update_cache(cache, key_states, value_states, arguments)
-            if owners:
-                key_states, columns = key_states[..., : self.head_dim], key_states[..., self.head_dim :]
-                call.states = from_columns(columns, owners)
+        query, key, value = self.project(call, position_embeddings)
+        stateful_parts = self.parts_with("token_state")
+        if stateful_parts:
+            dtype = at_least_float32(key)
+            call.states = {part.name: part("token_state", call).to(dtype) for part in stateful_parts}
+        if call.cache is not None:
+            if stateful_parts:
+                columns = to_columns(list(call.states.values()), key.dtype)
+                key = torch.cat([key, columns], dim=-1)
+            key, value = self.update_cache(call.cache, key, value, arguments)
+            if stateful_parts:
+                call.states = from_columns(key[..., self.head_dim :], stateful_parts)
+                key = key[..., : self.head_dim]
         bias = None
         for part in self.parts_with("score_bias"):
             part_bias = part("score_bias", call, (call.states or {}).get(part.name))
             # A bias of positions alone has one row for the whole batch
-            part_bias = ScoreBias(*(term.expand(query_states.shape[0], -1, -1) for term in part_bias))
+            part_bias = ScoreBias(*(term.expand(query.shape[0], -1, -1) for term in part_bias))
             bias = part_bias if bias is None else ScoreBias(bias.query + part_bias.query, bias.key + part_bias.key)
         for part in self.parts_with("change_cached_qkv"):
-            attended = (query_states, key_states, value_states)
-            query_states, key_states, value_states = part("change_cached_qkv", call, *attended)
-        return query_states, key_states, value_states, bias
+            attended = (query, key, value)
+            query, key, value = part("change_cached_qkv", call, *attended)
+        return query, key, value, bias
 
-    def update_cache(
-        self, cache: Cache, key_states: torch.Tensor, value_states: torch.Tensor, arguments: dict | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values to the cache, and returns those of all tokens."""
-        # diff with Llama before Transformers 5.24, where the attention functions updated a paged cache themselves
+    def update_cache(self, cache, key, value, arguments) -> tuple[Tensor, Tensor]:
+        # Before Transformers 5.24, Llama's attention functions updated a paged cache
         more = {"kwargs": arguments} if isinstance(cache, PagedAttentionCache) else {}
-        return cache.update(key_states, value_states, self.layer_idx, **more)
+        return cache.update(key, value, self.layer_idx, **more)
 
-    def attend(
-        self, call: AttentionCall, position_embeddings: tuple | None, name: str, mask: Any, kwargs: dict
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, call, position_embeddings, name, mask, kwargs) -> tuple[Tensor, Tensor | None]:
         """Returns outputs `(batch, query, heads, head_dim)`, and weights if the backend `name` returns them."""
         *states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
@@ -389,7 +357,7 @@ class NLQAttention(nn.Module):
         if self.materializes is not None:
             kwargs["call"] = call
 
-        # diff with Llama: Transformers' functions return softmax, so any other activation uses our own table
+        # diff with Llama: Transformers' functions know softmax only
         if name in ATTENTION_BACKENDS:
             attention_interface: Callable = ATTENTION_BACKENDS[name].function
             if self.needs_exact_output and ATTENTION_BACKENDS[name].has_float32:
@@ -398,15 +366,14 @@ class NLQAttention(nn.Module):
             attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
         sliding_window = self.sliding_window
         if sliding_window and not self.is_causal:
-            sliding_window += 1  # flash attention, which alone reads it, counts an encoder's own token
+            sliding_window += 1  # flash attention counts the token itself
 
         dropout = self.attention_dropout if self.training else 0.0
         return attention_interface(
             self, *states, mask, dropout=dropout, scaling=self.scaling, sliding_window=sliding_window, **kwargs
         )
 
-    def change_mlp(self, hook: str, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs one of the `MLP_HOOKS` of the layer's parts on states of the MLP."""
+    def change_mlp(self, hook, call, *states) -> tuple[Tensor, ...]:
         for part in self.parts_with(hook):
             changed = part(hook, call, *states)
             states = changed if isinstance(changed, tuple) else (changed,)
@@ -414,37 +381,37 @@ class NLQAttention(nn.Module):
 
 
 class NLQLinearAttention(NLQAttention):
-    """Linear attention, which stores a state instead of keys and values and does not call a backend."""
+    """Linear attention, which stores a state instead of keys and values and calls no backend."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
         if self.linear_attention_decay == "learned":
-            # Its sigmoid is the rate; `bias` in its name keeps it out of Trainer's weight decay
+            # Its sigmoid is the rate
             initial = initial_decay_bias(config.num_key_value_heads)
             self.decay_bias = nn.Parameter(initial.to(torch.get_default_dtype()))
 
-    def initialize(self) -> None:
+    def initialize(self):
         if self.linear_attention_decay == "learned":
             init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
 
     @property
-    def log_decay(self) -> torch.Tensor | None:
-        """`(key_value_heads,)`, the logarithm of the decay per token, or `None` without decay."""
+    def log_decay(self) -> Tensor | None:
+        """`(key_value_heads,)`, the logarithm of the decay per token."""
         if self.linear_attention_decay is None:
             return None
         if self.linear_attention_decay == "learned":
             dtype = at_least_float32(self.decay_bias)
-            log_decay = nn.functional.logsigmoid(self.decay_bias.to(dtype))
+            log_decay = F.logsigmoid(self.decay_bias.to(dtype))
         else:
             log_decay = fixed_log_decay(self.config.num_key_value_heads)
         return own_heads(log_decay, self.tp_mesh, dim=0)
 
-    def attend(
-        self, call: AttentionCall, position_embeddings: tuple | None, name: str, mask: Any, kwargs: dict
-    ) -> tuple[torch.Tensor, None]:
-        length, cache, cache_layer, state = call.hidden_states.shape[1], call.cache, None, None
-        query_states, key_states, value_states = self.project(call)  # rotary positions come after the feature map
+    def attend(self, call, position_embeddings, name, mask, kwargs):
+        length = call.hidden_states.shape[1]
+        query, key, value = self.project(call)  # rotary positions come after the feature map
+        cache = call.cache
+        cache_layer = state = None
         if cache is not None:
             cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
             if not hasattr(cache_layer, "get_state"):
@@ -456,11 +423,11 @@ class NLQLinearAttention(NLQAttention):
         elif mask is not None:
             mask.check(length, length)
         if self.needs_exact_output:  # the output gets the type of the values
-            value_states = value_states.to(at_least_float32(value_states))
+            value = value.to(at_least_float32(value))
         attn_output, state = linear_attention(
-            query_states,
-            key_states,
-            value_states,
+            query,
+            key,
+            value,
             mask,
             scaling=self.scaling,
             log_decay=self.log_decay,
@@ -475,73 +442,61 @@ class NLQLinearAttention(NLQAttention):
 
 
 class NLQCrossAttention(NLQAttention):
-    """Attention of a decoder's tokens to an encoder's, with keys and values that are projected once for a cache."""
+    """Attention to an encoder's tokens, with keys and values that are projected once for a cache."""
 
     @staticmethod
-    def layer_config(config: NLQConfig, layer_idx: int) -> NLQConfig:
+    def layer_config(config, layer_idx):
         return config.per_layer_config[layer_idx].cross_attention_config
 
-    def has_source(self, cache: EncoderDecoderCache | None) -> bool:
-        """Tells whether the cache has keys and values of the encoder's tokens."""
+    def has_source(self, cache) -> bool:
         return cache is not None and cache.is_updated.get(self.layer_idx, False)
 
-    def make_call(self, hidden_states, token_context, first_values, cache, source) -> AttentionCall:
+    def make_call(self, hidden_states, token_context, first_values, cache, source):
         source = source[:, :0] if self.has_source(cache) else source
         return super().make_call(hidden_states, token_context, first_values, cache, source)
 
-    def project_source(self, call: AttentionCall, query_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project_source(self, call, query):
         if not self.has_source(call.cache):
-            return super().project_source(call, query_states)
-        # No call of the projections: quantized layers and some adapters fail without tokens
+            return super().project_source(call, query)
+        # Quantized layers and some adapters fail without tokens
         is_own_type = self.projections["value"].identity
         dtype = call.source.dtype if is_own_type else autocast_dtype(call.source)
-        states = query_states[:, :0, :: self.num_key_value_groups].to(dtype)
+        states = query[:, :0, :: self.num_key_value_groups].to(dtype)
         return states, states
 
-    def update_cache(
-        self, cache: EncoderDecoderCache, key_states: torch.Tensor, value_states: torch.Tensor, *_
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of the encoder's tokens, and stores them at the first call."""
+    def update_cache(self, cache, key, value, *_):
         half, index = cache.cross_attention_cache, self.layer_idx
         if self.has_source(cache):
             return half.layers[index].keys, half.layers[index].values
         cache.is_updated[index] = True
-        return half.update(key_states, value_states, index)
+        return half.update(key, value, index)
 
 
 class NLQLinearCrossAttention(NLQCrossAttention):
     """Linear attention to an encoder's tokens, which stores the sums over them."""
 
-    def attend(self, call: AttentionCall, position_embeddings: None, name: str, mask: Any, kwargs: dict):
-        query_states, key_states, value_states = self.project(call)
+    def attend(self, call, position_embeddings, name, mask, kwargs):
+        query, key, value = self.project(call)
         numerator = row = None
         if not self.has_source(call.cache):
-            state = state_of_source(key_states, value_states, None if mask is None else mask.key_is_valid)
+            state = state_of_source(key, value, None if mask is None else mask.key_is_valid)
             numerator, row = state.numerator, state.denominator[:, :, None]
         if call.cache is not None:
             numerator, row = self.update_cache(call.cache, numerator, row)
         state = LinearState(numerator, row.squeeze(2))
-        attn_output = attend_to_state(query_states, state, self.scaling)
-        return attn_output if self.needs_exact_output else attn_output.to(value_states.dtype), None
+        attn_output = attend_to_state(query, state, self.scaling)
+        return attn_output if self.needs_exact_output else attn_output.to(value.dtype), None
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
     """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual sum.
 
-    | `norm_position` | `F` is one of them, `a` is `sublayer_activation`, `r` is `residual_activation` |
-    |---|---|
-    | `"pre"` | `x = r(x + F(a(norm(x))))` |
-    | `"post"` | `x = r(norm(x + F(a(x))))` |
-    | `"output"` | `x = r(x + norm(F(a(x))))` |
-    | `"sandwich"` | `x = r(x + norm(F(a(norm(x)))))`, with two norms |
-
-    All sub-layers read the same `x` with `parallel_residual`, and all outputs are added to it at once.
+    `norm_position` of `NLQConfig` has the formulas. With `parallel_residual` all sub-layers read the same `x`.
     """
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
         self.parallel_residual = config.parallel_residual
-        # diff with Llama: the activation decides the class
         layer = config.per_layer_config[layer_idx]
         attention_class = NLQLinearAttention if layer.activation.kind == "linear" else NLQAttention
         self.self_attn = attention_class(config, layer_idx)
@@ -552,7 +507,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         has_two_sums = self.is_post_norm and not config.parallel_residual
         has_input_norm = config.norm_position in ("pre", "sandwich")
         has_output_norm = config.norm_position in ("output", "sandwich")
-        # A missing module is `None`, because a module that does nothing would still cost a call for each token
+        # A missing module is `None`, because one that does nothing would cost a call for each token
         self.self_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
         self.mlp_norm = make_norm(config) if has_input_norm or self.is_post_norm else None
         self.self_attn_output_norm = make_norm(config) if has_output_norm else None
@@ -564,39 +519,38 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
             self.cross_attn_norm = make_norm(config) if has_input_norm or has_two_sums else None
             self.cross_attn_output_norm = make_norm(config) if has_output_norm else None
         self.dropout = nn.Dropout(config.residual_dropout) if config.residual_dropout else None
-        names = (config.sublayer_activation, config.residual_activation)
-        self.sublayer_activation, self.residual_activation = (ACT2FN[name] if name else None for name in names)
+        self.sublayer_activation = ACT2FN[config.sublayer_activation] if config.sublayer_activation else None
+        self.residual_activation = ACT2FN[config.residual_activation] if config.residual_activation else None
 
-    def _sublayer_input(self, residual: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Returns `a(x)` with post-norm, else `a(norm(x))`."""
+    def _sublayer_input(self, residual, norm) -> Tensor:
         return call_if_set(self.sublayer_activation, residual if self.is_post_norm else call_if_set(norm, residual))
 
-    def _residual_output(self, total: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Returns `r(norm(x))` with post-norm, else `r(x)`."""
+    def _residual_output(self, total, norm) -> Tensor:
         return call_if_set(self.residual_activation, call_if_set(norm, total) if self.is_post_norm else total)
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        first_values: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: LayerMasks | torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        hidden_states: Tensor,
+        first_values: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: LayerMasks | Tensor | None = None,
+        position_embeddings: Rotation | None = None,
         cache: Cache | None = None,
-        encoder_attention_mask: LayerMasks | torch.Tensor | None = None,
+        encoder_attention_mask: LayerMasks | Tensor | None = None,
         encoder_cache: EncoderDecoderCache | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        **kwargs,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`(batch, query, hidden)` -> the same shape, and the values of its attention if that returns them.
 
         `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
         """
-        # diff with Llama: the first tensors are positional, because reentrant checkpointing differentiates only those
+        # diff with Llama: reentrant checkpointing differentiates positional tensors only
         if isinstance(hidden_states, tuple):
             raise ValueError(
                 "hidden_states: the first layer returns them and first_values; give each later layer these two"
             )
-        residual, mlp_call = hidden_states, None
+        residual = hidden_states
+        mlp_call = None
         if self.has_mlp_hooks:  # before the attention advances the cache
             *_, token_context = layer_mask(self.self_attn, attention_mask, hidden_states, cache, **kwargs)
             mlp_call = AttentionCall(self.self_attn, hidden_states, token_context, cache=cache)
@@ -627,19 +581,18 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         hidden_states = self._residual_output(hidden_states, self.mlp_norm)
         return (hidden_states, *values) if values else hidden_states
 
-    def _run_mlp(self, hidden_states: torch.Tensor, call: AttentionCall | None) -> torch.Tensor:
+    def _run_mlp(self, hidden_states, call) -> Tensor:
         if call is None:
             return self.mlp(hidden_states)
         if isinstance(self.self_attn, FSDPModule) and "change_mlp" not in vars(self.self_attn):
-            # The attention holds the parameters of its parts, and FSDP2 may have taken them away after its call
+            # The attention holds the parameters of its parts, which FSDP2 may have taken away after its call
             register_fsdp_forward_method(self.self_attn, "change_mlp")
         call.hidden_states = hidden_states
         (hidden_states,) = call.change_mlp("change_mlp_input", hidden_states)
         return self.mlp(hidden_states, call)
 
 
-def call_if_set(module: nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Returns what the module computes, or its input if the module is `None`."""
+def call_if_set(module: nn.Module | None, hidden_states: Tensor) -> Tensor:
     return hidden_states if module is None else module(hidden_states)
 
 
@@ -652,24 +605,23 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     }
 
     def __init__(self, config: NLQConfig, *inputs, **kwargs):
-        # The generic heads build their body by `AutoModel.from_config`, which must know exactly this class
+        # The generic heads build their body by `AutoModel.from_config`
         AutoModel._model_mapping.register(type(config), NLQModel, exist_ok=True)
-        config.validate()  # `from_pretrained` sets its keyword overrides after the configuration was validated
+        config.validate()  # `from_pretrained` has set fields since
         super().__init__(config, *inputs, **kwargs)
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if cls.__module__.startswith("torch."):  # FSDP2 derives a class, but what is saved is the class that it shards
+        if cls.__module__.startswith("torch."):  # FSDP2 derives a class, which a saved model must not name
             cls.__module__, cls.__name__ = cls.__bases__[-1].__module__, cls.__bases__[-1].__name__
 
-    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False):
-        # diff with PreTrainedModel, which passes over a module without parameters: a part may set those inside it
+    def _initialize_weights(self, module, is_custom_code=False):
+        # diff with PreTrainedModel, which passes over a module without parameters: a part may set its inner ones
         is_part = isinstance(module, AttentionPart) and type(module).initialize is AttentionPart.initialize
         super()._initialize_weights(module, is_custom_code and not is_part)
 
-    def _init_weights(self, module: nn.Module):
+    def _init_weights(self, module):
         super()._init_weights(module)
-        # The marks are attributes of modules, because Transformers calls this for modules only
         if getattr(module, "ends_sublayer", False):
             # Radford et al. 2019, section 2.3: the variance of the residual stream does not grow with depth
             sublayers = 3 if self.config.add_cross_attention else 2
@@ -677,16 +629,15 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std)
         elif getattr(module, "starts_at_zero", False):
             init.zeros_(module.weight)
-        elif hasattr(module, "initialize"):  # a module of our own that begins with other numbers than PyTorch's
+        elif hasattr(module, "initialize"):
             module.initialize()
 
     @property
-    def _supports_flash_attn(self) -> bool:
-        # diff with Llama: not for every configuration. Continuous batching switches to it where this is true
+    def _supports_flash_attn(self):
+        # Continuous batching switches to it where this is true
         return supports_flash_attention(self.config)
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        # diff with Llama: a backend that cannot compute the activation of some layer is an error
+    def get_correct_attn_implementation(self, requested_attention, is_init_check=False):
         requested_attention = choose_implementation(self.config, requested_attention)
         if requested_attention == AUTOMATIC:
             return requested_attention
@@ -694,15 +645,15 @@ class NLQPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
 
 
 class NLQModelOutput(BaseModelOutputWithPastAndCrossAttentions):
-    """Leaves out the empty `cross_attentions` that `capture_outputs` returns for a model without them."""
+    """Leaves out the empty `cross_attentions` that `capture_outputs` returns."""
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key, value):
         if not (isinstance(value, tuple) and not value):
             super().__setitem__(key, value)
 
 
 class NLQModel(NLQPreTrainedModel):
-    """Embeddings, blocks and a final norm, which `norm_position="post"` does not have."""
+    """Embeddings, blocks and, but for `norm_position="post"`, a final norm."""
 
     def __init__(self, config: NLQConfig):
         super().__init__(config)
@@ -725,16 +676,16 @@ class NLQModel(NLQPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        past_key_values: Cache | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        inputs_embeds=None,
+        use_cache=None,
+        past_key_values=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        **kwargs,
     ) -> NLQModelOutput:
         """Computes the last hidden states, `(batch, query, hidden)`.
 
@@ -742,19 +693,16 @@ class NLQModel(NLQPreTrainedModel):
             input_ids: `(batch, query)` token ids.
             attention_mask: `(batch, key)`, 0 for padding; or a mask `(batch, 1 or heads, query, key)`.
             position_ids: `(batch or 1, query)`. By default the index of a token among the tokens that are not padding.
-                Where they do not rise by one, a new packed document begins, which does not see those before it. Each
-                row is one text if there is a cache or an `attention_mask`, even of all ones.
+                Where they do not rise by one, a new packed document begins, unless there is a cache or an
+                `attention_mask`, even of all ones.
             cache, past_key_values: the cache, by its names since Transformers 5.24 and before; also returned.
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
-            use_cache: whether to make a cache if there is none; by default `config.use_cache`, and not in training.
+            use_cache: whether to make a cache; by default `config.use_cache`, and not in training.
             encoder_hidden_states: `(batch, source, cross_attention_hidden_size)`, with `config.add_cross_attention`.
             encoder_attention_mask: `(batch, source)`, 0 for padding; or a mask `(batch, 1 or heads, query, source)`.
-
-        Raises:
-            ValueError: for arguments that contradict each other or the configuration, and for an unknown argument that
-                holds a tensor or an object.
         """
-        config, is_causal = self.config, self.config.is_causal
+        config = self.config
+        is_causal = config.is_causal
         if cache is not None and past_key_values is not None and cache is not past_key_values:
             raise ValueError("cache and past_key_values are two names for one argument; give one of them")
         cache = past_key_values if cache is None else cache
@@ -768,7 +716,7 @@ class NLQModel(NLQPreTrainedModel):
             )
         if not is_causal:
             kwargs.pop("labels", None)  # `generate` hands them to an encoder, where `Seq2SeqTrainer` predicts
-        if not is_paged:  # beside its paged cache, continuous batching passes more
+        if not is_paged:  # continuous batching passes more
             check_arguments(kwargs)
         if not is_causal and (use_cache or cache is not None):
             raise ValueError("is_causal=False: an encoder has no cache; leave use_cache and past_key_values out")
@@ -783,11 +731,11 @@ class NLQModel(NLQPreTrainedModel):
             encoder_cache = cache_of_both(cache)
             cache = encoder_cache.self_attention_cache
         use_cache = self._check_use_cache(use_cache, cache)
-        # In assisted decoding the first layers draft, so `num_hidden_layers` may be smaller than the number of layers
+        # In assisted decoding the first layers draft
         layers = list(self.layers)[: config.num_hidden_layers]
         options = {"is_causal": is_causal, **kwargs}
         sequences = read_sequences(inputs_embeds, attention_mask, position_ids, cache, use_cache, **options)
-        # diff with Llama: not while training, where checkpointing would update the cache again
+        # diff with Llama: not while training
         wants_cache = config.use_cache and is_causal and not self.training if use_cache is None else use_cache
         if wants_cache and cache is None and sequences.packed_position_ids is None:
             cache = DynamicCache(config=config)
@@ -801,9 +749,10 @@ class NLQModel(NLQPreTrainedModel):
             position_embeddings = self.rotary_emb(hidden_states, sequences.position_ids)
         hidden_states = self.dropout(call_if_set(self.embed_norm, hidden_states))
 
-        # diff with Llama: layers differ in backend and visible keys. Other programs may have wrapped or replaced one
+        # Other programs may have wrapped or replaced layers
         attention = [getattr(layer, "self_attn", None) for layer in layers]
-        masks, encoder_masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs), None
+        masks = make_layer_masks(attention, inputs_embeds, sequences, cache, **kwargs)
+        encoder_masks = None
         if encoder_hidden_states is not None:
             refuse_packed(sequences.segments, "would all see the encoder's tokens; give one text per row")
             source = read_sequences(inputs_embeds, encoder_attention_mask, source=encoder_hidden_states)
@@ -829,9 +778,9 @@ class NLQModel(NLQPreTrainedModel):
         cache = cache if encoder_cache is None else encoder_cache
         return NLQModelOutput(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 
-    def _check_source(self, encoder_hidden_states: torch.Tensor | None, batch: int) -> None:
-        """Raises `ValueError` for an encoder's tokens that are missing, of another shape, or not expected."""
-        name, width = "encoder_hidden_states", self.config.cross_attention_hidden_size or self.config.hidden_size
+    def _check_source(self, encoder_hidden_states, batch):
+        name = "encoder_hidden_states"
+        width = self.config.cross_attention_hidden_size or self.config.hidden_size
         expected = f"(batch, source, cross_attention_hidden_size)=({batch}, source, {width})"
         shape = None if encoder_hidden_states is None else tuple(encoder_hidden_states.shape)
         if not self.config.add_cross_attention:
@@ -842,8 +791,8 @@ class NLQModel(NLQPreTrainedModel):
         elif len(shape) != 3 or shape[::2] != (batch, width):
             raise ValueError(f"{name}={shape} must be {expected}")
 
-    def _check_use_cache(self, use_cache: bool | None, cache: Cache | None) -> bool | None:
-        """Returns `use_cache`, or `False` under gradient checkpointing: its backward would update the cache again."""
+    def _check_use_cache(self, use_cache, cache) -> bool | None:
+        """Returns `use_cache`, or `False` under gradient checkpointing."""
         is_checkpointed = any(getattr(module, "gradient_checkpointing", False) for module in (self, *self.layers))
         if not (self.training and torch.is_grad_enabled() and is_checkpointed):
             return use_cache
@@ -851,37 +800,28 @@ class NLQModel(NLQPreTrainedModel):
             raise ValueError("past_key_values: no cache with gradient checkpointing; turn it off, or call eval()")
         return False
 
-    def _check_last_position(self, sequences: Sequences) -> torch.Tensor:
-        """Returns the positions; raises `ValueError` if one is beyond the learned ones."""
+    def _check_last_position(self, sequences) -> Tensor:
         positions, last = sequences.position_ids, sequences.last_position
         length = self.config.max_position_embeddings
         if sequences.is_paged:
-            # In continuous batching only the tokens of Transformers' warm-up have such positions, and one that it
-            # computes before it knows that a request has ended. Their outputs are not used
+            # Transformers computes some tokens beyond, and does not use their outputs
             return positions.clamp(max=length - 1)
         if last is None and not is_tracing(positions):
             last = int(positions.max())
         if last is not None and last >= length:
-            raise ValueError(
-                f"position {last} is beyond the learned ones: max_position_embeddings={length} allows sequences of at "
-                "most that many tokens"
-            )
+            raise ValueError(f"position {last} is beyond the learned ones: max_position_embeddings={length}")
         return positions
 
 
 def without_last(outputs: ModelOutput) -> dict[str, Any]:
-    """Returns what a body has returned beside its last hidden states."""
     return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
 
 
-def cap_logits(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Returns `c tanh(logits / c)`, or the logits if the cap is `None`."""
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 class NLQLanguageModel(NLQPreTrainedModel):
-    """A body and an output layer, the base of the language models of decoders and of encoders."""
-
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
@@ -894,44 +834,35 @@ class NLQLanguageModel(NLQPreTrainedModel):
         super().__init__(config)
         self.model = NLQModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Transformers derives it from the name of the class, which a subclass may change
+        # Transformers would derive it from the name of the class
         self.loss_type = "ForCausalLM" if self.of_decoders else "ForMaskedLM"
         self.post_init()
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` -> `(..., vocabulary)`."""
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return cap_logits(self.lm_head(hidden_states), self.config.final_logit_softcapping)
 
 
 class NLQForMaskedLM(NLQLanguageModel):
-    """An encoder (`is_causal=False`) with a language-modelling head, which predicts masked tokens."""
+    """An encoder with a language-modelling head."""
 
     of_decoders = False
 
     def generate(self, *args, **kwargs):
-        """Raises `ValueError`: an encoder does not generate."""
         raise ValueError("is_causal=False: an encoder predicts masked tokens; to generate, use NLQForCausalLM")
 
     generate_batch = init_continuous_batching = generate
 
     @can_return_tuple
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, labels=None, **kwargs
     ) -> MaskedLMOutput:
         """Computes logits `(batch, query, vocabulary)`; the other arguments are `NLQModel`'s.
 
-        Args:
-            labels: `(batch, query)` token ids of the masked tokens; -100, elsewhere, is ignored. The loss is their
-                mean, in nats.
+        The loss, in nats, is the mean over `labels` `(batch, query)` but -100, which marks tokens that are not masked.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-        logits, loss = self.compute_logits(outputs.last_hidden_state), None
+        logits = self.compute_logits(outputs.last_hidden_state)
+        loss = None
         if labels is not None:
             if labels.shape != logits.shape[:-1]:
                 raise ValueError(f"labels={tuple(labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
@@ -948,26 +879,25 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         super().__init__(config)
         self.loss_function = causal_lm_loss
 
-    def _get_name(self) -> str:
-        # The name that Transformers knows (see the end of this file), also for classes that FSDP2 or a user derives
-        return NLQForCausalLM.__name__
+    def _get_name(self):
+        return NLQForCausalLM.__name__  # also of derived classes, which the tables below lack
 
     @accept_both_cache_names
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        past_key_values: Cache | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
-        encoder_attention_mask: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        past_key_values=None,
+        encoder_hidden_states=None,
+        encoder_attention_mask=None,
+        **kwargs,
     ) -> CausalLMOutputWithCrossAttentions:
         """Computes logits `(batch, kept, vocabulary)`; the other arguments are `NLQModel`'s.
 
@@ -984,7 +914,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **without_last(outputs))
 
-    def _choose_paged_implementation(self) -> str:
+    def _choose_paged_implementation(self):
         return choose_paged_implementation(self.config)
 
 
@@ -993,33 +923,30 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        inputs_embeds=None,
+        labels=None,
+        **kwargs,
     ) -> SequenceClassifierOutputWithPast:
-        """Computes logits `(batch, labels)` of each row; the other arguments are `NLQModel`'s.
+        """Computes logits `(batch, labels)`, of the token that `classifier_pooling` names or a mean over tokens.
 
-        They belong to the token that `classifier_pooling` names, or are a mean over tokens. Padding is read from
-        `attention_mask`, or without one from `config.pad_token_id`, and then an encoder does not see it either.
-
-        Args:
-            labels: `(batch,)` classes, or numbers for a regression; `(batch, labels)` for several classes at once.
+        Padding is read from `attention_mask`, or without one from `config.pad_token_id`. `labels` are `(batch,)`
+        classes or numbers for a regression, or `(batch, labels)` for several classes. The other arguments are
+        `NLQModel`'s.
         """
-        pad_token_id = self.config.pad_token_id
+        pad_token_id, is_causal = self.config.pad_token_id, self.config.is_causal
         has_ids_only = attention_mask is None and position_ids is None and input_ids is not None
-        if has_ids_only and not self.config.is_causal and pad_token_id is not None:
+        if has_ids_only and not is_causal and pad_token_id is not None:
             attention_mask = input_ids != pad_token_id
         outputs = self.model(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
         logits = self.score(outputs.last_hidden_state)
-        pooling = self.config.classifier_pooling or ("last" if self.config.is_causal else "mean")
-        # diff with Llama, which does not read the mask: a real token may be `pad_token_id`, and `inputs_embeds` come
-        # without ids
+        pooling = self.config.classifier_pooling or ("last" if is_causal else "mean")
+        # diff with Llama, which does not read the mask
         is_token = torch.ones_like(logits[..., 0], dtype=torch.bool)
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
             is_token = attention_mask[:, -logits.shape[1] :].to(logits.device) != 0
         elif pad_token_id is None and len(logits) > 1 and pooling == "last":
             raise ValueError("pad_token_id=None: with several rows, give an attention_mask or config.pad_token_id")
@@ -1036,10 +963,10 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, pooled_logits=pooled_logits, config=self.config)
             if (num_items := kwargs.get("num_items_in_batch")) is not None:
-                # The mean over this call becomes its share of the mean over all calls of an optimizer step
+                # Its share of the mean over all calls of an optimizer step
                 loss = loss * (labels.ne(-100).sum() / num_items)
         others = without_last(outputs)
-        others.pop("cross_attentions", None)  # this output lacks such a field
+        others.pop("cross_attentions", None)
         return SequenceClassifierOutputWithPast(loss=loss, logits=pooled_logits, **others)
 
 
@@ -1048,41 +975,41 @@ class NLQForTokenClassification(GenericForTokenClassification, NLQPreTrainedMode
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        inputs_embeds=None,
+        labels=None,
+        **kwargs,
     ) -> TokenClassifierOutput:
         """Computes logits `(batch, query, labels)`; the other arguments are `NLQModel`'s.
 
-        Args:
-            labels: `(batch, query)` classes; -100 is ignored. The loss is their mean, in nats.
+        The loss, in nats, is the mean over `labels` `(batch, query)` but -100.
         """
         inputs = (input_ids, attention_mask, position_ids, cache, inputs_embeds)
-        outputs, loss = super().forward(*inputs, return_dict=True, **kwargs), None
+        outputs = super().forward(*inputs, return_dict=True, **kwargs)
+        loss = None
         if labels is not None:
-            # diff with Llama, which ignores `num_items_in_batch`: under gradient accumulation batches differ in labels
+            # diff with Llama, which ignores `num_items_in_batch`
             loss = self.loss_function(outputs.logits, labels, self.config, **kwargs)
         return TokenClassifierOutput(loss=loss, **outputs)
 
 
 class NLQForQuestionAnswering(GenericForQuestionAnswering, NLQPreTrainedModel):
-    # The loss averages over its own batch, and under gradient accumulation Trainer averages these
-    accepts_loss_kwargs = False
+    accepts_loss_kwargs = False  # the loss is a mean over its own batch
 
 
-# Trainer's label smoothing shifts labels only if these tables name the class, and pipelines warn about other models.
-for _names, _class in (
-    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, NLQForCausalLM),
-    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, NLQForMaskedLM),
-    (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, NLQForSequenceClassification),
-    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, NLQForTokenClassification),
-    (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, NLQForQuestionAnswering),
-):
-    _names.setdefault(NLQConfig.model_type, _class.__name__)
+# Trainer's label smoothing shifts labels of these classes only, and pipelines warn about others
+_CLASSES = {
+    "CAUSAL_LM": NLQForCausalLM,
+    "MASKED_LM": NLQForMaskedLM,
+    "SEQUENCE_CLASSIFICATION": NLQForSequenceClassification,
+    "TOKEN_CLASSIFICATION": NLQForTokenClassification,
+    "QUESTION_ANSWERING": NLQForQuestionAnswering,
+}
+for _task, _class in _CLASSES.items():
+    getattr(modeling_auto, f"MODEL_FOR_{_task}_MAPPING_NAMES").setdefault(NLQConfig.model_type, _class.__name__)
 
 register_default_targets(NLQConfig.model_type)
 add_to_package(__name__)

@@ -1,14 +1,11 @@
 """An NLQ encoder and decoder, with cross-attention that is configured as self-attention is."""
 
-import torch
 from torch import nn
-from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
 from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
 from transformers.models.auto import modeling_auto
 from transformers.models.bart.modeling_bart import shift_tokens_right
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils import can_return_tuple
 
 from .backends_nlq import choose_implementation, supports_flash_attention
 from .cache_nlq import CACHE_NAME
@@ -29,26 +26,26 @@ class NLQSeq2SeqPreTrainedModel(NLQIntegrationMixin, PreTrainedModel):
     config: NLQSeq2SeqConfig
 
     @property
-    def _supports_flash_attn(self) -> bool:
+    def _supports_flash_attn(self):
         return all(supports_flash_attention(half) for half in (self.config.encoder, self.config.decoder))
 
     @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return True  # diff with PreTrainedModel, which looks for the attention functions in this file
+    def _can_set_attn_implementation(cls):
+        return True  # diff with PreTrainedModel, which reads this file
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        # Each half chooses its own; here a backend that does not exist, or cannot compute some layer, is an error
+    def get_correct_attn_implementation(self, requested_attention, is_init_check=False):
+        # Each half chooses its own, but refuses here what it cannot compute
         for half in (self.config.encoder, self.config.decoder):
             choose_implementation(half, requested_attention)
         return requested_attention or AUTOMATIC
 
-    def resize_token_embeddings(self, *args, **kwargs) -> nn.Embedding:
+    def resize_token_embeddings(self, *args, **kwargs):
         # diff with PreTrainedModel: an embedding of the decoder's own too
         if not self.config.tie_word_embeddings:
             self.base_model.decoder.resize_token_embeddings(*args, **kwargs)
         return super().resize_token_embeddings(*args, **kwargs)
 
-    def tie_weights(self, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
+    def tie_weights(self, missing_keys=None, recompute_mapping=True):
         # diff with PreTrainedModel: PEFT unties a head that it merges, and the file holds the halves' embedding once
         super().tie_weights(missing_keys, recompute_mapping)
         for name in [name for name in missing_keys or () if name.endswith("decoder.embed_tokens.weight")]:
@@ -67,12 +64,10 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
         self.encoder, self.decoder = NLQModel(config.encoder), NLQModel(config.decoder)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Returns the encoder's token embedding, which the decoder shares by default."""
+    def get_input_embeddings(self):
         return self.encoder.embed_tokens
 
-    def set_input_embeddings(self, new_embeddings: nn.Embedding) -> None:
-        """Sets it; in the decoder too if it is shared."""
+    def set_input_embeddings(self, new_embeddings):
         self.encoder.embed_tokens = new_embeddings
         self.config.encoder.vocab_size = new_embeddings.num_embeddings
         if self.config.tie_word_embeddings:
@@ -82,25 +77,24 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple[torch.Tensor, ...] | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        use_cache: bool | None = None,
-        past_key_values: Cache | None = None,
-        position_ids: torch.LongTensor | None = None,
-        decoder_position_ids: torch.LongTensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        input_ids=None,
+        attention_mask=None,
+        decoder_input_ids=None,
+        decoder_attention_mask=None,
+        encoder_outputs=None,
+        cache=None,
+        inputs_embeds=None,
+        decoder_inputs_embeds=None,
+        use_cache=None,
+        past_key_values=None,
+        position_ids=None,
+        decoder_position_ids=None,
+        **kwargs,
     ) -> Seq2SeqModelOutput:
         """Computes the last hidden states of both halves. Arguments are `NLQModel`'s, of the source and of the target.
 
         Args:
-            encoder_outputs: what the encoder has returned for the source, instead of `input_ids`; the mask is still
-                needed.
+            encoder_outputs: what the encoder has returned, instead of `input_ids`; the mask is still needed.
             decoder_input_ids: `(batch, query)`, the target, shifted right.
         """
         if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -112,7 +106,7 @@ class NLQSeq2SeqModel(NLQSeq2SeqPreTrainedModel):
             encoder_outputs = self.encoder(
                 input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, use_cache=False, **kwargs
             )
-        elif not isinstance(encoder_outputs, dict):  # a tuple; outputs of Transformers are dictionaries
+        elif not isinstance(encoder_outputs, dict):  # a tuple
             encoder_outputs = BaseModelOutput(*encoder_outputs)
         if decoder_inputs_embeds is None and self.decoder.embed_tokens.weight is self.encoder.embed_tokens.weight:
             # One module for one matrix: PEFT puts others in the place of a tied one
@@ -144,18 +138,16 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
         super().__init__(config)
         self.model = NLQSeq2SeqModel(config)
         self.lm_head = nn.Linear(config.decoder.hidden_size, config.decoder.vocab_size, bias=False)
-        self.loss_type = "ForMaskedLM"  # the labels are not shifted: the decoder's inputs are
+        self.loss_type = "ForMaskedLM"  # the decoder's inputs are shifted, not its labels
         self.post_init()
 
-    def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Shifts labels `(batch, query)` right, behind `decoder_start_token_id`; -100 becomes `pad_token_id`."""
+    def prepare_decoder_input_ids_from_labels(self, labels):
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(self.config, name) is None:
                 raise ValueError(f"{name}=None: labels need it in the configuration, or give decoder_input_ids")
         return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
 
     def generate_batch(self, *args, **kwargs):
-        """Raises `ValueError`: continuous batching cannot keep the encoder's tokens."""
         raise ValueError("an encoder and decoder has no continuous batching; use generate")
 
     init_continuous_batching = generate_batch
@@ -164,25 +156,25 @@ class NLQForConditionalGeneration(NLQSeq2SeqPreTrainedModel, NLQGenerationMixin)
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        decoder_input_ids: torch.LongTensor | None = None,
-        decoder_attention_mask: torch.Tensor | None = None,
-        encoder_outputs: BaseModelOutput | tuple[torch.Tensor, ...] | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
-        decoder_inputs_embeds: torch.FloatTensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        past_key_values: Cache | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
+        input_ids=None,
+        attention_mask=None,
+        decoder_input_ids=None,
+        decoder_attention_mask=None,
+        encoder_outputs=None,
+        cache=None,
+        inputs_embeds=None,
+        decoder_inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        past_key_values=None,
+        logits_to_keep=0,
+        **kwargs,
     ) -> Seq2SeqLMOutput:
         """Computes logits `(batch, kept, vocabulary)`; the other arguments are `NLQSeq2SeqModel`'s.
 
         Args:
-            labels: `(batch, query)` token ids of the target; -100 is ignored. Without `decoder_input_ids`, they are
-                these shifted to the right. The loss is their mean, in nats.
+            labels: `(batch, query)` token ids of the target; -100 is ignored. By default the decoder reads these,
+                shifted to the right. The loss is their mean, in nats.
             logits_to_keep: how many last positions get logits (0: all), or their indices.
         """
         if labels is not None and decoder_input_ids is None and decoder_inputs_embeds is None:

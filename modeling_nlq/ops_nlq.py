@@ -1,7 +1,6 @@
 """Operations with several kernels, and attention in linear memory as an operator of PyTorch.
 
-A model that is loaded as remote code computes everything by PyTorch. The installed package adds kernels in front of
-PyTorch's function, which stays for what they cannot compute.
+Remote code computes everything by PyTorch. The installed package adds kernels in front of PyTorch's function.
 """
 
 import hashlib
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .masking_nlq import Visibility, read_mask
 
 
 class Kernel(NamedTuple):
-    """One way to compute an operation; `computes` tells from the arguments of `function` whether it can."""
-
     name: str
     function: Callable
     computes: Callable[..., bool]
@@ -28,33 +26,28 @@ _used: dict[str, set[str]] = {}
 
 @torch.compiler.assume_constant_result
 def record_use(operation: str, kernel: str) -> None:
-    """Notes that a kernel is used, in a compiled graph when it is traced."""
     _used.setdefault(operation, set()).add(kernel)
 
 
 def used_kernels() -> dict[str, list[str]]:
-    """Returns the names of the kernels that this process has used, by operation."""
     return {operation: sorted(names) for operation, names in sorted(_used.items())}
 
 
 def forget_used_kernels() -> None:
-    """Begins a new record, as before a run."""
     _used.clear()
 
 
 class Operation:
-    """A function that is computed by the first kernel that can; PyTorch's takes every input and comes last."""
+    """A function that is computed by the first kernel that can; PyTorch's, which always can, comes last."""
 
     def __init__(self, name: str, function: Callable):
         self.name = name
         self.kernels = [Kernel("pytorch", function, lambda *inputs: True)]
 
     def add(self, kernel: Kernel) -> None:
-        """Adds a kernel in front of all others."""
         self.kernels.insert(0, kernel)
 
     def choose(self, *inputs) -> Kernel:
-        """Returns the first kernel that can compute these inputs."""
         kernel = next(kernel for kernel in self.kernels if kernel.computes(*inputs))
         record_use(self.name, kernel.name)
         return kernel
@@ -64,25 +57,25 @@ class Operation:
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """Passes a gradient on as part of the graph of `anchor`, and raises `RuntimeError` if it is differentiated."""
+    """Passes a gradient on in the graph of `anchor`, and raises `RuntimeError` for its derivative."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: torch.Tensor, anchor: torch.Tensor, message: str) -> torch.Tensor:
+    def forward(gradient, anchor, message):
         return gradient.clone()
 
     @staticmethod
-    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+    def setup_context(ctx, inputs, output):
         ctx.message = inputs[2]
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> None:
+    def backward(ctx, gradient):
         raise RuntimeError(ctx.message)
 
 
 def operator_namespace(files: Iterable[Path]) -> str:
-    """Returns a namespace of operators with a hash of these files: the process may have loaded other revisions."""
+    """Returns a namespace with a hash of these files: the process may have loaded other revisions."""
     return f"nlq_{hashlib.sha256(b''.join(file.read_bytes() for file in sorted(files))).hexdigest()[:16]}"
 
 
@@ -90,36 +83,36 @@ NAMESPACE = operator_namespace(Path(__file__).parent.glob("*_nlq.py"))
 
 
 def define_operator(name: str, schema: str, function: Callable, fake: Callable) -> Callable:
-    """Returns an operator, which `torch.compile` keeps as one node; `fake` makes empty results with its strides."""
+    """Returns an operator that `torch.compile` keeps as one node; `fake` makes empty results."""
     operators = getattr(torch.ops, NAMESPACE)
     if not hasattr(operators, name):  # equal code may have defined it
-        # It reads sizes and offsets from the device, which a recorded CUDA graph cannot
+        # A recorded CUDA graph cannot read sizes from the device
         options = {"mutates_args": (), "schema": schema, "tags": (torch.Tag.cudagraph_unsafe,)}
         torch.library.custom_op(f"{NAMESPACE}::{name}", function, **options).register_fake(fake)
     return getattr(operators, name).default
 
 
 class AttentionInputs(NamedTuple):
-    """The inputs of one forward pass of attention in linear memory, as arguments of an operator."""
+    """The inputs of one forward pass of attention, as arguments of an operator."""
 
-    query: torch.Tensor  # (batch, heads, query, head_dim)
-    key: torch.Tensor  # (batch, key_value_heads, key, head_dim), as the value
-    value: torch.Tensor
-    query_bias: torch.Tensor | None  # the fields of a `ScoreBias`
-    key_bias: torch.Tensor | None
-    visible_count: torch.Tensor  # (batch or 1, 1 or heads, query), how many keys each query sees
-    last_key: torch.Tensor | None  # the fields of a `Visibility`
-    key_is_valid: torch.Tensor | None
-    first_key: torch.Tensor | None
-    visible: torch.Tensor | None  # a boolean mask in its place, (batch or 1, 1 or heads, query, key)
-    seed: torch.Tensor | None  # (), from which dropout draws
+    query: Tensor  # (batch, heads, query, head_dim)
+    key: Tensor  # (batch, key_value_heads, key, head_dim), as the value
+    value: Tensor
+    query_bias: Tensor | None  # the fields of a `ScoreBias`
+    key_bias: Tensor | None
+    visible_count: Tensor  # (batch or 1, 1 or heads, query), how many keys each query sees
+    last_key: Tensor | None  # the fields of a `Visibility`
+    key_is_valid: Tensor | None
+    first_key: Tensor | None
+    visible: Tensor | None  # a boolean mask in its place, (batch or 1, 1 or heads, query, key)
+    seed: Tensor | None  # (), from which dropout draws
     activation: str  # its name in the table
     normalization: str
     scaling: float
     dropout: float
 
 
-_TYPES = {torch.Tensor: "Tensor", torch.Tensor | None: "Tensor?", str: "str", float: "float"}
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float"}
 SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionInputs.__annotations__.items())
 # Differentiable inputs come first, inputs that are not tensors last
 _STATES, _OPTIONS = 5, 4
@@ -132,15 +125,15 @@ class DifferentiableAttention:
     Args:
         forward: maps `AttentionInputs` to the output `(batch, query, heads, head_dim)` and tensors for `backward`.
         backward: maps the gradient of the output, the inputs and the results of `forward` to the gradients of query,
-            key, value and, if it supports them, biases.
-        seed_device: where the passes read the seed. Defaults to the device of the query.
+            key, value and perhaps biases.
+        seed_device: where the passes read the seed; by default the device of the query.
     """
 
     def __init__(self, forward: Callable, backward: Callable, seed_device: str | None = None):
         self.forward, self.seed_device = forward, seed_device
 
         class Attention(torch.autograd.Function):
-            # A backward formula of the operator itself would be skipped silently in forward mode
+            # Forward mode would skip a backward formula of the operator
             generate_vmap_rule = True
 
             @staticmethod
@@ -168,8 +161,8 @@ class DifferentiableAttention:
 
         self.function = Attention
 
-    def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> torch.Tensor:
-        """Returns the output `(batch, query, heads, head_dim)`, from the arguments of a backend's function."""
+    def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> Tensor:
+        """Returns `(batch, query, heads, head_dim)`, from the arguments of a backend's function."""
         mask, visible_count = read_mask(attention_mask, query, key, module.is_causal)
         is_dense = not isinstance(mask, Visibility)
         masks = (None, None, None, mask) if is_dense else (mask.last_key, mask.key_is_valid, mask.first_key, None)
@@ -177,7 +170,7 @@ class DifferentiableAttention:
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
         options = (module.activation.name, module.normalization, float(scaling), float(dropout))
         inputs = AttentionInputs(query, key, value, *score_bias or (None, None), visible_count, *masks, seed, *options)
-        # Dynamo (torch 2.13) fails on such a class without gradients, where the operator alone is enough
+        # Dynamo (torch 2.13) fails on such a class without gradients
         tensors = [states for states in inputs[:_STATES] if states is not None]
         has_gradient = torch.is_grad_enabled() and any(states.requires_grad for states in tensors)
         is_plain = torch.compiler.is_compiling() and not has_gradient
@@ -185,14 +178,14 @@ class DifferentiableAttention:
         return output
 
 
-def autocast_dtype(states: torch.Tensor) -> torch.dtype:
-    """Returns the dtype that autocast casts a tensor to, or the tensor's if autocast is off."""
+def autocast_dtype(states: Tensor) -> torch.dtype:
+    """Returns the dtype that autocast casts a tensor to."""
     device_type = states.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # which raises on a meta device
         return torch.get_autocast_dtype(device_type)
     return states.dtype
 
 
-def in_autocast_precision(*states: torch.Tensor) -> list[torch.Tensor]:
-    """Casts tensors as autocast would: it does not know our operators."""
+def in_autocast_precision(*states: Tensor) -> list[Tensor]:
+    """Casts tensors as autocast would, which does not know our operators."""
     return [tensor.to(autocast_dtype(tensor)) for tensor in states]

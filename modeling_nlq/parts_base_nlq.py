@@ -1,10 +1,7 @@
 """The base class of the parts of an attention layer, and what a part may read and change.
 
-Model, configuration, backends, cache, FLOPs and conversion learn everything about a part from its attributes and
-methods.
-
-Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and
-the tokens of this call), head_dim.
+Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and the
+tokens of this call), head_dim.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 
@@ -27,103 +24,89 @@ if torch.distributed.is_available():
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Under tensor parallelism, linear layers are split by the plan of the configuration, and each process computes some of
-# the heads. Tensors that stay whole are cut where the heads begin: the identity term, `f`, because its norms need
-# whole rows, and parameters with a part for each head. Their gradients are whole on every process. A module that cuts
-# has an attribute `tp_mesh`: the processes that share the heads, or `None`.
+# Under tensor parallelism, the plan of the configuration splits linear layers, and each process computes some heads.
+# Whole tensors are cut where the heads begin: the identity term, `f`, because its norms need whole rows, and what
+# belongs to each head. A module that cuts has an attribute `tp_mesh`: the processes that share the heads, or `None`.
 
 
-def own_heads(states: torch.Tensor, mesh: "DeviceMesh | None", dim: int) -> torch.Tensor:
-    """Returns the heads of this process, along `dim` of a tensor that is equal on all processes."""
+def own_heads(states: Tensor, mesh: "DeviceMesh | None", dim: int) -> Tensor:
+    """Returns the heads of this process, along `dim` of a tensor that all processes have."""
     if mesh is None:
         return states
     replicated = DTensor.from_local(states, mesh, [Replicate()], run_check=False)
     return replicated.redistribute(placements=[Shard(dim)]).to_local()
 
 
-def shared_by_heads(parameter: torch.Tensor, mesh: "DeviceMesh | None") -> torch.Tensor:
-    """Returns a parameter that all heads use. Its gradient is the sum over the heads of all processes."""
+def shared_by_heads(parameter: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+    """Returns a parameter of all heads. Its gradient is the sum over the heads of all processes."""
     if mesh is None:
         return parameter
     return DTensor.from_local(parameter, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def sum_over_processes(states: torch.Tensor, mesh: "DeviceMesh") -> torch.Tensor:
-    """Returns the sum of a tensor over all processes that share the heads. Each of them uses it for its own heads."""
+def sum_over_processes(states: Tensor, mesh: "DeviceMesh") -> Tensor:
+    """Returns the sum of a tensor over the processes, which each uses for its heads."""
     total = DTensor.from_local(states, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
     return shared_by_heads(total.to_local(), mesh)
 
 
 class ScoreBias(NamedTuple):
-    """A bias of the scores that is a difference, `query_i - key_j`, which backends add without a matrix of it.
+    """A bias of the scores, `query_i - key_j`, which backends add without a matrix of it.
 
     Attributes:
         query: `(batch, heads, query)`; better in float64, because the difference of two large sums must be exact.
         key: `(batch, heads, key)`.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
+    query: Tensor
+    key: Tensor
 
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+    def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix `(batch, heads, query, key)`."""
         return (self.query[..., :, None] - self.key[..., None, :]).to(dtype)
 
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One call of an attention layer, as its parts see it.
+    """One call of an attention layer, as its parts see it."""
 
-    Attributes:
-        layer: the attention layer, an `NLQAttention`.
-        hidden_states: `(batch, query, hidden)`, its input.
-        token_context: positions, padding and visible-key counts, for parts with `needs_token_context`.
-        first_values: `(batch, query, groups, head_dim)`, the values of the model's first layer, for parts with
-            `needs_first_values`.
-        cache: the cache of the call, or `None`.
-        values: `(batch, groups, query, head_dim)`, the values of this call's tokens; set after `change_qkv`.
-        source: `(batch, key, hidden)`, the tokens of an encoder that keys and values are projected from; empty if the
-            cache has their keys and values already. `None` in self-attention.
-        states: the `token_state` of all keys by the name of the part, `(batch, groups, key, state_size)`; set after
-            the cache.
-    """
-
-    layer: nn.Module
-    hidden_states: torch.Tensor
-    token_context: TokenContext | None = None
-    first_values: torch.Tensor | None = None
+    layer: nn.Module  # the attention layer, an `NLQAttention`
+    hidden_states: Tensor  # (batch, query, hidden), its input
+    token_context: TokenContext | None = None  # for parts with `needs_token_context`
+    # (batch, query, groups, head_dim), the values of the model's first layer, for parts with `needs_first_values`
+    first_values: Tensor | None = None
     cache: Cache | None = None
-    source: torch.Tensor | None = None
-    values: torch.Tensor | None = None
-    states: dict[str, torch.Tensor] | None = None
+    # In cross-attention (batch, key, hidden), an encoder's tokens; empty if the cache has their keys and values
+    source: Tensor | None = None
+    values: Tensor | None = None  # (batch, groups, query, head_dim), of this call's tokens; after `change_qkv`
+    # The `token_state` of all keys by the name of the part, (batch, groups, key, state_size); after the cache
+    states: dict[str, Tensor] | None = None
 
     @property
     def tp_mesh(self) -> "DeviceMesh | None":
-        """The processes that share the heads, or `None`."""
         return self.layer.tp_mesh
 
-    def store_state(self, name: str, state: torch.Tensor) -> None:
-        """Replaces a part's state of all keys, `(batch, groups, key, ...)`, in the cache."""
+    def store_state(self, name: str, state: Tensor) -> None:
         self.states[name] = state
-        layer = self.cache.layers[self.layer.layer_idx]
+        cache_layer, head_dim = self.cache.layers[self.layer.layer_idx], self.layer.head_dim
         states = [self.states[part.name] for part in self.layer.parts_with("token_state")]
-        keys, columns = layer.keys[..., : self.layer.head_dim], to_columns(states, layer.keys.dtype)
-        if layer.is_compileable:
-            layer.keys[..., self.layer.head_dim :] = columns
-        else:
-            layer.keys = torch.cat([keys, columns], dim=-1)  # not in place: a gradient may need the old state
+        columns = to_columns(states, cache_layer.keys.dtype)
+        if cache_layer.is_compileable:
+            cache_layer.keys[..., head_dim:] = columns
+        else:  # not in place, because a gradient may need the old state
+            cache_layer.keys = torch.cat([cache_layer.keys[..., :head_dim], columns], dim=-1)
 
-    def change_mlp(self, hook: str, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Runs one of the `MLP_HOOKS`, which change what the MLP computes."""
+    def change_mlp(self, hook: str, *states: Tensor) -> tuple[Tensor, ...]:
+        """Runs one of the `MLP_HOOKS`."""
         return self.layer.change_mlp(hook, self, *states) if self.layer.parts_with(hook) else states
 
 
-# Methods that give a module its initial values, of this package and of PyTorch
+# Methods that give a module its initial values
 _RESETS = ("initialize", "reset_parameters", "_reset_parameters")
 
 
 class _EqualDraws(TorchFunctionMode):
-    """Inside, equal draws of random numbers give equal numbers, wherever they stand."""
+    """Inside, equal draws of random numbers give equal numbers."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         torch.default_generator.manual_seed(0)
@@ -133,49 +116,34 @@ class _EqualDraws(TorchFunctionMode):
 class AttentionPart(nn.Module):
     """One change of an attention layer, beside its projections, positions and activation.
 
-    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. The
-    others cost nothing. The hooks run in this order: `change_input`, the projections, `change_qkv`, rotary positions,
-    `token_state`, the cache, `score_bias`, `change_cached_qkv`, the scores, `change_scores`, the attention weights,
-    `change_weights` (`change_returned_weights` if they are returned), `change_output`, the output projection; and in
-    the MLP after the attention, `change_mlp_input` and `change_mlp_inner`. A layer holds all of its scores in memory
-    for `change_scores`, and the weights of some queries at a time for `change_weights`. The layer calls the part for
-    each hook, because offloading, ZeRO-3 and FSDP give a module its parameters when it is called. So a hook reads
-    parameters of its own part only, and calls other modules.
+    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs; a layer
+    calls no others. They run in the order of `HOOKS`: rotary positions come after `change_qkv`, the cache after
+    `token_state`, and the output projection after `change_output`.
 
-    Attributes:
-        name: the field of the configuration that turns it on, or for a user's part its name in `attention_parts`.
-        formula: what it computes, in one line.
-        source: where the formula comes from.
-        needs_token_context: whether its hooks read `call.token_context`.
-        needs_first_values: whether they read `call.first_values`. The first layer never has such a part.
-        needs_exact_output: whether `change_output` must get outputs that are not rounded to half precision. Attention
-            is then computed in float32, except by flash attention, which cannot.
-        activations: the attention activations that it can have; all if empty.
-        causal_only: whether it needs an order of the tokens, so that an encoder (`is_causal=False`) cannot have it.
-        needs_own_value: whether it reads `call.values`, which cross-attention lacks.
-        supports_crop: whether tokens can be taken back from a cache. If not, it raises `ValueError` where it notices.
-        state_size: numbers that it keeps in the cache for each token and group of keys.
-        start: how `nlq convert` adds it to a trained layer without changing the outputs: `"zero"` sets all its
-            parameters to 0; any other text is the reason why it cannot. `start_without_effect` may do something else.
+    The layer calls the part for each hook, because offloading, ZeRO-3 and FSDP give a module its parameters when it is
+    called. So a hook reads parameters of its part only, and calls other modules.
     """
 
     tp_mesh = None
-    name: ClassVar[str] = ""
+    name: ClassVar[str] = ""  # the field of the configuration that turns it on, or its name in `attention_parts`
+    field_type: ClassVar[Any] = bool  # of that field; without the part it is `False` or `None`
     formula: ClassVar[str] = ""
-    source: ClassVar[str] = ""
-    needs_token_context: ClassVar[bool] = False
-    needs_first_values: ClassVar[bool] = False
-    activations: ClassVar[tuple[str, ...]] = ()
-    causal_only: ClassVar[bool] = False
-    needs_own_value: ClassVar[bool] = False
+    source: ClassVar[str] = ""  # of the formula
+    needs_token_context: ClassVar[bool] = False  # whether hooks read `call.token_context`
+    needs_first_values: ClassVar[bool] = False  # or `call.first_values`; then the first layer does not have the part
+    needs_own_value: ClassVar[bool] = False  # or `call.values`, which cross-attention lacks
+    activations: ClassVar[tuple[str, ...]] = ()  # the attention activations that it can have; all if empty
+    causal_only: ClassVar[bool] = False  # whether it needs an order of the tokens, which encoders lack
+    # Whether tokens can be taken back from a cache. If not, it raises `ValueError`
     supports_crop: ClassVar[bool] = True
 
-    state_size = 0
-    needs_exact_output = False
+    state_size = 0  # numbers that it keeps in the cache for each token and group of keys
+    needs_exact_output = False  # whether `change_output` must get outputs in float32, but for flash attention
+    # How `nlq convert` adds it to a trained layer without changing the outputs: `"zero"` sets its parameters to 0, any
+    # other text is the reason why it cannot
     start = "it has no start without effect"
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int):
-        """`config` is the `NLQConfig` of the layer, with the values of its own; `layer_idx` its number."""
+    def __init__(self, config, layer_idx: int):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
 
@@ -186,78 +154,71 @@ class AttentionPart(nn.Module):
 
     @classmethod
     def of_own_tokens(cls) -> bool:
-        """Tells whether it needs the order or the values of the query's own tokens, which cross-attention lacks."""
+        """Tells whether it needs what cross-attention lacks: an order, or the tokens' own values."""
         return cls.causal_only or cls.needs_first_values or cls.needs_own_value
 
     def forward(self, hook: str, *inputs) -> Any:
-        """Runs the hook of this name, or `measure`. A part cannot override it."""
+        """Runs a hook, or `measure`. A part cannot override it."""
         return getattr(self, hook)(*inputs)
 
-    # Class methods for the configuration; `config` is the `NLQConfig` of one layer
+    # Class methods; `config` is the `NLQConfig` of one layer
 
     @classmethod
-    def check(cls, config: PreTrainedConfig) -> None:
+    def check(cls, config) -> None:
         """Raises `ValueError` for the configuration of a layer that the part cannot have."""
 
     @classmethod
-    def query_heads(cls, config: PreTrainedConfig) -> int:
+    def query_heads(cls, config) -> int:
         """Returns how many heads of queries the layer computes."""
         return config.num_attention_heads
 
     @classmethod
-    def product_cost(cls, config: PreTrainedConfig) -> float:
-        """Returns the factor of the cost of the products with keys and values."""
+    def product_cost(cls, config) -> float:
+        """Returns the factor of the cost of products with keys and values."""
         return 1.0
 
     @classmethod
-    def calls_per_token(cls, config: PreTrainedConfig) -> dict[str, int]:
-        """Returns how often each token passes through a linear layer of the attention, where it is not once."""
+    def calls_per_token(cls, config) -> dict[str, int]:
+        """Returns how often a token passes through a linear layer, where it is not once."""
         return {}
 
     @classmethod
-    def refuse_split(cls, config: PreTrainedConfig) -> str | None:
-        """Returns the reason why tensor parallelism cannot give each process some of the heads, or `None`."""
+    def refuse_split(cls, config) -> str | None:
+        """Returns why tensor parallelism cannot split the heads, or `None` if it can."""
 
     @classmethod
-    def refuse_paged(cls, config: PreTrainedConfig) -> str | None:
-        """Returns the reason why continuous batching, with its paged cache, cannot have the part, or `None`."""
+    def refuse_paged(cls, config) -> str | None:
+        """Returns why continuous batching cannot have the part, or `None` if it can."""
         if cls.has_hook("token_state") or cls.has_hook("score_bias") or cls.conv_states(config):
             return "the paged cache has no place for what it keeps, and its keys belong to several texts"
         return "the paged cache has keys and values of other shapes" if cls.has_hook("change_cached_qkv") else None
 
     @classmethod
-    def refuse_change(cls, before: PreTrainedConfig, after: PreTrainedConfig) -> str | None:
-        """Returns the reason why a trained layer would compute something else in another configuration, or `None`."""
+    def refuse_change(cls, before, after) -> str | None:
+        """Returns why a trained layer would compute something else after a change, or `None`."""
 
     @classmethod
-    def conv_states(cls, config: PreTrainedConfig) -> int:
-        """Returns of how many convolutions Transformers' cache layers keep the last tokens. A layer has one such part.
-
-        `config.first_conv_state` is the number of its first state there.
-        """
+    def conv_states(cls, config) -> int:
+        """Returns of how many convolutions the cache keeps tokens, from state `config.first_conv_state` on."""
         return 0
 
     @classmethod
     def shard_dim(cls, parameter: str) -> str:
-        """Returns what a parameter's rows are: heads of `"query"` or `"key_value"`, or the MLP's `"inner"` width."""
+        """Returns what a parameter's rows are: heads (`"query"`, `"key_value"`) or the MLP's `"inner"` width."""
         return "query"
 
     @classmethod
-    def split_layers(cls, config: PreTrainedConfig) -> dict[str, str]:
-        """Returns the linear layers that tensor parallelism splits, by name in the attention layer, and how."""
+    def split_layers(cls, config) -> dict[str, str]:
+        """Returns the linear layers that tensor parallelism splits, by name, and how."""
         return {}
 
     @classmethod
-    def layer_modules(cls, config: PreTrainedConfig) -> dict[str, nn.Module]:
-        """Returns modules that the layer itself holds, under names that other programs know."""
+    def layer_modules(cls, config) -> dict[str, nn.Module]:
+        """Returns modules that the layer itself holds, under these names."""
         return {}
 
     def initialize(self) -> None:
-        """Sets parameters and buffers to the values that `__init__` gives them.
-
-        Parameters of modules inside the part that `__init__` leaves at PyTorch's defaults, as in a plain `nn.Linear`,
-        keep the model's initialisation.
-        """
+        """Sets what `__init__` has set, and leaves inner modules that are at PyTorch's defaults to the model."""
         direct = {name for name, _ in self.named_parameters(recurse=False)}
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         loaded = {name for name, v in tensors.items() if v.is_meta or getattr(v, "_is_hf_initialized", False)}
@@ -265,7 +226,7 @@ class AttentionPart(nn.Module):
             inner -= self._default_parameters()
         if not direct | inner:
             return
-        # Only its direct parameters take numbers from the model's random stream
+        # Only direct parameters draw from the model's random stream
         with torch.random.fork_rng(devices=[], enabled=not direct), torch.device("cpu"):
             if not direct:
                 torch.default_generator.manual_seed(int(torch.randint(2**62, ())))
@@ -278,8 +239,8 @@ class AttentionPart(nn.Module):
     def _default_parameters(self) -> set[str]:
         """Returns the names of inner parameters that `__init__` leaves at defaults which the model replaces.
 
-        Each module of a new part is reset while all random draws are equal. A parameter that `__init__` sets has
-        another value afterwards, or had been written more often.
+        Resets each module of a new part while all random draws are equal. That changes a parameter that `__init__` has
+        set, or it had been written more often.
         """
         names = set()
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):
@@ -308,96 +269,82 @@ class AttentionPart(nn.Module):
         return names
 
     def scale_keys(self, factor: float) -> None:
-        """Keeps the part's output when a conversion multiplies the keys by `factor`, and the scores by its inverse."""
+        """Keeps the part's output when a conversion multiplies keys by `factor`, and scores by its inverse."""
 
     def start_without_effect(self, layer: nn.Module) -> str | None:
-        """Makes a trained layer compute what it computed without the part, or returns why it cannot."""
+        """Makes a trained layer compute the same as without the part, or returns why it cannot."""
         if self.start != "zero":
             return self.start
         for parameter in self.parameters():
             parameter.zero_()
         return None
 
-    def measure(self, call: AttentionCall) -> dict[str, torch.Tensor]:
-        """Returns numbers of each head, `(heads,)` by name, that `nlq explore` shows of a batch of one text."""
+    def measure(self, call) -> dict[str, Tensor]:
+        """Returns numbers of each head, `(heads,)` by name, of a batch of one text, for `nlq explore`."""
         return {}
 
-    # Default hooks. A layer calls only those that a part overrides
+    # The hooks; `call` is an `AttentionCall`
 
-    def change_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+    def change_input(self, call, hidden_states: Tensor) -> Tensor:
         """Changes the input of the layer, `(batch, query, hidden)`, which the other hooks then read."""
 
-    def change_qkv(
-        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def change_qkv(self, call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Changes the new tokens' states `(batch, query, heads or groups, head_dim)`, before positions."""
 
-    def token_state(self, call: AttentionCall) -> torch.Tensor:
+    def token_state(self, call) -> Tensor:
         """Returns what the cache keeps of each new token, `(batch, groups, query, state_size)`, in float32 or more."""
 
-    def change_cached_qkv(
-        self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def change_cached_qkv(self, call, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Changes queries `(batch, heads, query, head_dim)`, and all keys and values, `(batch, groups, key, ...)`."""
 
-    def score_bias(self, call: AttentionCall, state: torch.Tensor) -> ScoreBias:
+    def score_bias(self, call, state: Tensor) -> ScoreBias:
         """Returns the bias, from the `token_state` of all keys, `(batch, groups, key, state_size)`."""
 
-    def change_scores(self, call: AttentionCall, scores: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-        """Changes the scores `(batch, heads, query, key)`; `visible` broadcasts to them, or is `None`."""
+    def change_scores(self, call, scores: Tensor, visible: Tensor | None) -> Tensor:
+        """Changes the scores `(batch, heads, query, key)`, which are all in memory; `visible` broadcasts to them."""
 
-    def change_weights(
-        self, call: AttentionCall, weights: torch.Tensor, own_columns: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
-        """Changes the weights of some queries before they meet the values. A layer has one such part.
+    def change_weights(self, call, weights: Tensor, own_columns: Tensor, key: Tensor) -> Tensor:
+        """Changes the weights `(batch, heads, query, key)` of some queries; of `call` it reads `layer` alone.
 
-        Args:
-            weights: `(batch, heads, query, key)`, of some of the call's queries. So only `call.layer` may be read.
-            own_columns: `(batch, heads, query, ...)`, what `change_cached_qkv` put after the queries' columns.
+        `own_columns` `(batch, heads, query, ...)` is what `change_cached_qkv` put after the queries' columns.
         """
 
-    def change_returned_weights(self, call: AttentionCall, weights: torch.Tensor) -> torch.Tensor:
+    def change_returned_weights(self, call, weights: Tensor) -> Tensor:
         """Changes the weights `(batch, heads, query, key)` that `output_attentions=True` returns."""
 
-    def change_output(self, call: AttentionCall, heads: torch.Tensor) -> torch.Tensor:
+    def change_output(self, call, heads: Tensor) -> Tensor:
         """Changes the outputs of the heads, `(batch, query, heads, head_dim)`."""
 
-    def change_mlp_input(self, call: AttentionCall, hidden_states: torch.Tensor) -> torch.Tensor:
+    def change_mlp_input(self, call, hidden_states: Tensor) -> Tensor:
         """Changes the input of the MLP, `(batch, query, hidden)`."""
 
-    def change_mlp_inner(self, call: AttentionCall, *states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Changes what the MLP's activation gets, `(batch, query, intermediate)`: of a gated MLP, gate and factor."""
+    def change_mlp_inner(self, call, *states: Tensor) -> tuple[Tensor, ...]:
+        """Changes what the MLP's activation gets, `(batch, query, intermediate)`; of a gated MLP, gate and factor."""
 
 
-# Hooks of scores and weights, which linear attention does not have
-WEIGHT_HOOKS = (
-    "token_state",
-    "score_bias",
-    "change_cached_qkv",
-    "change_scores",
-    "change_weights",
-    "change_returned_weights",
-)
+# Linear attention lacks these
+WEIGHT_HOOKS = ("token_state", "score_bias", "change_cached_qkv")
+WEIGHT_HOOKS += ("change_scores", "change_weights", "change_returned_weights")
 MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
 HOOKS = ("change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
 
 
 def materialized_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:
-    """Returns what a layer with these parts must hold: nothing, the weights of some queries, or all scores."""
+    """Returns what a layer with these parts must hold in memory."""
     if any(part.has_hook("change_scores") for part in parts):
         return "all"
     return "rows" if any(part.has_hook("change_weights") for part in parts) else None
 
 
-# What half precision keeps of a number. Float16 ends at 65504, so its first column counts in larger units
+# The units of columns. Float16 ends at 65504
 _UNITS = {torch.bfloat16: (1.0, 1.0, 1.0), torch.float16: (2.0**16, 1.0, 1.0)}
 
 
-def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def to_columns(states: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Packs states `(batch, groups, query, size)` into columns that a cache of this type holds beside its keys.
 
-    In half precision a number takes several columns, each with as much of the rest as its unit allows. The gradient
-    passes through the last one, in units of 1, because in units of 2^16 it would overflow float16.
+    In half precision a number takes several columns. The gradient passes through the last one, because in units of
+    2^16 it would overflow float16.
     """
     rest, columns = torch.cat(states, dim=-1), []
     for unit in _UNITS.get(dtype, (1.0,))[:-1]:
@@ -406,8 +353,8 @@ def to_columns(states: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([*columns, rest.to(dtype)], dim=-1)
 
 
-def from_columns(columns: torch.Tensor, parts: Sequence[AttentionPart]) -> dict[str, torch.Tensor]:
-    """Unpacks what `to_columns` has packed, in at least float32, by the name of the part."""
+def from_columns(columns: Tensor, parts: Sequence[AttentionPart]) -> dict[str, Tensor]:
+    """Unpacks what `to_columns` has packed, by the name of the part."""
     if (units := _UNITS.get(columns.dtype)) is not None:
         *others, last = columns.chunk(len(units), dim=-1)
         columns = sum(column.detach().float() * unit for unit, column in zip(units, others)) + last.float()

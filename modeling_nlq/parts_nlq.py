@@ -1,3 +1,3 @@
-"""The attention parts that the author of a saved model wrote. Saving a model replaces this file in its folder."""
+"""The parts of the model's author, which saving a model writes here: subclasses of `AttentionPart`."""
 
 PARTS: tuple = ()

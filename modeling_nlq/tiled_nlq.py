@@ -1,46 +1,39 @@
 """`nlq_tiled`: every elementwise activation, and softmax with a bias, in memory linear in the length.
 
-Forward and backward visit pairs of a tile of queries and a tile of keys. They compute the scores of the pair and keep
-only sums over it. Backward computes the scores again. Pairs that the mask hides completely are skipped, such as those
-above the causal diagonal, so with a window the cost is linear in the length. An elementwise `phi` needs no maximum
-over the row, so nothing is rescaled between tiles; softmax is (Dao et al. 2022, arXiv 2205.14135).
+Forward and backward visit pairs of a tile of queries and a tile of keys that the mask does not hide, compute their
+scores and keep only sums over these. Only softmax is rescaled between tiles (Dao et al. 2022, arXiv 2205.14135).
 
 With `P = phi(S)`, normaliser `Z` and `O = P V / Z`, the gradients are, for `G = dO / Z`,
 
     dV = P^T G,    dP = G V^T,    dS = phi'(S) * dP,    dQ = scaling * dS K,    dK = scaling * dS^T Q,
 
-where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T - rowsum(G * O)`. A bias of the scores,
-`query_i - key_j`, has the sums of `dS` over rows and columns as its gradients. For softmax `P` includes `1 / Z`:
-backward subtracts `log Z` from the scores.
+where under the normaliser `"sum"`, which depends on every weight, `dP = G V^T - rowsum(G * O)`. A bias `query_i -
+key_j` has the sums of `dS` over rows and columns as its gradients. For softmax `P` includes `1 / Z`.
 
-Shapes: batch, heads, query, key, head_dim; heads are key_value_heads x group, and the queries of a group share its
-keys.
+Letters of shapes: b batch, g key and value heads, r query heads for each of them, q and k queries and keys of a tile.
 """
 
 import bisect
 import functools
 import math
-from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from .activations_nlq import at_least_float32, counts_as_zero, exp_, get_attention_activation, zero_limit
 from .attention_nlq import one_query_attention, one_query_by_pytorch
 from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_operator, in_autocast_precision
 
 
-# Queries and keys of a tile. Its scores should fit into a CPU's cache, so tiles are smaller where many heads share it.
+# Queries and keys of a tile, whose scores should fit into a CPU's cache
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
-# On CUDA few tiles need few launches. The bytes of a tile's scores, at most; backward holds about five such tensors
+# On CUDA few tiles need few launches: the most bytes of a tile's scores, of which backward holds five
 MOST_BYTES, SHARE_OF_MEMORY = 2**28, 1 / 64
 
 
-def _tile_size(query: torch.Tensor, memory: int | None = None) -> int:
-    """Returns the side of a square tile for queries `(batch, heads, query, head_dim)`; `memory` is CUDA's, in bytes.
-
-    It does not depend on what memory is free, so that backward draws dropout for the same tiles as forward.
-    """
+def _tile_size(query, memory: int | None = None) -> int:
+    """Returns the side of a square tile, the same in backward; `memory` is that of a GPU, in bytes."""
     heads = query.shape[0] * query.shape[1]
     if query.device.type == "cuda":
         memory = torch.cuda.get_device_properties(query.device).total_memory
@@ -50,32 +43,34 @@ def _tile_size(query: torch.Tensor, memory: int | None = None) -> int:
     return max(math.isqrt(scores // max(heads, 1)) // SMALL_TILE, 1) * SMALL_TILE
 
 
-def _cut(length: int, size: int) -> list[tuple[int, int]]:
+def _cut(length, size) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _reduce_tiles(tensor: torch.Tensor, tiles: list[tuple[int, int]], reduce: Callable) -> list:
-    """Returns a number for each tile. All are read from the device at once, because each read makes a GPU wait."""
-    return torch.stack([reduce(tensor[:, start:end]) for start, end in tiles]).tolist()
+class _TiledCall:
+    """The tiles of one call, and its tensors with the key-value heads folded into the batch.
 
+    Methods take a query tile `i`, a key tile `j`, or a pair of them.
+    """
 
-class _Tiles:
-    """The tiles of one call, half-open ranges, and the hidden keys of each pair: query tile `i` and key tile `j`."""
-
-    def __init__(self, inputs: AttentionInputs):
-        query_length, key_length, tile = inputs.query.shape[2], inputs.key.shape[2], _tile_size(inputs.query)
+    def __init__(self, inputs):
+        batch, heads, query_length, _ = inputs.query.shape
+        _, key_value_heads, key_length, _ = inputs.key.shape
+        self.shape = (batch, key_value_heads, heads // key_value_heads)
+        tile = _tile_size(inputs.query)
         query_tile = max(min(tile, query_length), 1)
         self.query_tiles = _cut(query_length, query_tile)
-        self.key_tiles = _cut(key_length, tile * tile // query_tile)  # one query against a long cache takes few tiles
+        self.key_tiles = _cut(key_length, tile * tile // query_tile)  # few tiles for one query
         self.last_key, self.first_key = inputs.last_key, inputs.first_key
         self.key_is_valid, self.visible = inputs.key_is_valid, inputs.visible
         if self.visible is None:
             self.key_index = torch.arange(key_length, device=inputs.key.device)
         is_single = len(self.query_tiles) == len(self.key_tiles) == 1
 
-        def reduce_tiles(tensor: torch.Tensor, tiles: list, reduce: Callable, if_single: int) -> list:
-            # A single pair is computed and masked, whatever the mask says
-            return [if_single] if is_single else _reduce_tiles(tensor, tiles, reduce)
+        def reduce_tiles(tensor, tiles, reduce, if_single) -> list:
+            if is_single:  # such a pair is always masked, so that a GPU need not be read
+                return [if_single]
+            return torch.stack([reduce(tensor[:, start:end]) for start, end in tiles]).tolist()
 
         if self.last_key is not None:
             self.first_end = reduce_tiles(self.last_key, self.query_tiles, torch.min, -1)
@@ -86,53 +81,6 @@ class _Tiles:
         if self.first_key is not None:
             self.first_start = reduce_tiles(self.first_key, self.query_tiles, torch.min, 0)
             self.last_start = reduce_tiles(self.first_key, self.query_tiles, torch.max, key_length)
-
-    def key_tiles_of(self, i: int) -> list[int]:
-        """Returns the tiles of keys that some query of a tile may see."""
-        first, last = 0, len(self.key_tiles)
-        if self.last_key is not None:
-            last = bisect.bisect_right(self.key_tiles, self.last_end[i], key=lambda tile: tile[0])
-        if self.first_key is not None:
-            first = bisect.bisect_right(self.key_tiles, self.first_start[i], key=lambda tile: tile[1])
-        return [j for j in range(first, last) if not self._is_hidden(i, j)]
-
-    def query_tiles_of(self, j: int) -> list[int]:
-        """Returns the tiles of queries that may see some key of a tile."""
-        first, last = 0, len(self.query_tiles)
-        if self.last_key is not None:
-            first = bisect.bisect_left(self.last_end, self.key_tiles[j][0])
-        if self.first_key is not None:
-            last = bisect.bisect_left(self.first_start, self.key_tiles[j][1])
-        return [i for i in range(first, last) if not self._is_hidden(i, j)]
-
-    def _is_hidden(self, i: int, j: int) -> bool:
-        if self.visible is not None:
-            (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
-            return not self.visible[:, :, start:end, key_start:key_end].any()
-        return self.key_is_valid is not None and not self.is_any_valid[j]
-
-    def hidden(self, i: int, j: int) -> torch.Tensor | None:
-        """Returns `(batch or 1, 1 or heads, query tile, key tile)`, true where a key is hidden, or `None`."""
-        (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
-        if self.visible is not None:
-            return ~self.visible[:, :, start:end, key_start:key_end]
-        parts = []
-        if self.last_key is not None and key_end - 1 > self.first_end[i]:
-            parts.append(self.key_index[key_start:key_end] > self.last_key[:, start:end, None])
-        if self.key_is_valid is not None and not self.are_all_valid[j]:
-            parts.append(~self.key_is_valid[:, None, key_start:key_end])
-        if self.first_key is not None and key_start < self.last_start[i]:
-            parts.append(self.key_index[key_start:key_end] < self.first_key[:, start:end, None])
-        return functools.reduce(torch.logical_or, parts)[:, None] if parts else None
-
-
-class _TiledCall(_Tiles):
-    """One call of attention: its tiles, and its tensors with the key-value heads folded into the batch."""
-
-    def __init__(self, inputs: AttentionInputs):
-        super().__init__(inputs)
-        (batch, heads, *_), key_value_heads = inputs.query.shape, inputs.key.shape[1]
-        self.shape = (batch, key_value_heads, heads // key_value_heads)
         self.activation = get_attention_activation(inputs.activation)
         self.is_softmax = self.activation.name == "softmax"
         self.scaling, self.dropout = inputs.scaling, inputs.dropout
@@ -150,28 +98,66 @@ class _TiledCall(_Tiles):
         has_bias = self.activation.subtract_log_count and inputs.normalization == "none"
         self.log_count = self.count.log() if has_bias else None
         self.query_bias, self.key_bias = inputs.query_bias, inputs.key_bias
-        self.log_normalizer: torch.Tensor | None = None  # of softmax in the backward pass, `(batch, heads, query)`
+        self.log_normalizer: Tensor | None = None  # of softmax in the backward pass, `(batch, heads, query)`
 
-    def _by_head(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`(batch, 1 or heads, ...)` -> `(batch, 1 or key_value_heads, 1 or group, ...)`."""
+    def key_tiles_of(self, i) -> list[int]:
+        """Returns the key tiles that some query of a tile may see."""
+        first, last = 0, len(self.key_tiles)
+        if self.last_key is not None:
+            last = bisect.bisect_right(self.key_tiles, self.last_end[i], key=lambda tile: tile[0])
+        if self.first_key is not None:
+            first = bisect.bisect_right(self.key_tiles, self.first_start[i], key=lambda tile: tile[1])
+        return [j for j in range(first, last) if not self._is_hidden(i, j)]
+
+    def query_tiles_of(self, j) -> list[int]:
+        """Returns the query tiles that may see some key of a tile."""
+        first, last = 0, len(self.query_tiles)
+        if self.last_key is not None:
+            first = bisect.bisect_left(self.last_end, self.key_tiles[j][0])
+        if self.first_key is not None:
+            last = bisect.bisect_left(self.first_start, self.key_tiles[j][1])
+        return [i for i in range(first, last) if not self._is_hidden(i, j)]
+
+    def _is_hidden(self, i, j) -> bool:
+        if self.visible is not None:
+            (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
+            return not self.visible[:, :, start:end, key_start:key_end].any()
+        return self.key_is_valid is not None and not self.is_any_valid[j]
+
+    def hidden(self, i, j) -> Tensor | None:
+        """Returns `(b or 1, 1 or heads, q, k)`, true for hidden keys, or `None`."""
+        (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
+        if self.visible is not None:
+            return ~self.visible[:, :, start:end, key_start:key_end]
+        parts = []
+        if self.last_key is not None and key_end - 1 > self.first_end[i]:
+            parts.append(self.key_index[key_start:key_end] > self.last_key[:, start:end, None])
+        if self.key_is_valid is not None and not self.are_all_valid[j]:
+            parts.append(~self.key_is_valid[:, None, key_start:key_end])
+        if self.first_key is not None and key_start < self.last_start[i]:
+            parts.append(self.key_index[key_start:key_end] < self.first_key[:, start:end, None])
+        return functools.reduce(torch.logical_or, parts)[:, None] if parts else None
+
+    def _by_head(self, tensor) -> Tensor:
+        """`(b, 1 or heads, ...)` -> `(b, 1 or g, 1 or r, ...)`."""
         return tensor.unflatten(1, (1, 1) if tensor.shape[1] == 1 else self.shape[1:])
 
-    def by_group(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`(batch, heads, query, ...)` -> `(batch * key_value_heads, group, query, ...)`."""
+    def by_group(self, tensor) -> Tensor:
+        """`(b, heads, query, ...)` -> `(b g, r, query, ...)`."""
         return tensor.unflatten(1, self.shape[1:]).flatten(0, 1)
 
-    def rows(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
-        """Returns the rows of a query tile, `(batch * key_value_heads, group * query tile, ...)`."""
+    def rows(self, tensor, i) -> Tensor:
+        """Returns the rows of a query tile, `(b g, r q, ...)`."""
         start, end = self.query_tiles[i]
         return tensor[:, :, start:end].flatten(1, 2)
 
-    def columns(self, tensor: torch.Tensor, j: int) -> torch.Tensor:
-        """Returns the keys or values of a key tile: `(batch * key_value_heads, key tile, head_dim)`."""
+    def columns(self, tensor, j) -> Tensor:
+        """Returns the keys or values of a key tile, `(b g, k, head_dim)`."""
         start, end = self.key_tiles[j]
         return tensor[:, start:end]
 
-    def hide(self, i: int, j: int, *tiles: torch.Tensor, value: float = 0.0) -> list[torch.Tensor]:
-        """Returns tiles `(batch * key_value_heads, group * query tile, key tile)` with `value` for hidden keys."""
+    def hide(self, i, j, *tiles, value=0.0) -> list[Tensor]:
+        """Returns tiles `(b g, r q, k)` with `value` for hidden keys."""
         hidden = self.hidden(i, j)
         if hidden is None:
             return list(tiles)
@@ -179,13 +165,13 @@ class _TiledCall(_Tiles):
         by_head = (tile.view(*self.shape, end - start, tile.shape[-1]) for tile in tiles)
         return [tile.masked_fill(self._by_head(hidden), value).flatten(0, 1).flatten(1, 2) for tile in by_head]
 
-    def scores(self, i: int, j: int) -> torch.Tensor:
-        """Returns a pair's scores, `(batch * key_value_heads, group * query tile, key tile)`, in the sums' dtype."""
+    def scores(self, i, j) -> Tensor:
+        """Returns a pair's scores, `(b g, r q, k)`, in the sums' dtype."""
         rows, keys = self.rows(self.query, i), self.columns(self.key, j).transpose(1, 2)
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
         bias = None if self.log_count is None else -self.log_count[..., start:end, None]
         if self.query_bias is not None:
-            # Both biases count from the tile's first query, so that float32 is exact enough
+            # Counted from the tile's first query, float32 is exact enough
             first = self.query_bias[..., start : start + 1]
             by_query = self._by_head((self.query_bias[..., start:end] - first).to(self.sum_dtype))
             by_key = self._by_head((self.key_bias[..., key_start:key_end] - first).to(self.sum_dtype))
@@ -194,7 +180,7 @@ class _TiledCall(_Tiles):
             bias = (by_query[..., None] if bias is None else bias + by_query[..., None]) - by_key[..., None, :]
         shape = (*self.shape, end - start, key_end - key_start)
         if self.dtype == self.sum_dtype:
-            # The product adds the bias and scales, which saves two passes over the scores
+            # The product adds the bias and scales
             scores = rows.new_empty(shape) if bias is None else bias.expand(shape).contiguous()
             scores = scores.flatten(0, 1).flatten(1, 2)
             scores.baddbmm_(rows, keys, beta=float(bias is not None), alpha=self.scaling)
@@ -204,29 +190,29 @@ class _TiledCall(_Tiles):
                 scores.view(shape).add_(bias)
         if self.query_bias is not None and self.activation.name in ("sigmoid", "softplus"):
             # Denormal weights are slow
-            nn.functional.threshold_(scores, math.log(zero_limit(scores.dtype)), -torch.inf)
+            F.threshold_(scores, math.log(zero_limit(scores.dtype)), -torch.inf)
         return scores
 
-    def weights(self, i: int, j: int) -> torch.Tensor:
+    def weights(self, i, j) -> Tensor:
         """Returns `P` of a pair."""
         if self.is_softmax:
             return exp_(self.hide(i, j, self.scores(i, j), value=-torch.inf)[0])
         return self.hide(i, j, self.activation.function(self.scores(i, j)))[0]
 
-    def weights_and_gradient(self, i: int, j: int, gradient: torch.Tensor) -> list[torch.Tensor]:
+    def weights_and_gradient(self, i, j, gradient) -> list[Tensor]:
         """Returns `P` and `dS` of a pair, given `dP`."""
         if self.is_softmax:
             weights = self.weights(i, j)
             return [weights, weights * gradient]
         return self.hide(i, j, *self.activation.weights_and_gradient(self.scores(i, j), gradient))
 
-    def weights_gradient(self, rows: torch.Tensor, j: int, factors: torch.Tensor | None) -> torch.Tensor:
+    def weights_gradient(self, rows, j, factors) -> Tensor:
         """Returns `G V^T` of a pair, 0 where dropout drops the weight."""
         gradient = torch.bmm(rows, self.columns(self.value, j).transpose(1, 2)).to(self.sum_dtype)
         return gradient if factors is None else gradient.mul_(factors)
 
-    def dropout_factors(self, i: int, j: int) -> torch.Tensor | None:
-        """Returns dropout's factors of a pair's weights. The seed is the pair's, so that backward draws them again."""
+    def dropout_factors(self, i, j) -> Tensor | None:
+        """Returns dropout's factors of a pair, from its own seed, so that backward draws them again."""
         if self.dropout == 0.0:
             return None
         (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
@@ -235,12 +221,11 @@ class _TiledCall(_Tiles):
         factors = torch.empty(shape, dtype=self.sum_dtype, device=self.key.device)
         return factors.bernoulli_(1.0 - self.dropout, generator=generator).div_(1.0 - self.dropout)
 
-    def delta(self, scaled: torch.Tensor, output: torch.Tensor, inverse_normalizer: torch.Tensor) -> torch.Tensor:
-        """Returns `rowsum(G * O)`, which FlashAttention calls delta: `(batch * key_value_heads, group, query, 1)`."""
+    def delta(self, scaled, output, inverse_normalizer) -> Tensor:
+        """Returns `rowsum(G * O)`, FlashAttention's delta, `(b g, r, query, 1)`."""
         if output.dtype == self.sum_dtype:
             return (scaled * self.by_group(output.transpose(1, 2))).sum(dim=-1, keepdim=True)
-        # `phi' / Z`, the next factor, is unbounded, so the rounding of `G V^T` must cancel: this is the mean of the
-        # same rounded numbers
+        # `phi' / Z`, the next factor, is unbounded, so this is the mean of the same rounded numbers
         delta = torch.zeros_like(scaled[..., :1], dtype=self.sum_dtype)
         for i, (start, end) in enumerate(self.query_tiles):
             rows = self.rows(scaled, i)
@@ -249,7 +234,7 @@ class _TiledCall(_Tiles):
                 delta[:, :, start:end, 0] += total.view(*delta.shape[:2], end - start)
         return delta * self.by_group(inverse_normalizer[..., None])
 
-    def add_product(self, total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    def add_product(self, total, left, right):
         """Adds `left @ right`, multiplied in the inputs' precision, to a sum in float32 or more."""
         if self.dtype == self.sum_dtype:
             total.baddbmm_(left, right)
@@ -257,8 +242,8 @@ class _TiledCall(_Tiles):
             total.add_(torch.bmm(left.to(self.dtype), right))
 
 
-def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and `1 / Z`, for softmax `log Z`, in the shapes of `_new_results`."""
+def _tiled_attention(inputs) -> tuple[Tensor, Tensor]:
+    """Returns the output and `1 / Z`, for softmax `log Z`."""
     normalization = inputs.normalization
     output, inverse_normalizer = _new_results(*inputs)
     with torch.autocast(inputs.query.device.type, enabled=False):
@@ -291,11 +276,8 @@ def _tiled_attention(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tenso
     return output, inverse_normalizer
 
 
-def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and `log Z` of a query tile; both are 0 for a query without keys.
-
-    They are `(batch * key_value_heads, group * query tile, ...)`.
-    """
+def _softmax_of_tile(call, i) -> tuple[Tensor, Tensor]:
+    """Returns the output `(b g, r q, head_dim)` and `log Z` of a query tile; both are 0 for a query without keys."""
     weighted = torch.zeros_like(call.rows(call.query, i), dtype=call.sum_dtype)
     total = torch.zeros_like(weighted[..., 0])
     largest = torch.full_like(total, torch.finfo(total.dtype).min)
@@ -313,10 +295,8 @@ def _softmax_of_tile(call: _TiledCall, i: int) -> tuple[torch.Tensor, torch.Tens
     return weighted / total[..., None], (largest + total.log()).masked_fill(is_empty, 0.0)
 
 
-def _tiled_attention_backward(
-    gradient: torch.Tensor, inputs: AttentionInputs, results: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of query, key, value and the biases, in their shapes; empty tensors without a bias."""
+def _tiled_attention_backward(gradient, inputs, results) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key, value and biases; empty tensors without a bias."""
     output, inverse_normalizer = results
     query, key, value, *biases = inputs[:5]
     with torch.autocast(query.device.type, enabled=False):
@@ -360,7 +340,7 @@ def _tiled_attention_backward(
     return (*gradients, *bias_gradients)
 
 
-def _new_results(query: torch.Tensor, *others) -> tuple[torch.Tensor, torch.Tensor]:
+def _new_results(query, *others) -> tuple[Tensor, Tensor]:
     """Makes the empty output `(batch, query, heads, head_dim)` and `1 / Z`, `(batch, heads, query)`."""
     batch, heads, query_length, head_dim = query.shape
     dtype = at_least_float32(query)
@@ -368,7 +348,7 @@ def _new_results(query: torch.Tensor, *others) -> tuple[torch.Tensor, torch.Tens
     return query.new_empty(batch, query_length, heads, head_dim), inverse_normalizer
 
 
-def _new_gradients(gradient: torch.Tensor, *inputs) -> tuple[torch.Tensor, ...]:
+def _new_gradients(gradient, *inputs) -> tuple[Tensor, ...]:
     return tuple(torch.empty(0) if states is None else states.new_empty(states.shape) for states in inputs[:5])
 
 
@@ -394,15 +374,13 @@ _attention = DifferentiableAttention(
 
 def tiled_attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, score_bias=None, **kwargs
-) -> tuple[torch.Tensor, None]:
-    """Computes every elementwise activation, and softmax without a sink. The arguments are `eager`'s."""
+) -> tuple[Tensor, None]:
+    """Computes every elementwise activation, and softmax without a sink."""
     inputs = (module, query, key, value, attention_mask, scaling, dropout, score_bias)
     return attend_in_tiles(_attention, *inputs), None
 
 
-def attend_in_tiles(
-    attention: DifferentiableAttention, module, query, key, value, attention_mask, scaling, dropout, score_bias=None
-) -> torch.Tensor:
+def attend_in_tiles(attention, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> Tensor:
     """Computes a single query by its own operation and several by `attention`, in the precision of autocast."""
     query, key, value = in_autocast_precision(query, key, value)
     inputs = (module, query, key, value, attention_mask, scaling)

@@ -89,7 +89,6 @@ def own_modules(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_model():
-    """`model_cases.make_model`, the function from switches to a small model."""
     return model_cases.make_model
 
 
@@ -149,7 +148,6 @@ def recipe_file(corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
-    """A finished run and its metrics."""
     folder = tmp_path_factory.mktemp("runs") / "finished"
     return folder, train(recipe_file, output_dir=folder)
 

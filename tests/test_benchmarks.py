@@ -20,21 +20,8 @@ from modeling_nlq.training.size import measure as measure_model
 def test_attention_is_timed(monkeypatch, capsys):
     """Every candidate has its row, and a wrong result none."""
     monkeypatch.setattr(measure, "MOST_REPEATS", 2)
-    words = [
-        "--lengths",
-        "64",
-        "96",
-        "--rounds",
-        "2",
-        "--activations",
-        "sigmoid",
-        "relu",
-        "--heads",
-        "1",
-        "--head_dim",
-        "8",
-    ]
-    words += ["--dtypes", "float32", "--no-memory"]
+    words = "--lengths 64 96 --rounds 2 --activations sigmoid relu --heads 1 --head_dim 8 --dtypes float32 --no-memory"
+    words = words.split()
     assert attention.main(words) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     labels = ["softmax, sdpa", "sigmoid, nlq_tiled", "relu, nlq_tiled", "sigmoid, eager", "relu, eager"]
@@ -69,7 +56,7 @@ def test_attention_on_a_gpu(capsys):
     assert "| sigmoid, flex_attention |" in capsys.readouterr().out
 
 
-def test_reasons_of_failures(capsys):
+def test_failures_give_their_reason(capsys):
     def fail():
         raise ValueError("too wide\nand more")
 
@@ -78,15 +65,9 @@ def test_reasons_of_failures(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_training_step(monkeypatch, capsys):
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 96,
-        "context": 64,
-        "batch": 2,
-    }
+def test_training_steps_are_timed(monkeypatch, capsys):
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 96}
+    shape |= {"context": 64, "batch": 2}
     monkeypatch.setitem(training_step.SHAPES, "small", shape)
     peak = 0.001
     words = ["--rounds", "3", "--dtype", "bfloat16"]
@@ -104,7 +85,7 @@ def test_training_step(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_memory_of_a_conversion(monkeypatch, capsys, tmp_path):
+def test_memory_of_a_conversion_is_measured(monkeypatch, capsys, tmp_path):
     """Of weights that are larger than the limit, so that nothing that loads them all would pass."""
     monkeypatch.delitem(conversion.CONFIGURATIONS, "llama")
     assert conversion.main(["--layers", "16", "--folder", str(tmp_path)]) == 0
@@ -116,7 +97,6 @@ def test_memory_of_a_conversion(monkeypatch, capsys, tmp_path):
 
 
 def test_generation_is_timed(monkeypatch, capsys):
-    """Every candidate has its row, and the reference the ratio 1."""
     shape = {"vocab_size": 29, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     setting = generation.Setting(2, 8, 3, "gpt2", shows_prompt=True)
     monkeypatch.setattr(generation.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too
@@ -131,7 +111,6 @@ def test_generation_is_timed(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_parts_are_timed(monkeypatch, capsys):
-    """Every part has its row, beside the model without it."""
     monkeypatch.setattr(parts.logging, "set_verbosity_error", lambda: None)  # it would hold for later tests too
     monkeypatch.setattr(
         parts, "SHAPE", {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 29}

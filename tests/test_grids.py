@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from support.grids import grid, parametrize_grid, slow_except
+from support.grids import grid
 
 
 AXES = {
@@ -41,17 +41,3 @@ def test_covers_hold_every_combination(strength, allowed):
                 tuple(row[column] for column in columns) for row in product
             }
     assert all(mark.name == "slow" for parameter in parameters for mark in parameter.marks)
-
-
-def test_same_each_time_and_ids():
-    assert grid(AXES) == grid(AXES)
-    assert grid(AXES)[0].id == "a-one-True-x-0.5"
-    assert parametrize_grid(AXES).mark.args[0] == "letter, digit, pair, other, last"
-
-
-def test_slow_except():
-    parameters = slow_except(("a", ("b", 1), "c"), quick=("c",))
-    assert [parameter.values for parameter in parameters] == [("a",), ("b", 1), ("c",)]
-    assert [bool(parameter.marks) for parameter in parameters] == [True, True, False]
-    with pytest.raises(AssertionError):
-        slow_except(("a",), quick=("b",))

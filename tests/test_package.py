@@ -52,7 +52,6 @@ def test_wheel_holds_the_package_its_command_and_all_its_data(wheel):
 
 @pytest.mark.slow
 def test_road_of_the_readme_by_the_wheel(wheel, corpus, tmp_path):
-    """Outside of the checkout and without `make`."""
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     environment = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}

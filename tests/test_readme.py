@@ -20,7 +20,6 @@ from support.paths import REPOSITORY
 
 from modeling_nlq import ATTENTION_ACTIVATIONS, NLQConfig, NLQForMaskedLM, activations_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
-from modeling_nlq.configuration_nlq import AUTOMATIC
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 from modeling_nlq.training.run.recipe import read_overrides
 from nlq import app
@@ -28,7 +27,6 @@ from nlq import app
 
 README = REPOSITORY / "README.md"
 DOCUMENTS = REPOSITORY / "docs"
-ATTENTION = DOCUMENTS / "attention.md"
 
 
 def snippets(document: Path) -> list[str]:
@@ -51,31 +49,23 @@ def test_snippets_run(run, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_snippets_of_encoders(tmp_path, monkeypatch, capsys):
-    tokenizer, folder = make_tokenizer(), tmp_path / "runs" / "masked-demo"
+def test_snippets_of_encoders_and_pairs_run(tmp_path, monkeypatch, capsys):
+    tokenizer, folder = make_tokenizer(), tmp_path / "runs"
+    tokenizer.save_pretrained(folder / "demo")
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
-    tokenizer.save_pretrained(folder)
-    NLQForMaskedLM(NLQConfig(**SIZES, is_causal=False, pad_token_id=tokenizer.pad_token_id)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder / "masked-demo")
+    config = NLQConfig(**SIZES, is_causal=False, pad_token_id=tokenizer.pad_token_id)
+    NLQForMaskedLM(config).save_pretrained(folder / "masked-demo")
     monkeypatch.chdir(tmp_path)
-    names = {}
-    for snippet in snippets(DOCUMENTS / "encoders.md"):
-        exec(compile(snippet, "encoders.md", "exec"), names)
-    assert float(capsys.readouterr().out.splitlines()[-1]) > 0.7
-    assert {"modeling_nlq.py", "tokenizer.json"} <= {path.name for path in (tmp_path / "runs" / "lines").iterdir()}
-
-
-@pytest.mark.slow
-def test_snippets_of_encoder_and_decoder(tmp_path, monkeypatch, capsys):
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(tmp_path / "runs" / "demo")
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    for snippet in snippets(DOCUMENTS / "encoder_decoder.md"):
-        exec(compile(snippet, "encoder_decoder.md", "exec"), names)
-    assert "torch.Size([2, " in capsys.readouterr().out.splitlines()[-1]
-    assert {"modeling_seq2seq_nlq.py", "tokenizer.json"} <= {
-        path.name for path in (tmp_path / "runs" / "reversed").iterdir()
-    }
+    printed = []
+    for page in ("encoders.md", "encoder_decoder.md"):
+        names = {}
+        for snippet in snippets(DOCUMENTS / page):
+            exec(compile(snippet, page, "exec"), names)
+        printed.append(capsys.readouterr().out.splitlines()[-1])
+    assert float(printed[0]) > 0.7 and "torch.Size([2, " in printed[1]
+    for name, code in (("lines", "modeling_nlq.py"), ("reversed", "modeling_seq2seq_nlq.py")):
+        assert {code, "tokenizer.json"} <= {path.name for path in (folder / name).iterdir()}
 
 
 @pytest.mark.slow
@@ -153,45 +143,37 @@ def test_links_lead_somewhere(document):
         assert not heading or heading in headings(path), f"{target}#{heading}"
 
 
-def test_table_of_activations():
+def table(rows) -> str:
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+def test_tables_are_those_of_the_code():
+    attention, parts = ((DOCUMENTS / f"{name}.md").read_text() for name in ("attention", "parts"))
     rows = [
-        f"| `{activation.name}` | `{activation.formula.replace('|', chr(92) + '|')}` | `{activation.normalization}` | "
-        f"{'yes' if activation.non_negative else 'no'} | {activation.source} |"
-        for activation in ATTENTION_ACTIVATIONS.values()
-    ]
-    assert "\n".join(rows) in ATTENTION.read_text()
-    assert ", ".join(f"`{name}`" for name in ATTENTION_ACTIVATIONS) in (DOCUMENTS / "switches.md").read_text()
-
-
-def test_table_of_parts():
-    text = (DOCUMENTS / "parts.md").read_text()
-    table = [row for row in text.split("\n\n")[2].splitlines() if row.startswith("| ")]
-    fields = [re.findall(r"`(\w+)`", re.split(r"(?<!\\)\|", row)[2])[0] for row in table[1:]]
-    assert set(fields) == set(ATTENTION_PARTS)
-    for name in ATTENTION_PARTS:
-        assert f"| `{name}` |" in (DOCUMENTS / "switches.md").read_text()
-
-
-def test_table_of_backends():
-    rows = {}
-    for line in ATTENTION.read_text().split("## Backends")[1].splitlines():
-        if line.startswith("| `"):
-            names, _, _, dropout, weights = (cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|")))
-            first, *rest = (name.replace("\\|", "|") for name in re.findall(r"`([\w\\|]+)`", names))
-            rows |= dict.fromkeys([first, *(first[: -len(other)] + other for other in rest)], (dropout, weights))
-    del rows["attn_implementation"]  # the head of the table
-    assert set(rows) == {AUTOMATIC, "nlq_triton", *ATTENTION_BACKENDS}  # which needs a Triton
-    for name, backend in ATTENTION_BACKENDS.items():
-        dropout, weights = rows[name]
-        assert dropout == ("yes" if backend.has_dropout else "an error")
-        assert (
-            weights == {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}[backend.weights]
+        (
+            f"`{row.name}`",
+            f"`{row.formula}`",
+            f"`{row.normalization}`",
+            "yes" if row.non_negative else "no",
+            row.source,
         )
+        for row in ATTENTION_ACTIVATIONS.values()
+    ]
+    assert table(rows) in attention
+    for name in ATTENTION_PARTS:
+        assert re.search(rf"^\| .*\| `{name}", parts, flags=re.MULTILINE), name
+    dropout = {True: "yes", False: "an error"}
+    weights = {"returned": "yes", "omitted": "`None`, with a warning", "refused": "an error"}
+    # By what stands in the first column
+    lines = {line.partition(" | ")[0]: line for line in attention.splitlines()}
+    for name, backend in ATTENTION_BACKENDS.items():
+        shown = "`flash_attention_2`, `_3`, `_4`" if name.startswith("flash") else f"`{name}`".replace("|", "\\|")
+        assert lines[f"| {shown}"].endswith(f" | {dropout[backend.has_dropout]} | {weights[backend.weights]} |"), name
 
 
 def test_an_activation_of_your_own(tmp_path, monkeypatch):
     monkeypatch.setattr(activations_nlq, "_REGISTERED", {})
-    (tmp_path / "snippets.py").write_text("".join(snippets(ATTENTION)))
+    (tmp_path / "snippets.py").write_text("".join(snippets(DOCUMENTS / "attention.md")))
     names = runpy.run_path(str(tmp_path / "snippets.py"))
     tokens = torch.randint(100, (1, 6))
     assert names["model"](tokens, labels=tokens).loss.isfinite()

@@ -71,11 +71,6 @@ CONFIGURATIONS = {
         "norm_position": "sandwich",
         "num_key_value_heads": 2,
     },
-    "nonlinear-linear-attention": {
-        "query_projection": "nonlinear",
-        "attention_activation": "linear_attention",
-        "linear_attention_decay": "learned",
-    },
     "linear-hybrid-rope": {
         "query_projection": "linear",
         "position_embedding": "rope",
@@ -102,7 +97,7 @@ EVERY = (*CONFIGURATIONS, PAIR)
 NOT_SOFTMAX = EVERY[1:-3]
 ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope", "parts", "upcycled-softmax-modern")
 NOT_ROPE = tuple(name for name in EVERY if name not in ROPE)
-RECURRENT = ("nonlinear-linear-attention", "linear-hybrid-rope")
+RECURRENT = ("linear-hybrid-rope",)
 
 # The tests that are not run: name (`*` stands for any characters), the configurations it is not run for, and why.
 _SDPA = "It selects SDPA, which computes softmax only."
@@ -143,8 +138,8 @@ DESELECTED = (
 # Tests that run in `make test-all` only, and the configurations that this holds for: the others show the same faults.
 SLOW = (
     ("test_*", tuple(name for name in CONFIGURATIONS if name != "upcycled-softmax-modern")),
-    ("test_eager_matches_sdpa_inference_*_no_attn_mask*", EVERY),
-    ("test_eager_matches_sdpa_inference_*_sdpa_kernels", EVERY[1:]),
+    # `test_invariants.py` compares backends, with padding too
+    ("test_eager_matches_sdpa_inference_*", EVERY),
     ("test_training_overfit", EVERY[1:]),
     ("test_bc_torch_dtype", EVERY),
     ("test_can_init_all_missing_weights", EVERY[1:]),
@@ -152,8 +147,6 @@ SLOW = (
 
 
 class ModelTester:
-    """The configuration and inputs that Transformers' tests read from a tester."""
-
     batch_size = 3
     seq_length = 7
     is_training = True
@@ -168,8 +161,12 @@ class ModelTester:
         self.switches = switches
 
     def get_config(self) -> NLQConfig:
-        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id")
-        return NLQConfig(max_position_embeddings=512, **{name: getattr(self, name) for name in sizes}, **self.switches)
+        return NLQConfig(max_position_embeddings=512, pad_token_id=0, **self.sizes, **self.switches)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        return {name: getattr(self, name) for name in names}
 
     def prepare_config_and_inputs_for_common(self) -> tuple[NLQConfig, dict[str, torch.Tensor]]:
         # The first row has padding: it is the one that is also computed without the others.
@@ -235,11 +232,7 @@ class PairTester(ModelTester):
     causal_lm_class = None
 
     def get_config(self) -> NLQSeq2SeqConfig:
-        sizes = {
-            name: getattr(self, name)
-            for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-        }
-        half = {**sizes, "max_position_embeddings": 512}
+        half = {**self.sizes, "max_position_embeddings": 512}
         return NLQSeq2SeqConfig(encoder=half, decoder={**half, **self.switches}, pad_token_id=0, bos_token_id=1)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[NLQSeq2SeqConfig, dict[str, torch.Tensor]]:
@@ -263,19 +256,9 @@ for name in CONFIGURATIONS:
     globals()[test_name] = type(test_name, (TransformersSuite, unittest.TestCase), {"configuration": name})
 
 
-@pytest.mark.parametrize("configuration", NOT_SOFTMAX)
-def test_eager_is_compared_with_another_backend(configuration):
-    """`test_eager_matches_sdpa_inference_*` compare eager with the default where SDPA is refused."""
-    assert NLQModel(ModelTester(CONFIGURATIONS[configuration]).get_config()).config._attn_implementation == "nlq"
-
-
 @pytest.mark.parametrize("pattern", [row[0] for row in (*DESELECTED, *SLOW)])
 def test_deselected_test_exists(pattern):
     assert matching_tests(pattern), "Transformers has no such test any more: remove the row"
-
-
-def test_deselected_configurations_exist():
-    assert {name for row in DESELECTED for name in row[1]} <= {*CONFIGURATIONS, PAIR}
 
 
 @pytest.mark.parametrize("name", transformers_suite.STUBS)

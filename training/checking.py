@@ -8,12 +8,12 @@ import itertools
 import math
 import random
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -22,9 +22,10 @@ from transformers import DynamicCache, StaticCache
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, NLQForMaskedLM, attention_nlq
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.parts_base_nlq import HOOKS, AttentionCall
 
-from .text import one_line
+from .text import count, one_line
 from .trust import run_parts
 
 
@@ -70,9 +71,17 @@ _SURROUNDINGS = {
     },
 }
 
+Cases = Iterator[tuple[str, float]]  # descriptions of cases, and the difference in each
+Differences = Callable[[NLQForCausalLM, int], Cases]  # takes a model and a length
+Results = torch.Tensor | list[torch.Tensor | None] | None
 
-# Takes a model and a length, and yields descriptions of cases with the difference of each
-Differences = Callable[[NLQForCausalLM, int], Iterator[tuple[str, float]]]
+
+class Invariant(NamedTuple):
+    """What must hold for texts of some lengths; encoders, which see later tokens and do not cache, may be exempt."""
+
+    differences: Differences
+    lengths: Sequence[int] = LENGTHS
+    needs_decoder: bool = False
 
 
 def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
@@ -82,36 +91,42 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
     have parts, or a part refuses all models.
     """
     lines = []
-    if seed is None:
-        seed = random.randrange(10**6)
+    seed = random.randrange(10**6) if seed is None else seed
     for part in run_parts(file):
         lines.append(f"{part.name}, random cases of --seed {seed}:")
         draws = random.Random(seed)
-        groups = draws.randint(1, 4)
-        window = draws.choice((None, draws.randint(1, LONGEST)))
-        switches = {
-            "num_attention_heads": groups * draws.randint(1, 16 // groups),
-            "num_key_value_heads": groups,
-            "head_dim": 2 * draws.randint(1, 3),
-            "sliding_window": window,
-            "query_projection": "linear",
-        }
+        switches = _draw_switches(draws)
         drawn = ", ".join(f"{name}={value}" for name, value in switches.items())
         models = _models(part, {**_SURROUNDINGS, drawn: switches})
-        decoders = {name: model for name, model in models.items() if model.config.is_causal}
-        longest = {*list(decoders)[:1], *[name for name in models if name not in decoders][:1]}
-        for invariant, (differences, lengths) in INVARIANTS.items():
-            names = decoders if invariant in OF_DECODERS else models
-            cases = [(length, name) for length in lengths for name in names if length <= LONG or name in longest]
-            if LONGEST in lengths and drawn in names:
+        decoders = [name for name, model in models.items() if model.config.is_causal]
+        encoders = [name for name in models if name not in decoders]
+        longest = [*decoders[:1], *encoders[:1]]
+        for title, invariant in INVARIANTS.items():
+            names = decoders if invariant.needs_decoder else list(models)
+            cases = [(length, name) for length in invariant.lengths for name in names]
+            cases = [(length, name) for length, name in cases if length <= LONG or name in longest]
+            if LONGEST in invariant.lengths and drawn in names:
                 most = LONGEST // max(1, switches["num_attention_heads"] // 4)  # many heads take more time
                 cases.append((draws.randint(SHORT + 1, most), drawn))
-            difference, case = _try(differences, sorted(cases, key=itemgetter(0)), models)
-            if case is not None:
-                lines.append(f"  {invariant:<41} FAILS, difference {difference:.1e}: {case}")
+            cases.sort(key=lambda case: case[0])
+            difference, failure = _try(invariant.differences, cases, models)
+            if failure is not None:
+                lines.append(f"  {title:<41} FAILS, difference {difference:.1e}: {failure}")
                 return lines, False
-            lines.append(f"  {invariant:<41} holds, largest difference {difference:.1e}")
+            lines.append(f"  {title:<41} holds, largest difference {difference:.1e}")
     return lines, True
+
+
+def _draw_switches(draws: random.Random) -> dict[str, Any]:
+    groups = draws.randint(1, 4)
+    window = draws.choice((None, draws.randint(1, LONGEST)))
+    return {
+        "num_attention_heads": groups * draws.randint(1, 16 // groups),
+        "num_key_value_heads": groups,
+        "head_dim": 2 * draws.randint(1, 3),
+        "sliding_window": window,
+        "query_projection": "linear",
+    }
 
 
 def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) -> dict[str, NLQForCausalLM]:
@@ -142,23 +157,17 @@ def _try(
     """
     largest = 0.0
     for length, name in cases:
-        failure = _try_one(differences, length, name, models[name])
-        if failure[1] is None:
-            largest = max(largest, failure[0])
-            continue
-        passed = max((shorter for shorter, other in cases if other == name and shorter < length), default=length - 1)
-        while length - passed > 1:
-            middle = (passed + length) // 2
-            result = _try_one(differences, middle, name, models[name])
-            if result[1] is None:
-                passed = middle
-            else:
-                length, failure = middle, result
-        return failure
+        run = partial(_try_one, differences, name, models[name])
+        difference, failure = run(length)
+        if failure is not None:
+            start = 1 + max((passed for passed, other in cases if other == name and passed < length), default=length)
+            smallest = start + bisect_left(range(start, length), True, key=lambda shorter: run(shorter)[1] is not None)
+            return run(min(smallest, length))
+        largest = max(largest, difference)
     return largest, None
 
 
-def _try_one(differences: Differences, length: int, name: str, model: NLQForCausalLM) -> tuple[float, str | None]:
+def _try_one(differences: Differences, name: str, model: NLQForCausalLM, length: int) -> tuple[float, str | None]:
     """Returns the largest difference and `None`, or the first difference above the tolerance and its description."""
     largest = 0.0
     model.set_attn_implementation("eager")
@@ -169,12 +178,16 @@ def _try_one(differences: Differences, length: int, name: str, model: NLQForCaus
                     return difference, f"{case}, with {name}"
                 largest = max(largest, difference)
     except Exception as error:
-        return math.nan, f"{_count(length)}, with {name}: {type(error).__name__}: {one_line(error)}"
+        return math.nan, f"{count(length, 'token')}, with {name}: {type(error).__name__}: {one_line(error)}"
     return largest, None
 
 
-def _count(length: int) -> str:
-    return "1 token" if length == 1 else f"{length} tokens"
+def _layers(model: NLQForCausalLM) -> list[NLQAttention]:
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def _has_linear_attention(model: NLQForCausalLM) -> bool:
+    return any(layer.activation.kind == "linear" for layer in _layers(model))
 
 
 def _cuts(length: int) -> Sequence[int]:
@@ -195,7 +208,12 @@ def _logits(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> torch.Tens
     return model(tokens, use_cache=False, **kwargs).logits
 
 
-def _difference(values: torch.Tensor, expected: torch.Tensor) -> float:
+def _difference(values: Results, expected: Results) -> float:
+    """Returns the largest difference between two tensors, or between two results of `_with_gradients`."""
+    if isinstance(values, list):
+        return max(map(_difference, values, expected))
+    if values is None or expected is None:
+        return 0.0 if values is expected else math.inf
     return float((values - expected).detach().abs().max()) if values.numel() else 0.0
 
 
@@ -207,26 +225,20 @@ def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> li
         return [logits, *torch.autograd.grad(logits.float().square().mean(), parameters, allow_unused=True)]
 
 
-def _largest(results: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> float:
-    """Returns the largest difference between two results of `_with_gradients`."""
-    pairs = [pair for pair in zip(results, expected) if pair != (None, None)]
-    return max(math.inf if None in pair else _difference(*pair) for pair in pairs)
-
-
-def _repeated(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _repeated(model: NLQForCausalLM, length: int) -> Cases:
     tokens = _tokens(1, length)
     other = copy.deepcopy(model) if length == 1 else model  # a copy that has not seen this text
     with torch.inference_mode():
         expected = _logits(model, tokens).clone()
     with torch.enable_grad():
         logits = _logits(model, tokens)
-    yield f"{_count(length)}, with gradients and without", _difference(logits, expected)
+    yield f"{count(length, 'token')}, with gradients and without", _difference(logits, expected)
     other((_tokens(2, length + 1) + 1) % VOCABULARY, use_cache=False)
     logits = _logits(other, tokens)
-    yield f"{_count(length)}, before and after another text", _difference(logits, expected)
+    yield f"{count(length, 'token')}, before and after another text", _difference(logits, expected)
 
 
-def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _causality(model: NLQForCausalLM, length: int) -> Cases:
     tokens = _tokens(1, length)
     before = _logits(model, tokens)[0]
     for changed in _cuts(length):
@@ -237,18 +249,19 @@ def _causality(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
         yield case, _difference(after[:changed], before[:changed])
 
 
-def _padding(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _padding(model: NLQForCausalLM, length: int) -> Cases:
     tokens = _tokens(1, length)
     alone = _logits(model, tokens)[0]
-    has_window = any(layer.self_attn.sliding_window is not None for layer in model.model.layers)
-    for start, word in ((0, "before"), (length, "after"), (length // 2, "between")):
-        if word == "between" and (length < 2 or has_window):  # a window counts padding, too
-            continue
+    has_window = any(layer.sliding_window is not None for layer in _layers(model))
+    places = {"before": 0, "after": length}
+    if length > 1 and not has_window:  # a window counts padding, too
+        places["between"] = length // 2
+    for word, start in places.items():
         padded = torch.cat([tokens[:, :start], torch.full((1, 2), 7), tokens[:, start:]], dim=1)
         mask = torch.ones_like(padded)
         mask[:, start : start + 2] = 0
         logits = _logits(model, padded, attention_mask=mask)[mask.bool()]
-        yield f"{_count(length)} with 2 of padding {word} them", _difference(logits, alone)
+        yield f"{count(length, 'token')} with 2 of padding {word} them", _difference(logits, alone)
 
 
 def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,20 +272,20 @@ def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return _tokens(rows, length), mask
 
 
-def _batch(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _batch(model: NLQForCausalLM, length: int) -> Cases:
     tokens, mask = _texts(ROWS, length)
     alone = [_logits(model, text[is_token][None])[0] for text, is_token in zip(tokens, mask.bool())]
     for rows in range(2, ROWS + 1) if length <= SHORT else (2, ROWS):
         logits = _logits(model, tokens[:rows], attention_mask=mask[:rows])
         others = ", ".join(str(len(text)) for text in alone[: rows - 1])
         for row in range(rows):
-            case = f"text {row + 1} of a batch of {others} and {_count(len(alone[rows - 1]))}"
+            case = f"text {row + 1} of a batch of {others} and {count(len(alone[rows - 1]), 'token')}"
             if length > 1:
                 case += ", the shorter padded"
             yield case, _difference(logits[row, mask[row].bool()], alone[row])
 
 
-def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _documents(model: NLQForCausalLM, length: int) -> Cases:
     tokens = _tokens(1, length)
     for first in _cuts(length):
         parts = tokens.split([first, length - first], dim=1)
@@ -283,7 +296,7 @@ def _documents(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
 
 
 def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = False) -> Differences:
-    def differences(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+    def differences(model: NLQForCausalLM, length: int) -> Cases:
         tokens, mask = _texts(_rows(length), length)
         mask = mask if is_padded else torch.ones_like(mask)
         expected = _logits(model, tokens, attention_mask=mask)
@@ -307,7 +320,7 @@ def _cached(cache_class: type[DynamicCache | StaticCache], is_padded: bool = Fal
     return differences
 
 
-def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _several_caches(model: NLQForCausalLM, length: int) -> Cases:
     tokens = _tokens(2, length)
     cut = length // 2
     expected = _logits(model, tokens)
@@ -319,15 +332,15 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, f
     yield case, _difference(logits[0], expected[0, cut:])
     both.reorder_cache(torch.tensor([1, 0]))  # as beam search does
     logits = model(tokens.flip(0)[:, cut:], cache=both, use_cache=True).logits
-    case = f"2 texts of {length} tokens that change places in the cache after {_count(cut)}"
+    case = f"2 texts of {length} tokens that change places in the cache after {count(cut, 'token')}"
     yield case, _difference(logits, expected.flip(0)[:, cut:])
 
 
-def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    for layer in (layer.self_attn for layer in model.model.layers):
-        is_one_way = layer.activation.kind == "linear" or not all(part.supports_crop for part in layer.parts.values())
-        if is_one_way or layer.sliding_window is not None:
-            return
+def _taken_back(model: NLQForCausalLM, length: int) -> Cases:
+    parts = [part for layer in _layers(model) for part in layer.parts.values()]
+    has_window = any(layer.sliding_window is not None for layer in _layers(model))
+    if has_window or _has_linear_attention(model) or not all(part.supports_crop for part in parts):
+        return
     tokens = _tokens(1, length)
     expected = _logits(model, tokens)
     cache = DynamicCache(config=model.config)
@@ -338,8 +351,8 @@ def _taken_back(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float
     yield f"{length} tokens, after a third one was taken back from the cache", _difference(logits, expected[:, 2:])
 
 
-def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
-    if any(layer.self_attn.activation.kind == "linear" for layer in model.model.layers):
+def _backends(model: NLQForCausalLM, length: int) -> Cases:
+    if _has_linear_attention(model):
         return
     tokens = _tokens(_rows(length), length)
     expected = _with_gradients(model, tokens)
@@ -350,20 +363,20 @@ def _backends(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
         model.set_attn_implementation(name)
         rows = 2 if length <= SHORT else attention_nlq.ROWS  # short texts get several blocks, too
         with patch.object(attention_nlq, "ROWS", rows):
-            difference = _largest(_with_gradients(model, tokens), expected)
+            difference = _difference(_with_gradients(model, tokens), expected)
         model.set_attn_implementation("eager")
-        yield f"{_count(length)} on {name}, gradients included", difference
+        yield f"{count(length, 'token')} on {name}, gradients included", difference
 
 
-def _finite(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _finite(model: NLQForCausalLM, length: int) -> Cases:
     mask = torch.ones(2, length, dtype=torch.long)
     mask[1] = 0
     results = _with_gradients(model, _tokens(2, length), attention_mask=mask)
     is_finite = all(result.isfinite().all() for result in results if result is not None)
-    yield f"a row of {_count(length)} of padding alone, gradients included", 0.0 if is_finite else math.nan
+    yield f"a row of {count(length, 'token')} of padding alone, gradients included", 0.0 if is_finite else math.nan
 
 
-def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _training(model: NLQForCausalLM, length: int) -> Cases:
     state = copy.deepcopy(model.state_dict())
 
     def in_training(tokens: torch.Tensor, seed: int) -> list[torch.Tensor | None]:
@@ -377,18 +390,18 @@ def _training(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]
     results = in_training(tokens, 0)
     # Otherwise, the part draws random numbers
     if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:
-        difference = _largest(results, _with_gradients(model, tokens))
-        yield f"{len(tokens)} texts of {_count(length)}, gradients included", difference
+        difference = _difference(results, _with_gradients(model, tokens))
+        yield f"{len(tokens)} texts of {count(length, 'token')}, gradients included", difference
 
 
-def _used(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _used(model: NLQForCausalLM, length: int) -> Cases:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, gradient in zip(names, _with_gradients(model, _tokens(2, length))[1:]):
         if ".parts." in name and gradient is None:
             yield f"{name} has no gradient", math.nan
 
 
-def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _unchanged(model: NLQForCausalLM, length: int) -> Cases:
     changes = []
 
     def watch(function: Callable, call: AttentionCall, *inputs: Any) -> Any:
@@ -400,16 +413,16 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]
         return result
 
     with ExitStack() as stack:
-        for layer in model.model.layers:
-            for part, hook in itertools.product(layer.self_attn.parts.values(), HOOKS):
+        for layer in _layers(model):
+            for part, hook in itertools.product(layer.parts.values(), HOOKS):
                 if part.has_hook(hook):
                     stack.enter_context(patch.object(part, hook, partial(watch, getattr(part, hook))))
         model(_tokens(2, length), use_cache=False)
     for hook in changes[:1]:
-        yield f"{_count(length)}: {hook} changes a tensor in place", math.nan
+        yield f"{count(length, 'token')}: {hook} changes a tensor in place", math.nan
 
 
-def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _dtypes(model: NLQForCausalLM, length: int) -> Cases:
     fresh = type(model)(model.config).eval()  # `double` converted the buffers of `model`
     for name in ("float32", "autocast", "bfloat16"):
         fresh = fresh.bfloat16() if name == "bfloat16" else fresh
@@ -418,7 +431,7 @@ def _dtypes(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
         yield f"{length} tokens in {name}", 0.0 if logits.isfinite().all() else math.nan
 
 
-def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _devices(model: NLQForCausalLM, length: int) -> Cases:
     try:
         type(model)(model.config).to("meta")(_tokens(2, length).to("meta"), use_cache=False)
     except (NotImplementedError, RuntimeError) as error:
@@ -428,10 +441,10 @@ def _devices(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"{length} tokens on meta", 0.0
 
 
-def _initial(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _initial(model: NLQForCausalLM, length: int) -> Cases:
     fresh = type(model)(model.config)
-    for layer in fresh.model.layers:
-        for part in layer.self_attn.parts.values():
+    for layer in _layers(fresh):
+        for part in layer.parts.values():
             if type(part).initialize is not AttentionPart.initialize:
                 continue  # `initialize` sets other values
             once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
@@ -440,7 +453,7 @@ def _initial(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
                     yield f"{name} begins with other values than `__init__` sets", _difference(value, once[name])
 
 
-def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
+def _saved(model: NLQForCausalLM, length: int) -> Cases:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         loaded = type(model).from_pretrained(folder, dtype=model.dtype, attn_implementation="eager").eval()
@@ -448,33 +461,24 @@ def _saved(model: NLQForCausalLM, length: int) -> Iterator[tuple[str, float]]:
     yield f"{length} tokens, after saving and loading", _difference(loaded(tokens).logits, model(tokens).logits)
 
 
-INVARIANTS: dict[str, tuple[Differences, Sequence[int]]] = {
-    "a repeated call gives the same": (_repeated, LENGTHS),
-    "no token sees the future": (_causality, LENGTHS),
-    "a padded text equals the text alone": (_padding, LENGTHS),
-    "texts of a batch equal each text alone": (_batch, LENGTHS),
-    "packed documents equal separate ones": (_documents, LENGTHS),
-    "cached decoding equals the full pass": (_cached(DynamicCache), LENGTHS),
-    "a static cache equals the full pass": (_cached(StaticCache), LENGTHS),
-    "a padded batch can be cached": (_cached(DynamicCache, is_padded=True), LENGTHS),
-    "each cache has what belongs to its texts": (_several_caches, LENGTHS[1:]),
-    "tokens can be taken back from the cache": (_taken_back, LENGTHS[2:]),
-    "a row of padding alone stays finite": (_finite, LENGTHS),
-    "every backend equals eager": (_backends, LENGTHS),
-    "training equals evaluation": (_training, LENGTHS),
-    "every parameter has a gradient": (_used, (SHORT,)),
-    "no hook changes its inputs in place": (_unchanged, LENGTHS),
-    "float32, bfloat16 and autocast run": (_dtypes, (SHORT, LONG)),
-    "a model can be on another device": (_devices, (SHORT,)),
-    "initial values are those of __init__": (_initial, (SHORT,)),
-    "saving and loading changes nothing": (_saved, (SHORT,)),
+INVARIANTS = {
+    "a repeated call gives the same": Invariant(_repeated),
+    "no token sees the future": Invariant(_causality, needs_decoder=True),
+    "a padded text equals the text alone": Invariant(_padding),
+    "texts of a batch equal each text alone": Invariant(_batch),
+    "packed documents equal separate ones": Invariant(_documents),
+    "cached decoding equals the full pass": Invariant(_cached(DynamicCache), needs_decoder=True),
+    "a static cache equals the full pass": Invariant(_cached(StaticCache), needs_decoder=True),
+    "a padded batch can be cached": Invariant(_cached(DynamicCache, is_padded=True), needs_decoder=True),
+    "each cache has what belongs to its texts": Invariant(_several_caches, LENGTHS[1:], needs_decoder=True),
+    "tokens can be taken back from the cache": Invariant(_taken_back, LENGTHS[2:], needs_decoder=True),
+    "a row of padding alone stays finite": Invariant(_finite),
+    "every backend equals eager": Invariant(_backends),
+    "training equals evaluation": Invariant(_training),
+    "every parameter has a gradient": Invariant(_used, (SHORT,)),
+    "no hook changes its inputs in place": Invariant(_unchanged),
+    "float32, bfloat16 and autocast run": Invariant(_dtypes, (SHORT, LONG)),
+    "a model can be on another device": Invariant(_devices, (SHORT,)),
+    "initial values are those of __init__": Invariant(_initial, (SHORT,)),
+    "saving and loading changes nothing": Invariant(_saved, (SHORT,)),
 }
-# These do not apply to encoders, which see later tokens and do not cache
-OF_DECODERS = (
-    "no token sees the future",
-    "cached decoding equals the full pass",
-    "a static cache equals the full pass",
-    "a padded batch can be cached",
-    "each cache has what belongs to its texts",
-    "tokens can be taken back from the cache",
-)

@@ -1,8 +1,7 @@
 """Opens, writes and deletes files in folders where somebody else may have put symbolic links.
 
-`open_file`, `atomic_dir` and `delete` alone open, write (append, rename) and delete in this package. Each opens the
-folders of a path one below the other with `O_NOFOLLOW`, so that no link is followed. `resolve_user_path` follows links
-in a path that the user typed, once, where a command takes the path.
+`open_file`, `atomic_dir` and `delete` alone do so in this package. They open the folders of a path one below the other
+with `O_NOFOLLOW`. `resolve_user_path` follows links in a path that the user typed, where a command takes the path.
 """
 
 import errno
@@ -18,7 +17,7 @@ from typing import IO, NoReturn
 
 
 UNFINISHED = ".unfinished"  # suffix of temporary files and folders
-# Lists the files in a folder that this package wrote, one per line. Only these are replaced or deleted
+# Lists the files that this package wrote. Only these are replaced or deleted
 MANIFEST = ".nlq-manifest"
 _MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -36,20 +35,20 @@ _HUB_LINK = re.compile(
 
 
 def resolve_user_path(path: str | Path) -> Path:
-    """Follows the links in a path that the user typed; a path without links stays as it is."""
+    """Follows the links in a path that the user typed."""
     resolved = Path(os.path.realpath(path))
     return Path(path) if resolved == Path(os.path.abspath(path)) else resolved
 
 
 def results_folder(name: str | Path) -> Path:
-    """Returns the folder that an `output_dir` names; raises `ValueError` for an address, such as `s3://bucket/results`."""
+    """Returns the folder that an `output_dir` names; raises `ValueError` for an address."""
     if "://" in str(name):
         raise ValueError(f"output_dir={name} is an address; name a folder, which all nodes see if the engine is ray")
     return resolve_user_path(name)
 
 
 def safe_join(folder: Path, name: str) -> Path:
-    """Joins a folder and a name that somebody else chose; raises `ValueError` if the result is outside the folder."""
+    """Joins a folder and a name that somebody else chose; raises `ValueError` for one outside it."""
     if not _is_inside(name) or PurePath(name).parts != PurePosixPath(name).parts:
         raise ValueError(f"{name!r} is a path outside {folder}; rename that file")
     return folder / name
@@ -62,8 +61,8 @@ def _is_inside(name: str) -> bool:
 def open_file(path: Path, mode: str = "r", permissions: int = 0o666) -> IO[bytes]:
     """Opens a file to read (`r`) or to append (`a`), which creates the file and its folders.
 
-    Links that huggingface_hub makes in its cache are followed. Raises `ValueError` if the path contains another link,
-    or is not a regular file, and `OSError` if it cannot be opened.
+    Links that huggingface_hub makes in its cache are followed. Raises `ValueError` for any other link or what is not a
+    regular file, and `OSError` if it cannot be opened.
     """
     try:
         with _open_parent(path, makes=mode == "a") as (folder, name):
@@ -81,13 +80,12 @@ def open_file(path: Path, mode: str = "r", permissions: int = 0o666) -> IO[bytes
 
 
 def read_bytes(path: Path) -> bytes:
-    """Reads a file; raises as `open_file`."""
     with open_file(path) as file:
         return file.read()
 
 
 def read_text(path: Path) -> str:
-    """Reads a text in UTF-8; raises as `open_file`, and `UnicodeDecodeError`, which is a `ValueError`."""
+    """Reads a text in UTF-8; raises as `open_file`, and `ValueError` for other encodings."""
     return read_bytes(path).decode("utf-8")
 
 
@@ -96,11 +94,7 @@ def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
     """Yields a temporary folder for libraries to write into, and moves its files into `folder` at the end.
 
     No file moves if the block ends with an error, a path contains a link, or a file would replace one that is not in
-    the manifest (`ValueError`). The files get the permissions of the umask.
-
-    Args:
-        folder: created if it does not exist.
-        last: the file that moves after all others, so that its presence shows that they are complete.
+    the manifest (`ValueError`). The file `last` moves after all others, and so shows that they are complete.
     """
     parent = folder if os.path.lexists(folder) else folder.parent
     make_folder(parent)
@@ -138,23 +132,20 @@ def delete(path: Path, force: bool = False) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder and its parents if they do not exist; raises `ValueError` if one of them is a link."""
+    """Creates a folder and its parents; raises `ValueError` if one of them is a link."""
     with _open_parent(path / UNFINISHED, makes=True):
         pass
 
 
 def make_empty_folder(path: Path) -> None:
-    """Creates an empty folder for a library to write into; replaces one that this package created."""
+    """Creates an empty folder, and replaces one that this package created."""
     delete(path)
     _register(path.parent, [path.name])
     make_folder(path)
 
 
 def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
-    """Raises `ValueError` if a path is a link, because libraries would follow it.
-
-    `allow_hub` allows the links to files that huggingface_hub makes in its cache.
-    """
+    """Raises `ValueError` for links, which libraries would follow, except those in the Hub's cache."""
     for path in paths:
         if path.is_symlink():
             if not allow_hub:
@@ -163,12 +154,12 @@ def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
 
 
 def paths_below(folder: Path) -> list[Path]:
-    """Lists the files, folders and links below a folder. Other processes may delete some of them at the same time."""
+    """Lists files, folders and links, some of which another process may delete."""
     return [Path(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
 def files_below(folder: Path) -> list[str]:
-    """Lists all files below a folder, relative to it and without links."""
+    """Lists all files below a folder, relative to it, without links."""
     files = (path for path in paths_below(folder) if path.is_file() and not path.is_symlink())
     return sorted(path.relative_to(folder).as_posix() for path in files)
 
@@ -176,7 +167,7 @@ def files_below(folder: Path) -> list[str]:
 def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
     """Adds names of files to the manifest of a folder, which is created if it does not exist.
 
-    Raises `ValueError` for a name with a control character, such as the end of a line of the manifest.
+    Raises `ValueError` for a name with a control character, such as the end of a line.
     """
     for name in names:
         if not name.isprintable():
@@ -186,30 +177,30 @@ def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
 
 
 def read_manifest(folder: Path) -> list[str] | None:
-    """Returns the names in the manifest of a folder, except those outside it, or `None` without a manifest."""
+    """Returns the names in a folder's manifest, except those outside it; `None` without one."""
     if not os.path.lexists(folder / MANIFEST):
         return None
     return list(filter(_is_inside, read_text(folder / MANIFEST).split("\n")))
 
 
 def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names that a folder's manifest does not contain, neither themselves nor one of their parents."""
+    """Returns the names that are not in a folder's manifest, neither themselves nor a parent."""
     known = {*(read_manifest(folder) or ())}
     return [name for name in names if known.isdisjoint((name, *map(str, PurePosixPath(name).parents)))]
 
 
 def check_not_taken(folder: Path, existing: Iterable[str]) -> None:
-    """Raises `ValueError` if an existing file is not in the manifest of its folder, because it would be replaced."""
+    """Raises `ValueError` if a file is not in the manifest of its folder, and would be replaced."""
     if taken := not_in_manifest(folder, existing):
         raise ValueError(f"{folder / taken[0]} exists and was not written by nlq; move it, or choose another folder")
 
 
 def _register(folder: Path, names: Sequence[str]) -> None:
-    """Adds names to the nearest manifest, if there is one; raises as `check_not_taken`."""
+    """Adds names to the nearest manifest, if any; raises as `check_not_taken`."""
     if (root := _manifest_folder(folder)) is None:
         return
     paths = [(folder / name).relative_to(root).as_posix() for name in names]
-    # The manifest is read after the files are listed: another process adds a name first, and then writes the file
+    # Read after the files are listed: another process adds a name before it writes the file
     check_not_taken(root, [path for path in paths if os.path.lexists(root / path)])
     if new := not_in_manifest(root, paths):
         add_to_manifest(root, new)
@@ -218,7 +209,7 @@ def _register(folder: Path, names: Sequence[str]) -> None:
 def _manifest_folder(folder: Path) -> Path | None:
     """Returns the nearest folder with a manifest, `folder` or one of its parents; `None` for a temporary folder.
 
-    A parent may be shared: a manifest there counts if this user or the owner of its folder owns it.
+    A manifest counts if this user or the owner of its folder owns it.
     """
     for root in (folder, *folder.parents):
         if root.name.endswith(UNFINISHED):
@@ -232,7 +223,7 @@ def _manifest_folder(folder: Path) -> Path | None:
 
 
 def _default_mode(folder: Path) -> int:
-    """Returns the permissions of a new file. Python can read the umask only by changing it for all threads."""
+    """Returns the permissions of a new file; Python reads the umask only by changing it."""
     probe = os.open(folder / UNFINISHED, os.O_CREAT | os.O_WRONLY, 0o666)
     try:
         return stat.S_IMODE(os.fstat(probe).st_mode)
@@ -242,10 +233,9 @@ def _default_mode(folder: Path) -> int:
 
 @contextmanager
 def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
-    """Opens the parent of a path without following links, and yields its descriptor and the file's name.
+    """Yields the descriptor of a path's parent, opened without following links, and the file's name.
 
-    `makes` creates parents that do not exist. Raises `ValueError` if a parent is a link, and `OSError` if it does not
-    exist or is not a folder.
+    `makes` creates parents. Raises `ValueError` if a parent is a link, and `OSError` if it cannot be opened.
     """
     *steps, name = path.parts
     if os.open not in os.supports_dir_fd:  # on Windows
@@ -272,14 +262,14 @@ def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, 
 
 
 def _reraise(error: OSError, path: Path) -> NoReturn:
-    """Raises `ValueError` if an error comes from a link, otherwise the same error with the whole path."""
+    """Raises `ValueError` for a link, otherwise the same error with the whole path."""
     if path.is_symlink():
         raise ValueError(_LINK.format(path)) from None
     raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
 def _hub_blob(path: Path) -> Path | None:
-    """Returns the target of a link that huggingface_hub made in its cache, and `None` for any other link."""
+    """Returns the target of a link in the cache of huggingface_hub, `None` for any other."""
     source = os.path.abspath(path)
     target = os.path.normpath(os.path.join(os.path.dirname(source), os.readlink(source)))
     return Path(target) if _HUB_LINK.fullmatch(f"{source}\0{target}") else None

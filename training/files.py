@@ -19,7 +19,7 @@ from .disk import MANIFEST, UNFINISHED, read_bytes, read_text, write_text
 from .text import QUOTE_IT
 
 
-# File suffixes that a recipe accepts as `dataset`, and the builder of `datasets` for each. `.gz` may follow them
+# File suffixes of a `dataset`, before `.gz` if any, and the builder of `datasets` for each
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Built-in datasets, and the key of `sysconfig.get_paths()` for the folder of their Python files
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-docstrings": "stdlib"}
@@ -34,9 +34,9 @@ STATE_FILE = "trainer_state.json"
 COMPARISON_FILE = "comparison.yaml"
 RESULTS_FILE = "results.json"
 TASKS_FILE = "tasks.json"
-MODELS_FILE = "models.json"  # the fields of each model of a comparison
-LOCK_FILE = ".lock"  # held by the process that writes into a folder
-CHECKPOINT = "checkpoint-"  # prefix of the folders of a run's checkpoints
+MODELS_FILE = "models.json"
+LOCK_FILE = ".lock"
+CHECKPOINT = "checkpoint-"
 # Suffixes of the files beside a run's folder
 LOG = ".log"
 PROGRESS = ".progress.json"
@@ -62,7 +62,7 @@ TOKENIZER = (
 VOCABULARIES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 RECORDS = (METRICS_FILE, RECIPE_FILE, CONVERSION_FILE, PLOT_FILE)
 
-# Fields of a recipe and of a configuration that do not change the result: a run may resume with other values
+# Fields with which a run may resume, because they do not change the result
 _FREE_FIELDS = {
     *("explore", "num_proc", "disable_tqdm", "log_level", "report_to", "dataloader_num_workers"),
     *("architectures", "dtype", "nlq_version", "transformers_version", "use_cache", "_name_or_path"),
@@ -70,23 +70,21 @@ _FREE_FIELDS = {
 
 
 def data_format(path: str | Path) -> str | None:
-    """Returns the format of a local data file, a value of `DATA_FORMATS`, by its name, or `None`."""
+    """Returns the value of `DATA_FORMATS` for a local data file, or `None`."""
     return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
 
 
 def yaml_text(content: dict[str, Any]) -> str:
-    """Returns a mapping as YAML, without sorting its keys."""
     return yaml.dump(content, Dumper=_YamlDumper, sort_keys=False)
 
 
 def write_yaml(path: Path, content: dict[str, Any]) -> None:
-    """Writes a mapping as a YAML file, completely or not at all."""
     write_text(path, yaml_text(content))
 
 
 def is_nonempty(path: Path) -> bool:
-    """Tells whether a path is a file, or a folder with more than a lock, a manifest and temporary files."""
-    try:  # asked once, because another process may create the folder meanwhile
+    """Tells whether a path is a file, or a folder with more than lock, manifest and temporary files."""
+    try:
         entries = list(path.iterdir())
     except FileNotFoundError:
         return False
@@ -96,9 +94,9 @@ def is_nonempty(path: Path) -> bool:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number, and refuses repeated keys and documents that would fill the memory.
+    """Reads `2e-5` as a number, which YAML 1.1 reads as text.
 
-    YAML 1.1 reads `2e-5` as text (a number needs `2.0e-5`), and PyYAML keeps the last of two equal keys silently.
+    Refuses repeated keys, of which PyYAML keeps the last, and documents that would fill the memory.
     """
 
     def compose_document(self):
@@ -109,9 +107,9 @@ class YamlLoader(yaml.SafeLoader):
         return node
 
     def _size(self, node, sizes):
-        """Returns the numbers of values and of levels in a node, where an alias repeats what it stands for."""
+        """Returns the numbers of values and levels, where an alias repeats what it stands for."""
         if node not in sizes:
-            sizes[node] = (10**6, 0)  # until its children are counted, which may repeat the node itself
+            sizes[node] = (10**6, 0)  # until counted: children may repeat it
             if node.tag.endswith((":int", ":float")) and len(node.value) > 1000:
                 raise ValueError(_TOO_LARGE)
             children = [] if isinstance(node, yaml.ScalarNode) else node.value
@@ -143,7 +141,7 @@ for _kind in (YamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads YAML; raises `yaml.YAMLError` or `ValueError` if the text is not YAML, or too large."""
+    """Reads YAML; raises `yaml.YAMLError` or `ValueError` for what is not YAML, or too large."""
     if len(text) > 4_000_000:
         raise ValueError(_TOO_LARGE)
     try:
@@ -153,7 +151,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads the mapping in a YAML file; raises `ValueError` if the file cannot be read or holds anything else."""
+    """Reads the mapping in a YAML file; raises `ValueError` for anything else."""
     try:
         content = parse_yaml(read_text(path))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -164,7 +162,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two mappings of fields, and the fields of an encoder and of a decoder in them."""
+    """Merges two mappings of fields, and those of an encoder and a decoder in them."""
     halves = {
         name: {**fields[name], **more[name]}
         for name in ("encoder", "decoder")
@@ -174,7 +172,7 @@ def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_section(section: Any, source: str) -> dict[str, Any]:
-    """Copies a mapping inside a YAML file; a missing mapping is empty.
+    """Copies a mapping inside a YAML file; a missing one is empty.
 
     Raises `ValueError` for any other value, and for a name that is not text.
     """
@@ -186,7 +184,7 @@ def read_section(section: Any, source: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the mapping in a JSON file; raises `ValueError` if the file holds anything else."""
+    """Reads the mapping in a JSON file; raises `ValueError` for anything else."""
     data = read_bytes(path)
     try:
         content = json.loads(data)
@@ -198,25 +196,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_keys(source: str, keys, known) -> None:
-    """Raises `ValueError` for an unknown key, with the nearest known one."""
     for key in keys:
         if key not in known:
             raise ValueError(f"{source}: unknown field {key!r}; {suggestion(str(key), known)}")
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields that differ between what a folder holds and the current plan; empty if they agree."""
-    before = _flatten(before)
-    now = _flatten(now)
+    """Lists the fields that differ between what a folder holds and the current plan."""
+
+    def short(value: Any) -> str:
+        is_file = isinstance(value, str) and "\n" in value
+        return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}" if is_file else repr(value)
+
+    before, now = _flatten(before), _flatten(now)
     changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    return ", ".join(f"{key}: {_short(before.get(key))} there, {_short(now.get(key))} now" for key in changed)
-
-
-def _short(value: Any) -> str:
-    """Shows a value in one line, and a text of several lines as its hash."""
-    if isinstance(value, str) and "\n" in value:
-        return f"a file with the hash {hashlib.sha256(value.encode()).hexdigest()[:12]}"
-    return repr(value)
+    return ", ".join(f"{key}: {short(before.get(key))} there, {short(now.get(key))} now" for key in changed)
 
 
 def _flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:
@@ -230,12 +224,11 @@ def _flatten(fields: dict[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
-    """Returns the files of a folder that match patterns."""
     return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
 def code_files(folder: Path) -> set[Path]:
-    """Returns the files that the Auto classes load from a folder, and the files that these import, even if missing.
+    """Returns the files that the Auto classes load from a folder, and their imports, even if missing.
 
     Raises `ValueError` if a file is a link, or not Python.
     """
@@ -252,10 +245,7 @@ def code_files(folder: Path) -> set[Path]:
 
 
 def relative_imports(path: Path) -> set[str]:
-    """Returns the modules of its own folder that a file imports.
-
-    Raises `ValueError` if the file is a link, or not Python.
-    """
+    """Returns the modules beside a file that it imports; raises `ValueError` for a link or no Python."""
     try:
         nodes = ast.walk(ast.parse(read_bytes(path)))
     except SyntaxError as error:

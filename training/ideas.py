@@ -21,8 +21,7 @@ IDEAS = sorted(
 def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
     """Copies one of the `IDEAS` to a Python file, and writes a comparison beside it; returns both paths.
 
-    The stem of the file becomes the name of the part. Raises `ValueError` if the idea is unknown, a file exists, or a
-    part cannot have this name.
+    The file's stem names the part. Raises `ValueError` for an unknown idea, an existing file, or an impossible name.
     """
     file = resolve_user_path(file)
     if source not in IDEAS:

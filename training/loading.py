@@ -33,7 +33,7 @@ from .trust import run_parts
 
 
 def is_saved_model(name: str) -> bool:
-    """Tells whether a name is that of a saved model, a folder or a Hub name, instead of a configuration."""
+    """Tells whether a name is that of a folder or on the Hub, instead of a configuration."""
     if name in names("models"):
         return False
     return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
@@ -42,7 +42,7 @@ def is_saved_model(name: str) -> bool:
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Loads a shipped configuration, a config.json or the configuration of a saved model, and sets switches.
 
-    Raises `ValueError` for an unknown configuration, an unknown field, or a value that is not allowed.
+    Raises `ValueError` for an unknown configuration or field, or a value that is not allowed.
     """
     path = name if is_saved_model(name) else str(find("models", name))
     try:
@@ -66,9 +66,9 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
 def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any]) -> None:
     for key, value in switches.items():
         if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
-            halves = {half: getattr(config, half) for half in config.sub_configs}
+            parts = {half: part for half in config.sub_configs if (part := getattr(config, half))}
             halves = [
-                half for half, part in halves.items() if part and part._hasattr_without_heterogeneous_validation(key)
+                half for half in parts if parts[half] and parts[half]._hasattr_without_heterogeneous_validation(key)
             ]
             if halves and isinstance(config, NLQSeq2SeqConfig):
                 continue  # sets it in both
@@ -85,8 +85,7 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
     """Initializes each module from a random stream of its own, seeded by its name and the seed.
 
-    Models of one seed then begin with the same values in all modules that they share. With a single stream, an
-    additional module would change all values that are drawn after it.
+    Models of one seed then begin with the same values in all modules that they share.
     """
     with torch.random.fork_rng(devices=[]):
         owners = {"": model}
@@ -100,19 +99,13 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
 
 
 def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields that differ between two configurations.
-
-    A field that only one of them has comes from another version of a library, and does not count.
-    """
+    """Lists the fields in which two configurations differ, as far as both have them."""
     known = before.keys() & now.keys()
     return differences({name: before[name] for name in known}, {name: now[name] for name in known})
 
 
 def weights_fingerprint(name: str) -> dict[str, str]:
-    """Identifies the weights of a model: a hash of each file in its folder, or its commit on the Hub.
-
-    The fingerprint of a configuration is empty.
-    """
+    """Returns hashes of a model's weights by file, or its commit on the Hub; empty for a configuration."""
     if not is_saved_model(name):
         return {}
     if not Path(name).is_dir():
@@ -125,18 +118,17 @@ def weights_fingerprint(name: str) -> dict[str, str]:
 
 
 def read_record(name: str, file: str) -> dict[str, Any] | None:
-    """Reads a JSON or YAML file beside a saved model, a folder or a Hub name; returns `None` if it is missing."""
+    """Reads a JSON or YAML file beside a saved model; returns `None` if it is missing."""
     try:
         path = _find_beside(name, file)
     except OSError:  # the model itself is missing
-        return None
+        path = None
     if path is None:
         return None
     return read_yaml(path) if file.endswith(".yaml") else read_json(path)
 
 
 def _find_beside(name: str, file: str) -> Path | None:
-    """Returns the path of a file beside a saved model, which may be a link, or `None` if it is missing."""
     path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     return path and resolve_user_path(Path(path).parent) / file
 
@@ -144,7 +136,7 @@ def _find_beside(name: str, file: str) -> Path | None:
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
     """Returns the names of the parameters that a conversion added to a trained model.
 
-    Raises `ValueError` unless there is a record of the conversion, and it added parameters and enlarged none.
+    Raises `ValueError` without a record of the conversion, or if it added none or enlarged some.
     """
     if conversion is None:
         raise ValueError(
@@ -161,12 +153,7 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
 def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = False) -> None:
     """Runs files of attention parts, and the files beside saved models that their `parts_nlq.py` imports.
 
-    Raises `ValueError` as `load_attention_parts` does.
-
-    Args:
-        files: paths.
-        models: names of models; names of configurations are ignored.
-        trust: run the files of all models. Otherwise, only files in folders run that this user has run before.
+    Raises as `load_attention_parts`. Without `trust`, only files in folders run that this user has run before.
     """
     for file in files:
         run_parts(file)
@@ -178,7 +165,7 @@ def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = F
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads a saved tokenizer; raises `ValueError` where it would run code that is not trusted."""
+    """Loads a saved tokenizer; raises `ValueError` where it would run code."""
     with source_named(name, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
@@ -197,7 +184,7 @@ def check_model_folder(name: str) -> None:
 
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of libraries that read it; raises as `check_model_folder`."""
+    """Names a model or tokenizer in the errors of libraries; raises as `check_model_folder`."""
     check_model_folder(name)
     try:
         yield
@@ -223,13 +210,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a saved language model, a folder or a Hub name, and its tokenizer.
 
-    Args:
-        trust_remote_code: run the code beside the model, if Transformers does not know its type.
-        kinds: the kinds of models that are allowed.
-        purpose: what needs a decoder, for the error of another kind.
-
-    Raises:
-        ValueError: if the model is missing, not a language model, or needs code that is not trusted.
+    Raises `ValueError` if it is missing, not a language model, or needs code that is not trusted, or its kind is not
+    among `kinds`, where `purpose` says what needs a decoder. `trust_remote_code` runs the code beside the model, if
+    Transformers does not know its type.
     """
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")
@@ -256,6 +239,6 @@ def load_model(
 
 
 def peft_task(model: PreTrainedModel) -> str | None:
-    """Returns PEFT's task type for a model that generates, and `None` for an encoder, which PEFT must not wrap."""
+    """Returns PEFT's task type, and `None` for an encoder, which PEFT must not wrap."""
     task = "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
     return task if model.can_generate() else None

@@ -20,7 +20,7 @@ Receive = Callable[[NLQAttention, AttentionCall, Positions], None]
 
 
 def attention_layers(model: nn.Module) -> list[NLQAttention]:
-    """Returns the attention layers of an NLQ model, first to last; raises `ValueError` for another model."""
+    """Returns the attention layers of an NLQ model; raises `ValueError` for another model."""
     layers = [module for module in model.modules() if isinstance(module, NLQAttention)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no NLQ attention layers that could be shown or recorded")
@@ -31,11 +31,8 @@ def attention_layers(model: nn.Module) -> list[NLQAttention]:
 def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Tensor, **inputs) -> ModelOutput:
     """Runs a model in evaluation mode, calls `receive` before each layer, and restores the model's state.
 
-    Raises `ValueError` for a model without NLQ attention layers.
-
-    Args:
-        input_ids: `(batch, length)`, without padding.
-        inputs: other arguments of `forward`.
+    Raises `ValueError` without NLQ attention layers. `input_ids` are `(batch, length)`, without padding; `inputs` are
+    other arguments of `forward`.
     """
     layers = attention_layers(model)
 
@@ -68,9 +65,8 @@ def visibility_of(
 ) -> Visibility:
     """Returns which keys each query of a layer, other than linear attention, sees in texts without padding.
 
-    Args:
-        query, key: `(batch, heads, length, head_dim)`; for cross-attention, `key` has another length.
-        segments: `(batch, length)`, the document of each token, for packed documents.
+    `query` and `key` are `(batch, heads, length, head_dim)`, with two lengths for cross-attention. `segments`,
+    `(batch, length)`, tells packed documents apart.
     """
     window, sees_own_key = layer.visible_keys
     visibility = make_visibility(

@@ -17,13 +17,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Evaluation(Value):
-    """What an evaluation measured on a split; `None` for what does not apply, or is infinite or not a number.
+    """What an evaluation measured on a split; `None` for what does not apply, or is infinite or NaN.
 
-    Attributes:
-        loss: in nats per token, or per masked token; `perplexity` or `pseudo_perplexity` is its exponential.
-        token_accuracy: the share of tokens that were the likeliest.
-        loss_parts: the loss on each of several parts of the text, whose mean it is.
-        runtime: in seconds, as Trainer measures it.
+    The loss is in nats per token or masked token, and the mean of `loss_parts`, on parts of the text. `runtime` is in
+    seconds.
     """
 
     loss: float | None = None
@@ -39,20 +36,18 @@ class Evaluation(Value):
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float], prefix: str, **more: Any) -> "Evaluation":
-        """Takes the metrics with a prefix, such as `eval`, from those that `Trainer.evaluate` returns."""
+        """Takes the metrics with a prefix from those that `Trainer.evaluate` returns."""
         named = {item.name: metrics.get(f"{prefix}_{item.name}", math.nan) for item in fields(cls)}
         return cls(**{name: value for name, value in named.items() if math.isfinite(value)} | more)
 
 
 @dataclass(frozen=True)
 class Losses(Value):
-    """The losses of a run.
+    """The losses of a run: the last finite training loss, in nats per token, and the evaluations at the end.
 
     Attributes:
         diverged: whether the validation loss is worse than that of an untrained model.
         diverged_at: the step after which the loss was infinite or NaN, which ended the run.
-        train: the last training loss that was logged and is finite, in nats per token.
-        validation, test: the evaluations of the model at the end.
     """
 
     diverged: bool
@@ -68,7 +63,7 @@ class Data(Value):
 
     Attributes:
         tokens_seen, token_stream: see `RunRecord`.
-        train_tokens, validation_tokens, test_tokens: of the splits; `None` if that is unknown.
+        train_tokens, validation_tokens, test_tokens: of the splits; `None` if unknown.
         trained_on: see `read_trained_on`; this run's own data are the last.
         is_fine_tuned: whether the run began with the weights of a saved model.
         base_model: the model on the Hub from which they come.
@@ -88,11 +83,7 @@ class Data(Value):
 
 @dataclass(frozen=True)
 class Machine(Value):
-    """Where the model was trained, and how fast.
-
-    Attributes:
-        seconds: time of the training steps.
-    """
+    """Where the model was trained, and the time of the training steps in `seconds`."""
 
     seconds: float | None = None
     tokens_per_second: float | None = None
@@ -104,7 +95,7 @@ class Machine(Value):
 
 @dataclass(frozen=True)
 class Attention(Value):
-    """What computed the run: the attention backend, and the code and kernels in one line."""
+    """The attention backend, and the code and kernels in one line."""
 
     attn_implementation: str = ""
     kernels: str = ""
@@ -123,22 +114,21 @@ class RunResult(Value):
 
     @property
     def test_loss(self) -> float | None:
-        """The loss on the test split; `None` for a model that diverged, whose loss is not reported."""
+        """The loss on the test split; `None` for a model that diverged."""
         return None if self.losses.diverged else self.losses.test.loss
 
     def save(self, folder: Path) -> None:
-        """Writes `metrics.json` into the folder of the run."""
         write_text(folder / METRICS_FILE, to_json(self, indent=2))
 
     @classmethod
     def load(cls, folder: Path) -> "RunResult":
-        """Reads `metrics.json`; raises `ValueError` for a field that is missing or of another type."""
+        """Reads `metrics.json`; raises `ValueError` for a wrong or missing field."""
         file = folder / METRICS_FILE
         return from_json(cls, read_json(file), f"{file}: ")
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a record, in groups, which files without a version do not have."""
+        """Returns the fields of a file, in groups, which files without a version lack."""
         if "version" in content:
             return content
         nested: dict[str, Any] = {}

@@ -34,8 +34,7 @@ class Size:
     Attributes:
         total: tied parameters count once.
         non_embedding: the same without token embeddings, learned positions, and LM head.
-        flops_per_token: floating-point operations of forward and backward for one token of a full context; for an
-            encoder and decoder, for one token of source or target.
+        flops_per_token: operations of forward and backward for one token, of source or target, of a full context.
         trained: number of parameters that are not frozen.
     """
 
@@ -46,7 +45,7 @@ class Size:
 
 
 class ModelKind(Enum):
-    """The kinds of language models, each with the Auto class that makes it."""
+    """Kinds of language models, each with its Auto class."""
 
     DECODER = "a decoder", AutoModelForCausalLM
     ENCODER = "an encoder", AutoModelForMaskedLM
@@ -58,12 +57,10 @@ class ModelKind(Enum):
 
 
 def auto_class_of(config: PreTrainedConfig) -> type:
-    """Returns the Auto class that makes a language model from a configuration."""
     return kind_of(config).auto_class
 
 
 def kind_of(config: PreTrainedConfig) -> ModelKind:
-    """Returns the kind of the language model that a configuration describes."""
     if config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping:
         return ModelKind.ENCODER_DECODER
     if not getattr(config, "is_causal", True):
@@ -77,13 +74,13 @@ def kind_of(config: PreTrainedConfig) -> ModelKind:
 
 
 def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTrainedConfig:
-    """Returns the configuration of an encoder's or decoder's text model, also beside an image model."""
+    """Returns the configuration of a half's text model, also beside an image model."""
     part = getattr(config, half) if half in config.sub_configs else config
     return part.get_text_config(decoder=True) if part.sub_configs else part
 
 
 def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """Returns the context length of a model or a half of it, or `None` without such a field (T5, Mamba)."""
+    """Returns the context length of a model or a half; `None` without such a field (T5, Mamba)."""
     part = text_config_of(config, half)
     for name in ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions"):
         if (length := getattr(part, name, None)) is not None:
@@ -92,14 +89,13 @@ def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
 
 
 def vocabulary_of(config: PreTrainedConfig) -> int:
-    """Returns the size of the vocabulary, or the smaller size of the two halves."""
+    """Returns the size of the vocabulary, the smaller of two halves."""
     return min(text_config_of(config, half).vocab_size or 0 for half in ("encoder", "decoder"))
 
 
 def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """Returns the most tokens that the positions of a model or a half of it allow, or `None` without a limit."""
-    part = text_config_of(config, half)
-    positions = context_of(config, half)
+    """Returns the most tokens that the positions of a model or a half allow; `None` without a limit."""
+    part, positions = text_config_of(config, half), context_of(config, half)
     if isinstance(part, NLQConfig):
         return positions if part.has_learned_positions else None
     if positions is None or getattr(part, "rope_parameters", None):
@@ -107,18 +103,24 @@ def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
     is_encoder = type(part) in AutoModelForMaskedLM._model_mapping and not part.is_encoder_decoder
     if not is_encoder or getattr(part, "pad_token_id", None) is None:
         return positions
+    # RoBERTa and similar models start to count positions after the id of the pad token
     tables = (module for name, module in empty_model(part).named_modules() if name.endswith("position_embeddings"))
     padding = (getattr(table, "padding_idx", None) for table in tables)
-    # RoBERTa and similar models start to count positions after the id of the pad token
     return positions - max((index + 1 for index in padding if index is not None), default=0)
 
 
-def empty_model(config: PreTrainedConfig, attn_implementation: str | None = "eager") -> PreTrainedModel:
-    """Makes a language model on the meta device; raises `ValueError` if Transformers cannot."""
+def empty_model(
+    config: PreTrainedConfig,
+    attn_implementation: str | None = "eager",
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
+    """Makes a model on the meta device, by default a language model; raises `ValueError` if Transformers cannot."""
+    config = copy.deepcopy(config)  # which may belong to a model in use
     try:
         with torch.device("meta"):
-            # `from_config` writes the backend into the configuration, which may belong to a model in use
-            return auto_class_of(config).from_config(copy.deepcopy(config), attn_implementation=attn_implementation)
+            if model_class is not None:
+                return model_class(config)
+            return auto_class_of(config).from_config(config, attn_implementation=attn_implementation)
     except (AssertionError, AttributeError, NotImplementedError) as error:
         if isinstance(config, NLQConfig | NLQSeq2SeqConfig):
             raise
@@ -139,14 +141,12 @@ def measure(
     et al. 2022, appendix B). Linear attention has `head_dim` such products per head, to read its state and to write
     it. Norms, activations and the softmax are not counted. All experts of a mixture count.
 
+    Raises `ValueError` or `ImportError` if the model cannot be made, or does not say its context length.
+
     Args:
-        context: the context length in tokens; by default `context_of` the model. For an encoder and decoder, one
-            length or the lengths of source and target.
+        context: the context length in tokens, or those of source and target; by default `context_of` the model.
         attn_implementation: a backend that supports the model; `None` lets the model choose.
         prepare: changes the model before it is measured, for example freezes parameters.
-
-    Raises:
-        ValueError, ImportError: if the model cannot be made with this backend, or does not say its context length.
     """
     for length in context if isinstance(context, Sequence) else [context]:
         check_number("context", length, 1)
@@ -161,7 +161,6 @@ def measure(
 
 
 def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a language model's parameters by name."""
     return {name: tuple(parameter.shape) for name, parameter in empty_model(config).named_parameters()}
 
 
@@ -173,7 +172,7 @@ def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
 
 
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Freezes all other parameters of a model; raises `ValueError` if it does not have a named parameter."""
+    """Freezes all other parameters; raises `ValueError` if the model lacks one of the names."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(set(names) - parameters.keys()):
         raise ValueError(f"{type(model).__name__} has no parameter {unknown[0]!r} that could be trained")
@@ -182,9 +181,8 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) -> Size:
-    """Measures a model with any head, as `measure` does. Without a context length, attention is not counted."""
-    config = model.config
-    head = model.get_output_embeddings()
+    """Measures as `measure` does. Without a context length, attention is not counted."""
+    config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
         embeddings.add(id(head.weight))
@@ -193,8 +191,7 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     halves = _halves(config)
     lengths = context if isinstance(context, Sequence) else [context] * len(halves)
     lengths = [length or context_of(config, half or "decoder") for length, half in zip(lengths, halves, strict=True)]
-    source = lengths[0] or 1
-    target = lengths[-1] or 1
+    source, target = lengths[0] or 1, lengths[-1] or 1
     calls = {
         f"{half and '.' + half}.layers.{index}.self_attn.{name}.": count
         for half, half_config in halves.items()
@@ -227,7 +224,7 @@ _OF_SOURCE = re.compile(
 
 
 def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """Returns the configurations of encoder and decoder by name, or the only configuration by an empty name."""
+    """Returns the configurations of encoder and decoder by name, or one by an empty name."""
     if not config.is_encoder_decoder:
         return {"": text_config_of(config)}
     halves = {
@@ -241,33 +238,36 @@ def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 
 def _attention_products(half: str, config: PreTrainedConfig, length: int, source: int) -> int:
-    """Returns the number of products with keys and values, in self-attention and cross-attention."""
+    """Returns the number of products with keys and values, also in cross-attention."""
     layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
     if not any(getattr(layer, "num_attention_heads", None) for layer in layers):
         return 0  # Mamba does not have attention
-    shapes = [(layer.num_attention_heads, getattr(layer, "head_dim", None)) for layer in layers]
-    shapes = [(heads, head_dim or config.hidden_size // heads) for heads, head_dim in shapes]
-    heads, head_dim = shapes[0]  # equal in all layers of NLQ models
     is_nlq = isinstance(config, NLQConfig)
-    key_value_heads = config.num_key_value_heads if is_nlq else None
+    widths = [
+        layer.num_attention_heads
+        * (getattr(layer, "head_dim", None) or config.hidden_size // layer.num_attention_heads)
+        for layer in layers
+    ]
     # A window of an encoder has this many tokens on each side
     sides = 2 if half == "encoder" or kind_of(config) is ModelKind.ENCODER else 1
+
+    def state(queries: int, keys: int) -> int:
+        """In linear attention, heads of queries read the state, and heads of keys write it."""
+        return config.head_dim**2 * (config.num_attention_heads * queries + config.num_key_value_heads * keys)
+
     products = [
-        # In linear attention, heads of queries read the state, and heads of keys write it
-        length * head_dim * head_dim * (heads + key_value_heads)
+        state(length, length)
         if kind == LAYER_TYPE
-        else length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * heads * head_dim
-        for (heads, head_dim), kind, sizes in zip(shapes, *get_layer_types_and_kwargs(config))
+        else length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * width
+        for width, kind, sizes in zip(widths, *get_layer_types_and_kwargs(config))
     ]
-    if half == "decoder" and not is_nlq:
-        products += [length * source * 2 * heads * head_dim for heads, head_dim in shapes]
     if not is_nlq:
-        return sum(products)
+        return sum(products) + (length * source * 2 * sum(widths) if half == "decoder" else 0)
     # A layer's parts may compute more heads, or wider values
     costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers]
     for cross in filter(None, (layer.cross_attention_config for layer in layers)):
-        state = head_dim * head_dim * (heads * length + key_value_heads * source)
-        products.append(state if cross.activation.kind == "linear" else length * source * 2 * heads * head_dim)
+        is_linear = cross.activation.kind == "linear"
+        products.append(state(length, source) if is_linear else length * source * 2 * widths[0])
         costs.append(math.prod(part.product_cost(cross) for part in parts_of(cross)))
     return round(sum(cost * product for cost, product in zip(costs, products, strict=True)))
 
@@ -282,10 +282,9 @@ def matching_intermediate_size(
     match: Literal["parameters", "flops"] = "parameters",
     context: int | None = None,
 ) -> int:
-    """Returns the MLP width that brings a model nearest to a budget.
+    """Returns the MLP width that brings the non-embedding parameters or the FLOPs of a model nearest to a budget.
 
-    `match` says what to match, the non-embedding parameters or the FLOPs per token. Raises `ValueError` if the model
-    exceeds the budget with a width of 1.
+    Raises `ValueError` if the model exceeds the budget with a width of 1.
     """
     if {"encoder", "decoder"} <= config.sub_configs.keys():
         raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
@@ -304,11 +303,9 @@ def matching_intermediate_size(
 
 
 def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` if the parameters of a model have other shapes. Tied parameters may be left out."""
-    expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    for name in model.all_tied_weights_keys.keys() - shapes.keys():
-        expected.pop(name, None)
-    check_shapes(expected, shapes)
+    """Raises `ValueError` if parameters have other shapes. Tied ones may be left out."""
+    missing = model.all_tied_weights_keys.keys() - shapes.keys()
+    check_shapes({name: tensor.shape for name, tensor in model.state_dict().items() if name not in missing}, shapes)
 
 
 def check_shapes(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -320,7 +317,6 @@ def check_shapes(expected: Mapping[str, Sequence[int]], shapes: Mapping[str, Seq
 
 
 def check_names(expected: Set[str], names: Set[str]) -> None:
-    """Raises `ValueError` if names of parameters are missing or unknown."""
     wrong = {"missing": expected - names, "not known": names - expected}
     if problems := [f"{problem}: {listed(sorted(group))}" for problem, group in wrong.items() if group]:
         raise ValueError(f"the weights do not fit the configuration; {'; '.join(problems)}")

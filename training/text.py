@@ -11,14 +11,14 @@ QUOTE_IT = "quote it, because YAML reads off, no, null, numbers and dates as oth
 _ESCAPES = {r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
 _DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|unexpected pos \d+ vs")
 LONGEST_NAME = 200  # of a folder, because the files beside it add suffixes to its name
-# Control characters, except line breaks and tabs, line separators, directions of text, and halves of surrogates
+# Control characters except line breaks and tabs, separators, directions of text, surrogates
 _CONTROLS = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # Characters that Markdown may read as markup
 _MARKUP = re.compile(r"[`*~]|(?<![^\W_])_|_(?![^\W_])|\\(?=[!-/:-@[-`{-~]|$)|<(?=[A-Za-z/!?])|&(?=#?\w+;)|\](?=[(:[])")
 
 
 def check_name(source: str, name: Any) -> None:
-    """Raises `ValueError` for a name that a folder cannot have on every machine; the message begins with `source`."""
+    """Raises `ValueError` for a name that a folder cannot have on every machine."""
     if not isinstance(name, str):
         raise ValueError(f"{source} {name!r}: a name must be text; {QUOTE_IT}")
     if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII) or len(name) > LONGEST_NAME:
@@ -33,14 +33,13 @@ def unescape(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Writes a text for a command line: the inverse of `unescape`."""
+    """The inverse of `unescape`, for a command line."""
     for escaped, character in reversed(_ESCAPES.items()):  # the backslash first
         text = text.replace(character, escaped)
     return text
 
 
 def printable(text: str) -> str:
-    """Escapes the characters that a terminal would act on."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -66,10 +65,7 @@ def code(text: Any, language: str = "") -> Markdown:
 
 
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
-    """Returns the lines of a table with columns of equal width.
-
-    `right` aligns all columns but the first at the right.
-    """
+    """Returns the lines of a table with columns of equal width, all but the first aligned at the right if `right`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = ["<", *(">" if right else "<" for _ in widths[1:])]
     lines = ("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)) for row in rows)
@@ -77,12 +73,11 @@ def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
 
 
 def count(number: int, noun: str) -> str:
-    """Returns a number with its noun, in the plural unless it is 1."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in suitable units: 12 s, 3 min, 2 h 10 min, 4 d 3 h."""
+    """Returns a duration in suitable units: 12 s, 2 h 10 min, 4 d 3 h."""
     if seconds < 9.95:
         return f"{max(seconds, 0.1):.1f} s"
     if seconds < 99.5:
@@ -95,14 +90,14 @@ def duration(seconds: float) -> str:
 
 
 def bar_options() -> dict[str, Any]:
-    """Returns options of a long progress bar: a terminal shows it every second, a log file at its end."""
+    """Returns options of a progress bar, which a terminal shows every second, a log file at its end."""
     if sys.stderr.isatty():
         return {"mininterval": 1.0, "dynamic_ncols": True}
     return {"mininterval": math.inf, "ncols": 110}
 
 
 def check_number(name: str, value: float | None, least: float = -math.inf, most: float = math.inf) -> None:
-    """Raises `ValueError` for a number that is too small, too large, infinite or NaN; `None` passes."""
+    """Raises `ValueError` for a number out of bounds, infinite or NaN; `None` passes."""
     if value is None:
         return
     if not math.isfinite(value):
@@ -113,7 +108,6 @@ def check_number(name: str, value: float | None, least: float = -math.inf, most:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Tells whether an error, or an error that led to it, comes from a full disk."""
     if error is None:
         return False
     return bool(_DISK_FULL.search(str(error))) or is_disk_full(error.__cause__ or error.__context__)
@@ -131,12 +125,10 @@ def one_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message."""
     return printable((str(error).strip() or type(error).__name__).splitlines()[0])
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Returns the error that caused all others."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

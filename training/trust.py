@@ -22,13 +22,10 @@ TRUSTED_PARTS = resolve_user_path(constants.HF_HOME) / "nlq" / "trusted_parts"
 
 
 def run_parts(source: str | Path, text: str | None = None, only_known: bool = False) -> list[type[AttentionPart]]:
-    """Runs a file of parts as `load_attention_parts` does, and remembers it.
-
-    `only_known` runs the file only if it ran before.
-    """
+    """Runs a file of parts, if it ran before or not `only_known`, and remembers it."""
     if text is None:
         text = text_of(source)  # read once, so that the text which is hashed runs
-    # The hash is of the published text, because publishing changes the import lines
+    # Of the published text, because publishing changes the import lines
     digest = hashlib.sha256(published_text(text, str(source)).encode()).hexdigest()
     is_known = digest in _known()
     if only_known and not is_known:
@@ -55,7 +52,7 @@ def _known() -> list[str]:
 
 
 def _open(mode: str) -> IO[bytes]:
-    """Opens the list; raises `OSError` if another user could have written it, and `ValueError` if it is a link."""
+    """Raises `OSError` if another user could have written it, and `ValueError` if it is a link."""
     file = open_file(TRUSTED_PARTS, mode, 0o600)
     if is_private(file.fileno()) and is_private(TRUSTED_PARTS.parent):
         return file

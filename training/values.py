@@ -26,16 +26,23 @@ class Value:
             value = getattr(self, name)
             if type(value) is int and float in (kind, *get_args(kind)):
                 object.__setattr__(self, name, value := float(value))
-            try:
-                type_validator(name, value, kind)
-                if isinstance(value, bool) and bool not in (kind, *get_args(kind)):  # Python takes it for a number
-                    raise TypeError
-            except (TypeError, ValueError):
-                raise ValueError(f"{name}={reprlib.repr(value)} must be {_describe(kind)}") from None
+            check_type(name, value, kind)
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    try:
+        type_validator(name, value, kind)
+        if isinstance(value, bool) and bool not in (kind, *get_args(kind)):  # Python takes it for a number
+            raise TypeError
+    except (TypeError, ValueError):
+        raise _wrong(name, value, kind) from None
+
+
+def _wrong(name: str, value: Any, kind: Any) -> ValueError:
+    return ValueError(f"{name}={reprlib.repr(value)} must be {_describe(kind)}")
 
 
 def _describe(kind: Any) -> str:
-    """Says in words which values a type allows."""
     if get_origin(kind) is Literal or isinstance(kind, EnumType):
         return " or ".join(repr(str(value)) for value in get_args(kind) or kind)
     if get_origin(kind) in (UnionType, Union):  # the latter with a `Literal`
@@ -46,7 +53,7 @@ def _describe(kind: Any) -> str:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Returns a dataclass as the text of a JSON file. Raises `ValueError` for NaN and infinity."""
+    """Returns a dataclass as JSON; raises `ValueError` for NaN and infinity."""
     return json.dumps(asdict(value), indent=indent, allow_nan=False, default=np.ndarray.tolist) + "\n"
 
 
@@ -57,36 +64,31 @@ def from_json(kind: Any, value: Any, path: str = "") -> Any:
     begins with `path`, the file and the field, such as `metrics.json: versions.`
     """
     origin, parts = get_origin(kind) or kind, get_args(kind)
-    if origin is UnionType:
+    if origin in (UnionType, Union):
         return None if value is None else from_json(parts[0], value, path)
-    if isinstance(kind, EnumType):
-        try:
-            return kind(value)
-        except ValueError:
-            raise ValueError(f"{path[:-1]}={reprlib.repr(value)} must be {_describe(kind)}") from None
-    json_type, allowed = _KINDS.get(origin, (dict, "fields and values"))
-    is_allowed = isinstance(value, json_type)
+    if isinstance(kind, EnumType) or origin is Literal:
+        if value not in (parts or [*kind]):
+            raise _wrong(path[:-1], value, kind)
+        return value if parts else kind(value)
+    is_allowed = isinstance(value, _KINDS.get(origin, (dict,))[0])
     if is_allowed and origin in (int, float):
         is_allowed = not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not is_allowed:
-        raise ValueError(f"{path[:-1]}={reprlib.repr(value)} must be {allowed}")
+        raise _wrong(path[:-1], value, origin)
     if is_dataclass(kind):
-        types = get_type_hints(kind)
         if isinstance(version := value.get("version"), int) and version > getattr(kind, "version", version):
             raise ValueError(f"{path}version={version} must be at most {kind.version}; update nlq to read newer files")
         value = getattr(kind, "fields_in", dict)(value)
-        arguments = {}
-        for entry in fields(kind):
-            if entry.name in value:
-                arguments[entry.name] = from_json(types[entry.name], value[entry.name], f"{path}{entry.name}.")
-            elif entry.default is MISSING and entry.default_factory is MISSING:
-                raise ValueError(f"{path}{entry.name} is missing")
-        return kind(**arguments)
-    if origin is dict:
-        # The keys of JSON are texts
+        types = get_type_hints(kind)
+        for item in fields(kind):
+            if item.name not in value and item.default is MISSING and item.default_factory is MISSING:
+                raise ValueError(f"{path}{item.name} is missing")
+        return kind(**{name: from_json(types[name], value[name], f"{path}{name}.") for name in types if name in value})
+    if origin is dict:  # the keys of JSON are texts
         keys = {name: int(name) if parts[0] is int and str(name).isdecimal() else name for name in value}
         return {
-            from_json(parts[0], keys[name], path): from_json(parts[1], value[name], f"{path}{name}.") for name in value
+            from_json(parts[0], key, path): from_json(parts[1], value[name], f"{path}{name}.")
+            for name, key in keys.items()
         }
     if origin in (list, tuple):
         parts = parts * len(value) if origin is list else parts

@@ -84,13 +84,6 @@ def explored(run, tmp_path_factory):
     return page, explore(run[0], folder / "other", text=TEXT, output=page)
 
 
-def written(value):
-    """A number as the page writes it."""
-    if value != 0 and abs(value) < 0.001:
-        return re.sub(r"e([+-])0", r"e\1", f"{value:.3e}")
-    return f"{float(f'{value:.4g}'):g}"
-
-
 def test_cross_attention(open_page, tmp_path):
     """A click on a map of the source's tokens names the key in the source, and paints the source."""
     from support.corpora import byte_tokenizer
@@ -140,7 +133,9 @@ def test_opens_on_what_is_worth_seeing(open_page, explored):
     _, done = explored
     opened = open_page(explored[0])
     first, second = (model.losses for model in done.models)
-    opened.shows("#token", f"^Token {int((second - first).abs().argmax()) + 1}:")
+    token = int((second - first).abs().argmax())
+    shown = opened.shows("#token", rf"^Token {token + 1}: .*difference (\S+)\.$")
+    assert float(shown[1]) == pytest.approx(float(second[token] - first[token]), abs=1e-3)
     patterns = [
         (layer.numbers[name][head].item(), f"layer {layer.name}, head {head} ")
         for name in ("induction", "previous_token")
@@ -148,18 +143,6 @@ def test_opens_on_what_is_worth_seeing(open_page, explored):
         for head in range(layer.heads)
     ]
     opened.shows("#panels h3", max(patterns)[1])
-
-
-def test_losses_of_a_selected_token_are_shown(open_page, explored):
-    _, done = explored
-    opened = open_page(explored[0])
-    for token in (1, 5, len(done.tokens) - 1):
-        opened.page.locator(".token").nth(token).click()
-        difference = opened.shows("#token", rf"^Token {token}: .*difference (\S+)\.$")
-        losses = [model.losses[token - 1].item() for model in done.models]
-        for model, loss in zip(done.models, losses):
-            assert f"{model.name}: loss {written(loss)}" in difference.string
-        assert float(difference[1]) == pytest.approx(losses[1] - losses[0], abs=1e-3)
 
 
 def test_numbers_of_heads(open_page, explored):
@@ -177,36 +160,22 @@ def test_numbers_of_heads(open_page, explored):
                 assert float(shown[name]) == pytest.approx(values[head].item(), rel=1e-3), (layer, head, name)
 
 
-def test_a_cell_shows_its_weight(open_page, explored):
-    _, done = explored
-    opened = open_page(explored[0])
-    page, layer = opened.page, done.models[0].layers[0]
-    page.locator(".heads").first.get_by_role("button").first.click()
-    query, key = 9, 4
-    box = page.locator("canvas").first.bounding_box()
-    size = len(done.tokens)
-    page.locator("canvas").first.click(
-        position={"x": (key + 0.5) / size * box["width"], "y": (query + 0.5) / size * box["height"]}
-    )
-    shown = opened.shows("#panels .readout", r"Weight (\S+) of key 4 ")
-    row = layer.weights[0, query]
-    assert float(shown[1]) == pytest.approx(row[key].item(), abs=row.abs().max().item() / 254 * 1.01)
-
-
-def test_the_map_is_drawn(open_page, explored):
+def test_the_map_is_drawn_and_a_cell_shows_its_weight(open_page, explored):
     """The largest weight of a row has the full colour, a later key the colour of what is not seen."""
-    opened = open_page(explored[0])
-    opened.page.locator(".heads").first.get_by_role("button").first.click()
+    _, done = explored
+    opened, row, size = open_page(explored[0]), done.models[0].layers[0].weights[0, 9], len(done.tokens)
+    page = opened.page
+    page.locator(".heads").first.get_by_role("button").first.click()
     opened.shows("#panels h3", "layer 0, head 0 ")
-    row = explored[1].models[0].layers[0].weights[0, 9]
-    image = opened.page.evaluate(
-        "[...document.querySelector('canvas').getContext('2d').getImageData(0, 9, 16, 1).data]"
-    )
+    box = page.locator("canvas").first.bounding_box()
+    page.locator("canvas").first.click(position={"x": 4.5 / size * box["width"], "y": 9.5 / size * box["height"]})
+    shown = opened.shows("#panels .readout", r"Weight (\S+) of key 4 ")
+    assert float(shown[1]) == pytest.approx(row[4].item(), abs=row.abs().max().item() / 254 * 1.01)
+    image = page.evaluate("[...document.querySelector('canvas').getContext('2d').getImageData(0, 9, 16, 1).data]")
     pixels = [image[4 * key : 4 * key + 3] for key in range(16)]
-    assert pixels[row.argmax()] == [0xD1, 0x57, 0x0B]
-    assert pixels[12] == [0xD6, 0xDB, 0xE1]
+    assert pixels[row.argmax()] == [0xD1, 0x57, 0x0B] and pixels[12] == [0xD6, 0xDB, 0xE1]
     assert pixels[row[:10].argmin()][2] > pixels[row.argmax()][2]
-    assert "in the selected row" in opened.page.locator("#panels .scale").first.inner_text()
+    assert "in the selected row" in page.locator("#panels .scale").first.inner_text()
 
 
 def test_what_a_layer_lacks_is_said(open_page, explored):
@@ -237,7 +206,6 @@ def test_keys_move_the_selection(open_page, explored):
 
 
 def test_the_text_is_coloured_by_the_choice(open_page, explored):
-    """The text follows the choice, and the selected row of attention."""
     opened = open_page(explored[0])
     page = opened.page
     painted = "[...document.querySelectorAll('.token')].map((token) => token.style.background)"

@@ -57,13 +57,11 @@ def nlq(server, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(nlq):
-    """A tiny GPT-2 with a tokenizer, in the working directory of whoever follows the card."""
     return small_model(nlq.home / "gpt2", GPT2Config)
 
 
 @pytest.fixture(scope="module")
 def tune(tmp_path_factory):
-    """A function that trains what is new in a model for a few steps, and returns the folder of the run."""
     root = tmp_path_factory.mktemp("runs")
     fields = {
         "dataset": str(numbered_texts(root / "text.jsonl")),
@@ -84,7 +82,6 @@ def tune(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(source, tune, tmp_path_factory):
-    """A run from a conversion in two steps: the base, and the run."""
     folder = tmp_path_factory.mktemp("bases")
     convert(source, folder / "gated", switches={"attention_gate": "headwise", "head_projection": True})
     convert(folder / "gated", folder / "upcycled", upcycle=True)

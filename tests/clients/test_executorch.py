@@ -2,7 +2,6 @@
 PyTorch.
 """
 
-import pytest
 import torch
 from support.client_cases import trained_model
 from transformers.exporters.exporter_executorch import ExecutorchConfig, ExecutorchExporter
@@ -34,16 +33,12 @@ def model_of(folder, *activations: str) -> NLQForCausalLM:
     return NLQForCausalLM.from_pretrained(trained_model(folder, **switches))
 
 
-def test_any_length(tmp_path):
+def test_programs_compute_the_same_at_any_length(tmp_path):
     model = model_of(tmp_path, "softmax", "squared")
     length = torch.export.Dim("length", max=64)
     program = export(model, {"input_ids": {1: length}, "attention_mask": {1: length}})
     for inputs in (padded(5, 3), padded(40, 7)):
         check(program, model, inputs)
-
-
-@pytest.mark.slow
-def test_one_length(tmp_path):
-    """XNNPACK refuses the number of visible keys, which changes with the length, for a length that is dynamic."""
+    # XNNPACK refuses the number of visible keys, which changes with the length, for a length that is dynamic
     model = model_of(tmp_path, "sigmoid")
     check(export(model), model, padded(8, 5))

@@ -30,7 +30,6 @@ LORA = {"r": RANK, "target_modules": ["q_proj", "down_proj"]}
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A tiny Llama with a tokenizer."""
     return small_model(tmp_path_factory.mktemp("lora") / "llama", LlamaConfig)
 
 
@@ -54,7 +53,6 @@ def recipe(llama):
 
 @pytest.fixture(scope="module")
 def tuned(recipe):
-    """The folder of the finished run, and its metrics."""
     return recipe.with_name("run"), train(recipe, output_dir=recipe.with_name("run"))
 
 
@@ -68,11 +66,9 @@ def test_what_is_trained_and_saved(tuned, llama):
     size = 2 * RANK * ((32 + 32) + (48 + 32))
     assert metrics.size.trained == size
     before, after = (load_file(path / "model.safetensors") for path in (llama, folder))
+    assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert (
-        changed == {name for name in before if "q_proj" in name or "down_proj" in name}
-        and before.keys() == after.keys()
-    )
+    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
     checkpoint = folder / "checkpoint-8"
@@ -83,19 +79,12 @@ def test_what_is_trained_and_saved(tuned, llama):
 
     base = AutoModelForCausalLM.from_pretrained(llama)
     untrained = logits(base)
-    merged, beside = (
-        logits(model)
-        for model in (
-            AutoModelForCausalLM.from_pretrained(folder),
-            PeftModel.from_pretrained(base, folder / "adapter"),
-        )
-    )
+    merged = logits(AutoModelForCausalLM.from_pretrained(folder))
+    beside = logits(PeftModel.from_pretrained(base, folder / "adapter"))
     torch.testing.assert_close(merged, beside, atol=1e-5, rtol=0.0)
     assert (merged - untrained).abs().max() > 1e-2
-    assert sorted(path.name for path in (folder / "adapter").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
+    files = {path.name for path in (folder / "adapter").iterdir()}
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
 
     card = ModelCard.load(folder / "README.md").text
     assert f"A LoRA of {size:,} parameters was trained" in card

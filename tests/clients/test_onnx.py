@@ -28,27 +28,18 @@ MIXED = {
     },
 }
 # Every activation, in groups of the layers of one model
-KINDS = {
-    **SOFTMAX_KINDS,
-    **ROW_KINDS,
-    **LINEAR_KINDS,
-    **{
-        name: {"attention_activation": name}
-        for name, row in {**ATTENTION_ACTIVATIONS, **LIBRARY_ACTIVATIONS}.items()
-        if row.is_elementwise
-    },
-}
+ROWS = {**ATTENTION_ACTIVATIONS, **LIBRARY_ACTIVATIONS}
+KINDS = {**SOFTMAX_KINDS, **ROW_KINDS, **LINEAR_KINDS}
+KINDS |= {name: {"attention_activation": name} for name, row in ROWS.items() if row.is_elementwise}
 GROUPS = [list(KINDS)[start::7] for start in range(7)]
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    """The folder of a trained model with `MIXED` switches."""
     return trained_model(tmp_path_factory.mktemp("mixed"), **MIXED)
 
 
 def test_prompt_and_decoding(mixed, tmp_path):
-    """Logits of a padded batch, and the tokens of a greedy loop over the exported decode step."""
     model, tokenizer = NLQForCausalLM.from_pretrained(mixed), AutoTokenizer.from_pretrained(mixed)
     words = tokenizer("one two three four five six seven eight nine ten", return_tensors="pt").input_ids[0]
     programs = export(model, left_padded([words[:6], words[2:6]]), tmp_path)
@@ -67,13 +58,8 @@ def test_every_activation(number, make_model, tmp_path):
         for index, kind in enumerate(GROUPS[number])
     }
     positions = ("learned", "rope", "none")[number % 3]
-    model = make_model(
-        implementation="nlq",
-        position_embedding=positions,
-        max_position_embeddings=64,
-        num_hidden_layers=len(layers),
-        per_layer_config=layers,
-    )
+    switches = {"position_embedding": positions, "num_hidden_layers": len(layers), "per_layer_config": layers}
+    model = make_model(implementation="nlq", max_position_embeddings=64, **switches)
     ids = torch.randint(1, 13, (2, 6))
     programs = export(model, left_padded([ids[0], ids[1, 2:]]), tmp_path)
     prompts = list(torch.randint(1, 13, (4, 17)))

@@ -37,36 +37,26 @@ MERGED = {"atol": 2e-5, "rtol": 0}
 
 
 def adapted_layers(model) -> set[str]:
-    """The names of the adapted modules within layer 0."""
     return {name.split("layers.0.")[1] for name in model.base_model.targeted_module_names if "layers.0." in name}
 
 
-def check_round_trip(folder, config, tmp_path, merge=True):
-    """Trains an adapter, and compares it with itself after loading and after merging."""
+def check_round_trip(folder, config, tmp_path):
     model = load(folder)
-    frozen = {name: value.clone() for name, value in model.state_dict().items()}
+    frozen = model.state_dict()
     model = get_peft_model(model, config).eval()
     fit(model)
     after = logits(model)
     assert (after - logits(load(folder))).abs().max() > 1e-3
     model.save_pretrained(tmp_path / "adapter")
 
-    torch.testing.assert_close(
-        logits(PeftModel.from_pretrained(load(folder), tmp_path / "adapter")), after, atol=0, rtol=0
-    )
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(logits(loaded), after, atol=0, rtol=0)
     with model.disable_adapter():
         torch.testing.assert_close(logits(model), logits(load(folder)), atol=0, rtol=0)
-    if merge:
-        model.merge_adapter()
-        torch.testing.assert_close(logits(model), after, **MERGED)
-        model.unmerge_adapter()
-        torch.testing.assert_close(logits(model), after, **MERGED)
-        merged = model.merge_and_unload()
-        assert type(merged) is NLQForCausalLM and merged.state_dict().keys() == frozen.keys()
-        merged.save_pretrained(tmp_path / "merged")
-        torch.testing.assert_close(logits(load(tmp_path / "merged")), after, **MERGED)
+    merged = model.merge_and_unload()
+    assert type(merged) is NLQForCausalLM and merged.state_dict().keys() == frozen.keys()
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(load(tmp_path / "merged")), after, **MERGED)
     return model
 
 
@@ -104,67 +94,49 @@ def test_an_adapter_of_all_layers_is_saved_and_loaded(activation, query, trained
     check_round_trip(trained(activation, query), LoraConfig(target_modules="all-linear", **LORA), tmp_path)
 
 
-def test_head_projection(trained, tmp_path):
+def test_adapters_of_other_kinds_hold_what_they_should(trained, tmp_path):
     folder = trained("sigmoid", "nonlinear", head_projection=True)
-    config = LoraConfig(target_modules="all-linear", target_parameters=["head_proj.weight"], **LORA)
-    model = check_round_trip(folder, config, tmp_path)
+    lora = LoraConfig(target_modules="all-linear", target_parameters=["head_proj.weight"], **LORA)
+    model = check_round_trip(folder, lora, tmp_path / "lora")
     assert len(model.base_model.targeted_parameter_names) == SIZES["num_hidden_layers"]
-
-
-def test_ia3_scales_keys_values_and_the_mlp(trained, tmp_path):
-    """Keys and values are scaled, and the input of the MLP's last layer."""
-    model = check_round_trip(trained("sigmoid", "nonlinear"), IA3Config(task_type="CAUSAL_LM"), tmp_path)
+    model = check_round_trip(trained("sigmoid", "nonlinear"), IA3Config(task_type="CAUSAL_LM"), tmp_path / "ia3")
     assert adapted_layers(model) == {"self_attn.k_proj", "self_attn.v_proj", "mlp.fc2"}
 
 
 REMOTE = """
 import sys
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import AutoPeftModelForCausalLM
 
-root, *folders = sys.argv[1:]
-ids = torch.load(f"{root}/ids.pt")
-results = []
-for index, folder in enumerate(folders):
-    adapter = f"{root}/adapter-{index}"
-    loaded = AutoPeftModelForCausalLM.from_pretrained(adapter, trust_remote_code=True)
-    base = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert type(base).__module__.startswith("transformers_modules")
-    by_hand = PeftModel.from_pretrained(base, adapter)
+root, *names = sys.argv[1:]
+ids, results = torch.load(f"{root}/ids.pt"), []
+for name in names:
+    model = AutoPeftModelForCausalLM.from_pretrained(f"{root}/{name}", trust_remote_code=True)
+    assert type(model.base_model.model).__module__.startswith("transformers_modules")
     with torch.no_grad():
-        logits = loaded(input_ids=ids).logits
-        assert torch.equal(by_hand(input_ids=ids).logits, logits)
-        loaded.merge_and_unload().save_pretrained(f"{root}/merged-{index}")
-    results.append(logits)
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert all(value.grad is not None for value in model.parameters() if value.requires_grad)
+        results.append(model(input_ids=ids).logits)
+    model.merge_and_unload().save_pretrained(f"{root}/merged-{name}")
 torch.save(results, f"{root}/logits.pt")
 """
 
 
-def test_remote_code(trained, tmp_path):
-    folders = [trained(*case) for case in CASES]
-    expected = []
-    for index, folder in enumerate(folders):
-        model = get_peft_model(
-            load(folder), LoraConfig(target_modules="all-linear", init_lora_weights=False, **LORA)
-        ).eval()
-        model.save_pretrained(tmp_path / f"adapter-{index}")
-        expected.append(logits(model))
+def test_adapters_load_and_merge_by_remote_code(trained, tmp_path):
+    expected = {}
+    for case in CASES:
+        lora = LoraConfig(target_modules="all-linear", init_lora_weights=False, **LORA)
+        model = get_peft_model(load(trained(*case)), lora).eval()
+        model.save_pretrained(tmp_path / case[0])
+        expected[case[0]] = logits(model)
     torch.save(IDS, tmp_path / "ids.pt")
-    run_script(REMOTE, tmp_path, *folders, package=False)
-    for index, (result, reference) in enumerate(zip(torch.load(tmp_path / "logits.pt"), expected, strict=True)):
+    run_script(REMOTE, tmp_path, *expected, package=False)
+    for result, (name, reference) in zip(torch.load(tmp_path / "logits.pt"), expected.items(), strict=True):
         # The package's kernels may have computed the reference
         torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(logits(load(tmp_path / f"merged-{index}")), reference, **MERGED)
+        torch.testing.assert_close(logits(load(tmp_path / f"merged-{name}")), reference, **MERGED)
 
 
 @pytest.fixture(scope="module")
 def conversions(tmp_path_factory):
-    """A tiny GPT-2, its conversion, and two upcycled models of the same source; all with a tokenizer."""
     root = tmp_path_factory.mktemp("conversions")
     convert(small_model(root / "source", GPT2Config), root / "gpt2")
     for name in ("upcycled", "fresh"):
@@ -176,8 +148,7 @@ def only_f() -> LoraConfig:
     return LoraConfig(task_type="CAUSAL_LM", target_modules=DUMMY_TARGET_MODULES, modules_to_save=["q_bottleneck"])
 
 
-def test_adapter_of_f_alone(conversions, tmp_path):
-    """It holds all of `f` and nothing else, and fits any conversion of the same source, bit by bit."""
+def test_an_adapter_of_f_alone_fits_any_conversion_of_the_source(conversions, tmp_path):
     torch.manual_seed(1)
     model = get_peft_model(load(conversions / "upcycled"), only_f())
     frozen = logits(model)
@@ -200,14 +171,11 @@ def test_adapter_of_f_alone(conversions, tmp_path):
     torch.testing.assert_close(logits(adapted.merge_and_unload()), after, atol=0, rtol=0)
 
 
-def test_documented_scripts(conversions, trained, tmp_path, monkeypatch):
+def test_scripts_of_the_page_run(conversions, trained, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
-    for name, folder in {
-        "demo": trained("sigmoid", "nonlinear"),
-        "gpt2": conversions / "gpt2",
-        "upcycled": conversions / "upcycled",
-    }.items():
-        (tmp_path / "runs" / name).symlink_to(folder)
+    (tmp_path / "runs" / "demo").symlink_to(trained("sigmoid", "nonlinear"))
+    for name in ("gpt2", "upcycled"):
+        (tmp_path / "runs" / name).symlink_to(conversions / name)
     monkeypatch.chdir(tmp_path)
     training, only_f, other_side = re.findall(r"```python\n(.*?)```", ADAPTERS, flags=re.DOTALL)
     names = {}
@@ -222,8 +190,8 @@ def test_documented_scripts(conversions, trained, tmp_path, monkeypatch):
     torch.testing.assert_close(logits(names["model"]), after, atol=0, rtol=0)
 
 
-def test_default_targets(trained, pair_folder):
-    """Without `target_modules`, queries and values are adapted, as in a Llama; in cross-attention too."""
+def test_queries_and_values_are_adapted_by_default(trained, pair_folder):
+    """As in a Llama; in cross-attention too."""
     for query, layers in (("linear", {"q_proj"}), ("nonlinear", {"q_bottleneck.fc1", "q_bottleneck.fc2"})):
         model = get_peft_model(load(trained("sigmoid", query)), LoraConfig(**LORA))
         assert adapted_layers(model) == {f"self_attn.{name}" for name in (*layers, "v_proj")}
@@ -262,17 +230,14 @@ def pair_logits(model):
         PrefixTuningConfig(num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"),
         PromptEncoderConfig(num_virtual_tokens=3, task_type="SEQ_2_SEQ_LM"),
         LoraConfig(modules_to_save=["lm_head"]),
-        LoraConfig(modules_to_save=["lm_head"], ensure_weight_tying=True),
         LoraConfig(modules_to_save=["embed_tokens"]),
         LoraConfig(modules_to_save=["embed_tokens"], ensure_weight_tying=True),
         LoraConfig(trainable_token_indices={"embed_tokens": [3, 4]}),
         TrainableTokensConfig(token_indices=[3, 4]),
-        TrainableTokensConfig(token_indices=[3, 4], target_modules=["embed_tokens"]),
     ],
     ids=lambda config: f"{type(config).__name__} {getattr(config, 'modules_to_save', None)}",
 )
-def test_encoder_and_decoder(config, pair_folder, tmp_path):
-    """Trained, loaded, merged, and the merged model saved, they compute the same."""
+def test_adapters_of_a_pair_compute_the_same_once_loaded_or_merged(config, pair_folder, tmp_path):
     model = get_peft_model(load_pair(pair_folder), copy.deepcopy(config))
     fit(model)
     before, after = pair_logits(load_pair(pair_folder)), pair_logits(model)

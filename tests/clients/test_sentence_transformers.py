@@ -12,9 +12,9 @@ from transformers import AutoModel, AutoTokenizer
 TEXTS = ["one two three", "four five six seven eight", "nine"]
 
 
-def expected(folder, pooling: str) -> np.ndarray:
+def expected(folder, pooling: str, **switches) -> np.ndarray:
     """`(texts, hidden)`, each text alone. sentence-transformers applies a chat template if the tokenizer has one."""
-    model, tokenizer = AutoModel.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = AutoModel.from_pretrained(folder, **switches), AutoTokenizer.from_pretrained(folder)
     rows = []
     for text in TEXTS:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
@@ -24,18 +24,18 @@ def expected(folder, pooling: str) -> np.ndarray:
     return torch.stack(rows).numpy()
 
 
+@pytest.mark.parametrize("switches", [{}, {"is_causal": False}], ids=["decoder", "encoder"])
 @pytest.mark.parametrize("activation, query", CASES)
-def test_embeddings_are_pooled_tokens(activation, query, trained, tmp_path):
+def test_embeddings_are_pooled_tokens(activation, query, switches, trained, tmp_path):
     """A padded batch, a saved copy, and the pooling that sentence-transformers chooses for a decoder."""
     folder = trained(activation, query)
-    transformer = Transformer(str(folder))
-    encoder = SentenceTransformer(
-        modules=[transformer, Pooling(transformer.get_embedding_dimension(), "mean")], device="cpu"
-    )
-    np.testing.assert_allclose(encoder.encode(TEXTS), expected(folder, "mean"), atol=1e-5)
+    transformer = Transformer(str(folder), model_kwargs=switches)
+    pooling = Pooling(transformer.get_embedding_dimension(), "mean")
+    encoder = SentenceTransformer(modules=[transformer, pooling], device="cpu")
+    vectors = encoder.encode(TEXTS)
+    np.testing.assert_allclose(vectors, expected(folder, "mean", **switches), atol=1e-5)
     encoder.save(str(tmp_path))
-    np.testing.assert_array_equal(
-        SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), encoder.encode(TEXTS)
-    )
-    plain = SentenceTransformer(str(folder), device="cpu")
-    np.testing.assert_allclose(plain.encode(TEXTS), expected(folder, "last"), atol=1e-5)
+    np.testing.assert_array_equal(SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS), vectors)
+    if not switches:
+        plain = SentenceTransformer(str(folder), device="cpu")
+        np.testing.assert_allclose(plain.encode(TEXTS), expected(folder, "last"), atol=1e-5)

@@ -16,7 +16,6 @@ PROMPTS = ("one two three", "four", "nine ten eleven twelve one two three four f
 
 
 def check_answers(client, folder):
-    """Several completions at once, and each other kind of request."""
 
     def expected(text):
         return continuation(folder, text, NEW_TOKENS)

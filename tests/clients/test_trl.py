@@ -12,17 +12,9 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 
 TEXTS = ["one two three four five six", "seven eight nine", "ten eleven twelve one", "twelve ten"]
-SETTINGS = {
-    "max_steps": 3,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "gradient_checkpointing": False,
-}
+SETTINGS = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1}
+SETTINGS |= {"report_to": "none", "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+SETTINGS |= {"gradient_checkpointing": False}
 
 
 def losses(trainer) -> list[float]:
@@ -45,7 +37,6 @@ def mean_loss(folder) -> float:
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("activation, query", CASES)
 def test_sft_keeps_packed_texts_apart(activation, query, adapter, trained, tmp_path):
-    """Padded texts, and texts packed into one row, which must not see each other."""
     folder, first = trained(activation, query), {}
     for packing in (False, True):
         trainer = SFTTrainer(

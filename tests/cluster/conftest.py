@@ -55,7 +55,6 @@ def start_cluster(monkeypatch):
 
 @pytest.fixture(scope="session")
 def comparison_file(recipe_file, tmp_path_factory):
-    """A function from the fields of a comparison to its file."""
 
     def make(**fields) -> str:
         models = {"base": None, "squared": {"switches": {"attention_activation": "squared"}}}

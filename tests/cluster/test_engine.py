@@ -69,7 +69,6 @@ class TestSameNumbers:
         assert without_times(results) == without_times(expected)
 
     def test_no_cluster_is_running(self, made_locally, tmp_path):
-        """Then one is started, and stopped at the end."""
         file, expected, local = made_locally
         shutil.copytree(local, tmp_path / "results")
         shutil.rmtree(tmp_path / "results" / "runs" / "squared" / "rate-0.01-seed-0")

@@ -20,7 +20,6 @@ from nlq import main
 
 
 def start_driver(file: str, folder: Path, errors: Path) -> subprocess.Popen:
-    """Starts `nlq compare --engine ray`."""
     command = [sys.executable, "-m", "nlq", "compare", file, "--output_dir", str(folder)]
     command += ["--engine", "ray", "--cpus-per-run", "1"]
     with errors.open("w") as stream:

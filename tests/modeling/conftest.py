@@ -58,7 +58,6 @@ def fresh_compiler():
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Chunks of linear attention so small that short sequences take several."""
     monkeypatch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
     monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(linear_nlq.chunked_form, chunk_size=3))
 

@@ -1,8 +1,10 @@
 """The choice of a backend for each activation, and the errors of backends that cannot compute it."""
 
+import re
+
 import pytest
 import torch
-from support.attention_cases import NON_NEGATIVE
+from support.reference import NON_NEGATIVE, OF_A_ROW
 
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, AttentionRequest, find_backend
@@ -10,36 +12,21 @@ from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS as IN_CPP
 
 
 class TestChoice:
-    """The backends that compute each activation, and the errors of the others."""
-
     # By activation, "zero" being softmax with a sink
+    FLASH = {f"flash_attention_{version}" for version in (2, 3, 4)}
     CAN = {
-        "softmax": {
-            *(
-                "eager",
-                "sdpa",
-                "flash_attention_2",
-                "flash_attention_3",
-                "flash_attention_4",
-                "flex_attention",
-                "nlq_cpp",
-            )
-        },
+        "softmax": {"eager", "sdpa", "flex_attention", "nlq_cpp", *FLASH},
         "zero": {"eager", "sdpa", "flex_attention"},
         **{name: {"eager", "nlq_tiled", "flex_attention"} for name in NON_NEGATIVE},
         **{name: {"eager", "nlq_tiled"} for name in ("tanh", "identity", "gelu", "silu", "leaky_relu", "relu6")},
-        "sparsemax": {"eager"},
-        "entmax15": {"eager"},
-        "softpick": {"eager"},
-        "stick_breaking": {"eager"},
+        **{name: {"eager"} for name in OF_A_ROW},
     }
     for name in IN_CPP:
         CAN[name] |= {"nlq_cpp", *({"nlq_triton"} & set(ATTENTION_BACKENDS))}  # where there is a Triton
     for names in CAN.values():
         names.add("nlq_rows")
-    # The others: nlq_tiled
     AUTOMATIC = {"softmax": "sdpa", "zero": "sdpa"}
-    AUTOMATIC |= dict.fromkeys(("sparsemax", "entmax15", "softpick", "stick_breaking"), "nlq_rows")
+    AUTOMATIC |= dict.fromkeys(OF_A_ROW, "nlq_rows")
 
     @staticmethod
     def asked(name, **options):
@@ -84,17 +71,16 @@ class TestChoice:
             assert find_backend("nlq", [0], self.asked(name, **{**call, **other})) == automatic
         assert find_backend("nlq", [0], self.asked(name, **call, dropout=0.1)) == automatic
 
-    def test_flex_attention_refuses_dropout(self):
-        with pytest.raises(ValueError) as error:
-            find_backend("flex_attention", [0, 3], self.asked("relu", dropout=0.1))
-        assert str(error.value) == (
-            "attn_implementation='flex_attention' cannot compute attention_dropout=0.1 (layer 0, 3); "
-            "use one of nlq, eager, nlq_tiled, nlq_rows"
-        )
-
-    @pytest.mark.parametrize("backend", ["nlq_tiled", "flex_attention"])
-    def test_backends_without_weights_are_refused(self, backend):
-        with pytest.raises(
-            ValueError, match=r"the weights that output_attentions=True asks for .* use one of nlq, eager$"
+    def test_requests_that_a_backend_lacks_are_refused(self):
+        for backend, request, message in (
+            (
+                "flex_attention",
+                {"dropout": 0.1},
+                "attention_dropout=0.1 (layer 0, 3)",
+            ),
+            ("nlq_tiled", {"weights": True}, "the weights that output_attentions=True asks for"),
+            ("flex_attention", {"weights": True}, "the weights that output_attentions=True asks for"),
         ):
-            find_backend(backend, [0], self.asked("relu", weights=True))
+            message = f"attn_implementation={backend!r} cannot compute {message}"
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}.*use one of nlq, eager"):
+                find_backend(backend, [0, 3], self.asked("relu", **request))

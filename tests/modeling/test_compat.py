@@ -4,10 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from support.deprecations import DeprecationHandler
-from support.paths import REPOSITORY
-from transformers import DynamicCache, GenerationMixin
-from transformers.utils import logging
+from transformers import DynamicCache
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
 from modeling_nlq.cache_nlq import CACHE_NAME
@@ -19,7 +16,7 @@ TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("activation", ["softmax", "linear_attention"])
-def test_both_names_of_the_cache(make_model, name, activation):
+def test_the_cache_may_be_given_by_both_names(make_model, name, activation):
     model = make_model(attention_activation=activation)
     is_deprecated = name != "cache" and CACHE_NAME == "cache"
     for module, key in ((model, "logits"), (model.model, "last_hidden_state")):
@@ -51,47 +48,10 @@ def test_no_argument_is_ignored(make_model, name, value):
             module(TOKENS, **{name: value})
 
 
-def test_known_arguments(make_model):
+def test_known_arguments_and_plain_values_change_nothing(make_model):
     model = make_model()
     positions = torch.arange(5)[None]
     known = dict.fromkeys(KNOWN_ARGUMENTS - {"output_attentions", "output_hidden_states"}, torch.ones_like(TOKENS))
-    switches = {
-        "return_dict": True,
-        "use_cache": False,
-        "a_switch": True,
-        "a_number": 3,
-        "a_name": "x",
-        "nothing": None,
-    }
+    switches = {"return_dict": True, "use_cache": False, "a_number": 3, "a_name": "x", "nothing": None}
     actual = model(TOKENS, position_ids=positions, **known, **switches).logits
     assert torch.equal(actual, model(TOKENS).logits)
-
-
-@pytest.mark.parametrize("renamed", [CACHE_NAME, "attention_mask"])
-def test_a_renaming_stops_generation(make_model, renamed, monkeypatch):
-    """As a future release may rename what `generate` passes, other tokens must not come out in silence."""
-    prepare = GenerationMixin.prepare_inputs_for_generation
-
-    def renaming(*args, **kwargs):
-        inputs = prepare(*args, **kwargs)
-        inputs["a_new_name"] = inputs.pop(renamed)
-        return inputs
-
-    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", renaming)
-    with pytest.raises(ValueError, match=r"^a_new_name: NLQ models do not know this argument"):
-        make_model().generate(TOKENS, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]), max_new_tokens=2, pad_token_id=0)
-
-
-@pytest.mark.parametrize("folder, is_ours", [("modeling_nlq", True), ("training/run", True), ("tests", False)])
-def test_deprecations_are_found_by_their_caller(folder, is_ours):
-    """The handler that fails every test in which our own code makes a deprecated call (conftest.py)."""
-    handler, logger = DeprecationHandler(), logging.get_logger("transformers.tests")
-    logger.addHandler(handler)
-    code = compile(
-        "logger.warning_once('`old` is deprecated'); logger.warning('fine')", REPOSITORY / folder / "file.py", "exec"
-    )
-    exec(code, {"logger": logger})
-    logger.removeHandler(handler)
-    assert len(handler.found) == is_ours
-    for handler in logging.logging.getLogger("transformers").handlers:  # the fixture's own has heard it too
-        getattr(handler, "found", []).clear()

@@ -19,11 +19,9 @@ from support.model_cases import (
     parametrize_switches,
 )
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.activations import ACT2FN
+from transformers import AutoConfig
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, NLQSeq2SeqConfig, linear_nlq
-from modeling_nlq.activations_nlq import FUNCTIONS
+from modeling_nlq import NLQConfig, NLQForCausalLM, linear_nlq
 from modeling_nlq.configuration import find, names
 from modeling_nlq.configuration_nlq import AUTO_MAP
 from modeling_nlq.linear_nlq import chunked_form
@@ -33,61 +31,44 @@ from modeling_nlq.training.run.recipe import load_recipe
 from modeling_nlq.training.size import Size, auto_class_of, matching_intermediate_size, measure
 
 
-TINY = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 16,
-}
-
-# arXiv 2603.13381, table 1 and its public code
-NON_EMBEDDING_PARAMETERS = {
-    "gpt3-small-linear": 84_953_856,
-    "gpt3-small-residual": 84_953_856,
-    "gpt3-small-identity": 77_875_968,
-    "gpt3-small-nonlinear": 84_972_288,
-    "gpt3-small-mlp-3328": 89_672_448,
-    "gpt3-small-mlp-3456": 92_031_744,
-    "gpt3-small-mlp-3552": 93_801_216,
-    "gpt3-small-mlp-3648": 95_570_688,
-    "gpt3-small-mlp-3840": 99_109_632,
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+TINY = {**SIZES, "max_position_embeddings": 16}
+# arXiv 2603.13381, table 1 and its public code: parameters that are no embeddings
+PAPER = {
+    "linear": 84_953_856,
+    "residual": 84_953_856,
+    "identity": 77_875_968,
+    "nonlinear": 84_972_288,
+    "mlp-3328": 89_672_448,
+    "mlp-3456": 92_031_744,
+    "mlp-3552": 93_801_216,
+    "mlp-3648": 95_570_688,
+    "mlp-3840": 99_109_632,
 }
 
 
-@pytest.mark.parametrize("name", NON_EMBEDDING_PARAMETERS)
+@pytest.mark.parametrize("name", PAPER)
 def test_sizes_are_the_papers(name):
-    size = measure(load_config(name))
-    assert size.non_embedding == NON_EMBEDDING_PARAMETERS[name]
+    size = measure(load_config(f"gpt3-small-{name}"))
+    assert size.non_embedding == PAPER[name]
     assert size.total == size.non_embedding + 50304 * 768 + 1024 * 768
 
 
 @pytest.mark.parametrize("is_causal, visible, context", [(True, 16, 100), (False, 33, 100), (False, 33, 24)])
 def test_flops_of_windows(is_causal, visible, context):
-    """A query multiplies with the keys of its window only, which in an encoder has two sides."""
-    sizes = {
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-        "per_layer_config": {1: {"sliding_window": None}},
-    }
-    sizes |= {**TINY, "is_causal": is_causal}
-    whole = measure(NLQConfig(**TINY | sizes), context).flops_per_token
-    windowed = measure(NLQConfig(**TINY | sizes, sliding_window=16), context).flops_per_token
+    switches = {**TINY, "head_dim": 8, "is_causal": is_causal, "per_layer_config": {1: {"sliding_window": None}}}
+    whole, windowed = (
+        measure(NLQConfig(**switches, sliding_window=window), context).flops_per_token for window in (None, 16)
+    )
     assert whole - windowed == 6 * 2 * 2 * (context - min(context, visible)) * 4 * 8
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("key_value_heads", [4, 2])
 @parametrize_switches(PART_SWITCHES | SOFTMAX_KINDS | ELEMENTWISE_KINDS | ROW_KINDS | LINEAR_KINDS)
 def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, switches, key_value_heads):
-    sizes = {
-        **TINY,
-        "query_projection": "linear",
-        **switches,
-        "num_key_value_heads": key_value_heads,
-        "sliding_window": None,
-    }
+    sizes = {**TINY, "query_projection": "linear", **switches}
+    sizes |= {"num_key_value_heads": key_value_heads, "sliding_window": None}
     is_linear = switches.get("attention_activation") == "linear_attention"
     config = NLQConfig(**sizes, attn_implementation="nlq" if is_linear else "eager")
     model, context = NLQForCausalLM(config), config.max_position_embeddings
@@ -118,11 +99,8 @@ def test_shipped_models_build(name):
         model = auto_class_of(config).from_config(config)
     assert type(model).__name__ == config.architectures[0]
     if name.startswith("tiny-") and type(config) is NLQConfig:
-        assert (
-            1e6
-            < model.num_parameters()
-            < (3e6 if model.lm_head.weight is not model.model.embed_tokens.weight else 2.2e6)
-        )
+        is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+        assert 1e6 < model.num_parameters() < (2.2e6 if is_tied else 3e6)
 
 
 @pytest.mark.parametrize("name", sorted({*names("recipes")} - {"heal"}))  # whose model its user converts
@@ -159,29 +137,19 @@ def test_shipped_accelerate_files_are_valid(name):
     assert (config.distributed_type, config.num_processes) == expected[name]
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {},
-        {
-            "attention_activation": "squared",
-            "attention_normalization": "length",
-            "norm_position": "post",
-            "use_bias": True,
-        },
-        {"attention_scaling": 0.5, "attention_output_scaling": 2, "eos_token_id": [1, 2], "num_key_value_heads": 4},
-        {
-            "attention_activation": "entmax15",
-            "per_layer_config": {1: LINEAR_KINDS["linear_learned"], 2: {"qk_norm": "rms"}},
-        },
-        ROTARY["yarn"] | {"position_embedding": "rope"},
-        ROTARY["not_in_each_layer"]
-        | ROTARY["partial"]
-        | {"position_embedding": "rope", "sliding_window": 8, "mlp_bias": True},
-    ],
-    ids=["defaults", "switches", "numbers", "per_layer", "rope", "modern"],
-)
-def test_json_round_trip(switches, tmp_path):
+SQUARED = {"attention_activation": "squared", "attention_normalization": "length", "norm_position": "post"}
+ROUND_TRIPS = {
+    "defaults": {},
+    "switches": {**SQUARED, "use_bias": True},
+    "numbers": {"attention_scaling": 0.5, "attention_output_scaling": 2, "eos_token_id": [1, 2]},
+    "per_layer": {"per_layer_config": {1: LINEAR_KINDS["linear_learned"], 2: {"qk_norm": "rms"}}},
+    "rope": ROTARY["yarn"] | {"position_embedding": "rope"},
+    "modern": ROTARY["not_in_each_layer"] | ROTARY["partial"] | {"position_embedding": "rope", "sliding_window": 8},
+}
+
+
+@parametrize_switches(ROUND_TRIPS)
+def test_saved_configurations_load_as_they_were(switches, tmp_path):
     config = NLQConfig(**{**TINY, **switches})
     config.save_pretrained(tmp_path)
     loaded = NLQConfig.from_pretrained(tmp_path)
@@ -192,102 +160,73 @@ def test_json_round_trip(switches, tmp_path):
     stored = json.loads(first)
     assert loaded.auto_map == config.auto_map == AUTO_MAP and stored["nlq_version"]
     assert stored["auto_map"] == {name: path for name, path in AUTO_MAP.items() if name != "AutoModelForMaskedLM"}
-    assert [layer.attention_activation for layer in loaded.per_layer_config] == [
-        layer.attention_activation for layer in config.per_layer_config
-    ]
 
 
 # Switches, and words of the message, which names field and value, and what is allowed
 LINEAR = {"attention_activation": "linear_attention"}
+
+
+def layers(index, **switches):
+    return {"per_layer_config": {index: switches}}
+
+
+def rope(**options):
+    return {"position_embedding": "rope", "rope_parameters": {"rope_theta": 1e4, **options}}
+
+
 BAD = [
     ({"query_projection": "cubic"}, ["query_projection='cubic'", "nonlinear", "upcycled"]),
     ({"attention_activation": "softmx"}, ["attention_activation='softmx'", "unknown", "softmax", "silu"]),
     ({"linear_attention_decay": "fixed"}, ["linear_attention_decay='fixed'", "'linear_attention'", "'softmax'"]),
     (
-        {**LINEAR, "linear_attention_decay": "fixed", "per_layer_config": {2: {"attention_activation": "relu"}}},
+        {**LINEAR, "linear_attention_decay": "fixed", **layers(2, attention_activation="relu")},
         ["layer 2", "linear_attention_decay='fixed'", "'linear_attention'", "'relu'"],
     ),
     ({**LINEAR, "linear_attention_decay": "fast"}, ["linear_attention_decay", "fast", "fixed", "learned"]),
-    (
-        {"attention_dropout": 0.1, "per_layer_config": {1: LINEAR}},
-        ["layer 1", "attention_dropout=0.1 excludes", "'linear_"],
-    ),
+    ({"attention_dropout": 0.1, **layers(1, **LINEAR)}, ["layer 1", "attention_dropout=0.1 excludes", "'linear_"]),
     ({**LINEAR, "attention_sink": "zero"}, ["attention_sink='zero'", "'softmax'", "'linear_attention'"]),
     ({"hidden_act": "prelu"}, ["hidden_act='prelu'", "gelu"]),
     ({"hidden_act": None}, ["hidden_act"]),
-    ({"residual_activation": "rilu"}, ["residual_activation='rilu'", "relu"]),
     ({"norm_position": "middle"}, ["norm_position", "middle", "pre", "post"]),
     ({"hidden_size": "32"}, ["hidden_size", "int"]),
     ({"num_attention_heads": 5}, ["hidden_size=32", "num_attention_heads=5"]),
     ({"num_hidden_layers": 0}, ["num_hidden_layers=0"]),
-    ({"num_hidden_layers": 10**7, "per_layer_config": {1: LINEAR}}, ["num_hidden_layers=10000000", "at most 10000"]),
+    ({"num_hidden_layers": 10**7, **layers(1, **LINEAR)}, ["num_hidden_layers=10000000", "at most 10000"]),
     ({"num_key_value_heads": 3}, ["num_key_value_heads=3"]),
     (
         {"key_projection": "identity", "num_key_value_heads": 2},
         ["key_projection='identity'", "hidden_size=32", "linear", "upcycled"],
     ),
-    ({"attention_sink": "zero", "attention_activation": "relu"}, ["attention_sink='zero'", "softmax", "'relu'"]),
     ({"attention_normalization": "length"}, ["attention_normalization='length'", "'sum'"]),
     ({"attention_activation": "relu", "attention_normalization": "max"}, ["attention_normalization", "max", "length"]),
-    (
-        {"attention_activation": "tanh", "attention_normalization": "sum"},
-        ["attention_normalization='sum'", "'tanh'", "'length'"],
-    ),
-    (
-        {"position_embedding": "rope", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
-        ["rope_type='dynamic'", "yarn"],
-    ),
-    (
-        {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}},
-        ["head_dim=8", "partial_rotary_factor=0.4", "3 rotated"],
-    ),
-    (
-        {"position_embedding": "rope", "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.5}},
-        ["partial_rotary_factor=1.5", "12 rotated"],
-    ),
-    (
-        {"per_layer_config": {1: {"position_embedding": "none"}}},
-        ["position_embedding='learned'", "all layers or of none"],
-    ),
+    ({"attention_activation": "tanh", "attention_normalization": "sum"}, ["'sum'", "'tanh'", "'length'"]),
+    (rope(rope_type="dynamic", factor=2.0), ["rope_type='dynamic'", "yarn"]),
+    (rope(rope_type="default", partial_rotary_factor=0.4), ["head_dim=8", "partial_rotary_factor=0.4", "3 rotated"]),
+    (rope(rope_type="default", partial_rotary_factor=1.5), ["partial_rotary_factor=1.5", "12 rotated"]),
+    (layers(1, position_embedding="none"), ["position_embedding='learned'", "all layers or of none"]),
     ({"sliding_window": 1}, ["sliding_window=1", "at least 2", "None"]),
-    ({"sliding_window": 4, "per_layer_config": {1: LINEAR}}, ["layer 1", "sliding_window=4 excludes"]),
-    ({"per_layer_config": {1: {"norm_type": "rmsnorm"}}}, ["per_layer_config", "norm_type"]),
+    ({"sliding_window": 4, **layers(1, **LINEAR)}, ["layer 1", "sliding_window=4 excludes"]),
+    (layers(1, norm_type="rmsnorm"), ["per_layer_config", "norm_type"]),
     ({"position_embedding": "rope", "head_dim": 7, "query_projection": "linear"}, ["head_dim=7"]),
     (
-        {
-            "position_embedding": "rope",
-            "head_dim": 7,
-            "query_projection": "linear",
-            "rope_parameters": {
-                "rope_type": "proportional",
-                "rope_theta": 1e4,
-                "factor": 1.0,
-                "partial_rotary_factor": 0.5,
-            },
-        },
+        {"head_dim": 7, "query_projection": "linear"}
+        | rope(rope_type="proportional", factor=1.0, partial_rotary_factor=0.5),
         ["head_dim=7"],
     ),
     ({"num_attention_head": 4}, ["'num_attention_head'", "'num_attention_heads'"]),
-    ({"per_layer_config": {0: {"hidden_size": 64}}}, ["per_layer_config", "hidden_size"]),
-    ({"per_layer_config": {1: {"qk_nrom": "l2"}}}, ["per_layer_config", "qk_nrom", "qk_norm"]),
+    (layers(0, hidden_size=64), ["per_layer_config", "hidden_size"]),
+    (layers(1, qk_nrom="l2"), ["per_layer_config", "qk_nrom", "qk_norm"]),
     ({"per_layer_config": [{"qk_norm": "l2"}]}, ["per_layer_config", "layer numbers"]),
-    ({"per_layer_config": {1: {"attention_activation": "lol"}}}, ["layer 1", "'lol'"]),
-    ({"per_layer_config": {1: {"skip": ["mlp"]}}}, ["per_layer_config", "skip"]),
+    (layers(1, attention_activation="lol"), ["layer 1", "'lol'"]),
+    (layers(1, skip=["mlp"]), ["per_layer_config", "skip"]),
 ]
 
 
-@pytest.mark.parametrize("switches, parts", BAD, ids=str)
-def test_bad_values_are_named(switches, parts):
+@pytest.mark.parametrize("switches, words", BAD, ids=str)
+def test_bad_values_are_named(switches, words):
     with pytest.raises((ValueError, StrictDataclassError)) as caught:
         NLQConfig(**{**TINY, **switches})
-    for part in parts:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize("half", ["encoder", "decoder"])
-def test_layers_of_a_pair_are_counted(half):
-    with pytest.raises(ValueError, match="num_hidden_layers=10000000 must be at most 10000"):
-        NLQSeq2SeqConfig(**{half: {"num_hidden_layers": 10**7}})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_override_of_from_pretrained_is_validated(tmp_path):
@@ -298,7 +237,7 @@ def test_override_of_from_pretrained_is_validated(tmp_path):
     assert model.model.layers[0].self_attn.activation.name == "relu"
 
 
-def test_unknown_keys_warn(caplog, monkeypatch):
+def test_unknown_keys_are_kept_with_a_warning(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     config = NLQConfig(**TINY, colour="blue")
     assert "'colour'" in caplog.text and config.colour == "blue"
@@ -308,32 +247,7 @@ def test_unknown_keys_warn(caplog, monkeypatch):
     assert "'query_projections'" in caplog.text
 
 
-def test_functions_own_no_parameters():
-    assert not [name for name in FUNCTIONS if list(ACT2FN[name].parameters())]
-
-
-@pytest.mark.parametrize("name", ["gpt3-small-linear", "tiny-bottleneck", "tiny-fourth-matrix"])
-def test_flops_equal_those_pytorch_counts(name):
-    config = load_config(name)
-    context = config.max_position_embeddings
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        tokens = torch.zeros(1, context, dtype=torch.long)
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, use_cache=False).logits.sum().backward()
-    assert counter.get_total_flops() == pytest.approx(measure(config).flops_per_token * context, rel=1e-3)
-
-
-def test_flops_of_linear_attention_do_not_grow_with_the_context():
-    linear, softmax = (load_config(name) for name in ("tiny-linear-attention", "tiny-linear"))
-    assert measure(linear, 128) == measure(linear, 65536)
-    # Writing into a state of head_dim x head_dim and reading from it, instead of one product for each of 256 keys,
-    # twice
-    saved = 6 * 2 * (256 - linear.head_dim) * linear.num_hidden_layers * linear.hidden_size
-    assert measure(softmax, 256).flops_per_token - measure(linear, 256).flops_per_token == saved
-
-
-def test_matching_width():
+def test_an_mlp_is_widened_to_a_number_of_parameters():
     linear, identity = load_config("gpt3-small-linear"), load_config("gpt3-small-identity")
     width = matching_intermediate_size(identity, measure(linear))
     assert width == 3456  # 12 x 768^2 query weights over 12 x 2 x 768 a unit: 384 more

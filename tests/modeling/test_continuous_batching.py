@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from support.client_cases import greedy
+from support.model_cases import random_tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -17,38 +18,30 @@ pytestmark = pytest.mark.thin(3)
 
 VOCABULARY = 60
 POSITIONS = 64
+# Several lengths; the last three share a prefix of several blocks
+PROMPTS = [random_tokens(1, length, VOCABULARY)[0].tolist() for length in (3, 17, 1, 30, 8)]
+PROMPTS += [PROMPTS[3][:22], PROMPTS[3]]
 
 
 def make_model(**switches) -> NLQForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     # Large weights: the greedy tokens vary, and differ by more than rounding
-    model = NLQForCausalLM(NLQConfig(**{**sizes, **heads, "initializer_range": 0.3, **switches})).eval()
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    model = NLQForCausalLM(NLQConfig(**{**sizes, **switches})).eval()
     for layer in model.model.layers:
-        if getattr(layer.self_attn, "attention_sink", None) == "learned":
+        if layer.self_attn.attention_sink == "learned":
             torch.nn.init.normal_(layer.self_attn.sink_bias)
     return model
 
 
-def draw_prompts() -> list[list[int]]:
-    """Prompts of several lengths; the last three share a prefix of several blocks."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in (3, 17, 1, 30, 8)]
-    return [*prompts, prompts[3][:22], prompts[3]]
-
-
-PROMPTS = draw_prompts()
-
-
 def run(model, prompts=PROMPTS, batching=None, **generation) -> list[list[int]]:
     """The new tokens of `generate_batch`, with blocks of 4 tokens and prompts in chunks of at most 16 tokens."""
-    generation_config = GenerationConfig(
-        **{"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **generation}
-    )
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **generation}
     sizes = {"num_blocks": 40, "max_batch_tokens": 16, "page_size": 4, **(batching or {})}
+    paged = ContinuousBatchingConfig(**sizes)
     outputs = model.generate_batch(
-        prompts, generation_config=generation_config, continuous_batching_config=ContinuousBatchingConfig(**sizes)
+        prompts, generation_config=GenerationConfig(**options), continuous_batching_config=paged
     )
     assert [output.error for output in outputs.values()] == [None] * len(outputs)
     return [output.generated_tokens for output in outputs.values()]
@@ -60,15 +53,10 @@ def expected_tokens(model, prompts=PROMPTS, new_tokens=6) -> list[list[int]]:
     return tokens
 
 
-CASES = {
-    "softmax": {},
+CASES = {name: {"attention_activation": name} for name in ("softmax", "squared", "tanh", "sparsemax")} | {
     "softmax_eager": {"attn_implementation": "eager"},
     "sink": {"attention_sink": "learned"},
     "sigmoid_rope": {"attention_activation": "sigmoid", "position_embedding": "rope"},
-    "squared": {"attention_activation": "squared"},
-    "softplus_sum": {"attention_activation": "softplus", "attention_normalization": "sum"},
-    "tanh": {"attention_activation": "tanh"},
-    "sparsemax": {"attention_activation": "sparsemax"},
     "entmax15_no_positions": {"attention_activation": "entmax15", "position_embedding": "none"},
     "mixed": {"attention_activation": "relu", "per_layer_config": {1: {"attention_activation": "softmax"}}},
     "window": {"sliding_window": 6},
@@ -127,22 +115,11 @@ def test_flash_attention_gets_the_lengths_of_the_requests(monkeypatch):
     assert run(model) == expected
 
 
-@pytest.mark.slow
-def test_end_of_text_one_token_and_several_sequences(sigmoid):
-    expected = expected_tokens(sigmoid)
-    end = expected[0][2]
-    ended = [row[: row.index(end) + 1] if end in row else row for row in expected]
-    assert run(sigmoid, eos_token_id=end) == ended != expected
-    assert run(sigmoid, max_new_tokens=1) == [row[:1] for row in expected]
-    # The only sampling whose tokens are known
-    assert run(sigmoid, do_sample=True, top_k=1, num_return_sequences=2) == [row for row in expected for _ in range(2)]
-
-
-def test_cache_that_is_too_small_for_all_requests(sigmoid):
+def test_a_cache_too_small_for_all_requests_serves_them_in_turn(sigmoid):
     assert run(sigmoid, batching={"num_blocks": 11, "max_batch_tokens": 5}) == expected_tokens(sigmoid)
 
 
-def test_padded_batches_and_warm_up(sigmoid):
+def test_padded_batches_after_a_warm_up_give_the_same_tokens(sigmoid):
     """Static shapes, as for CUDA graphs and compilation: the row is padded, and so is what it reads from the cache."""
     expected = expected_tokens(sigmoid)
     sizes = {"num_blocks": 40, "page_size": 4, "q_padding_interval_size": 8, "kv_padding_interval_size": 16}
@@ -185,34 +162,35 @@ def test_requests_end_at_the_last_learned_position(sigmoid):
 
 
 class TestRefused:
-    @pytest.mark.parametrize("start", ["generate_batch", "init_continuous_batching"])
-    @pytest.mark.parametrize("layers", [(0, 1), (1,)], ids=["linear", "hybrid"])
-    def test_linear_attention(self, layers, start):
-        switches = {layer: {"attention_activation": "linear_attention"} for layer in layers}
-        model = make_model(attention_activation="sigmoid", per_layer_config=switches)
-        layer = rf"attention_activation='linear_attention' \(layer {layers[0]}\)"
-        message = f"^{layer} has no continuous batching; use generate$"
-        with pytest.raises(ValueError, match=message):
-            getattr(model, start)(*([PROMPTS] if start == "generate_batch" else []))
-        assert model.config._attn_implementation == "nlq"
+    LINEAR = {"attention_activation": "linear_attention"}
+    REFUSED = {
+        r"^attention_activation='linear_attention' \(layer 0\) has no continuous batching; use generate$": LINEAR,
+        r"^attention_activation='linear_attention' \(layer 1\) has no": {"per_layer_config": {1: LINEAR}},
+        r"sliding_window=\[6, None\].*one window for all layers": {
+            "sliding_window": 6,
+            "per_layer_config": {1: {"sliding_window": None}},
+        },
+        r"^attn_implementation='nlq_tiled' has no continuous batching; use one of nlq, eager$": {
+            "attention_activation": "sigmoid",
+            "attn_implementation": "nlq_tiled",
+        },
+        r"use one of nlq, sdpa, eager$": {"attn_implementation": "flex_attention"},
+    }
 
-    def test_windows_that_differ(self):
-        model = make_model(sliding_window=6, per_layer_config={1: {"sliding_window": None}})
-        with pytest.raises(ValueError, match=r"sliding_window=\[6, None\].*one window for all layers"):
-            model.generate_batch(PROMPTS)
+    @pytest.mark.parametrize("message, switches", REFUSED.items())
+    def test_models_are_refused_by_name(self, message, switches):
+        model = make_model(**switches)
+        before = model.config._attn_implementation
+        for start in (lambda: model.generate_batch(PROMPTS), model.init_continuous_batching):
+            with pytest.raises(ValueError, match=message):
+                start()
+        assert model.config._attn_implementation == before
 
-    def test_backend_without_paged_cache(self):
-        model = make_model(attention_activation="sigmoid", attn_implementation="nlq_tiled")
-        with pytest.raises(
-            ValueError, match=r"^attn_implementation='nlq_tiled' has no continuous batching; use one of nlq, eager$"
-        ):
-            run(model)
+    def test_a_paged_cache_is_refused_by_name(self):
         paged = {"position_ids": torch.tensor([[0]]), "cache": object.__new__(PagedAttentionCache), "use_cache": False}
+        model = make_model(attention_activation="sigmoid", attn_implementation="nlq_tiled")
         with pytest.raises(ValueError, match=r"^attn_implementation='nlq_tiled' takes no paged cache"):
             model(torch.tensor([[1]]), **paged)
-        model = make_model(attn_implementation="flex_attention")
-        with pytest.raises(ValueError, match=r"use one of nlq, sdpa, eager$"):
-            run(model)
 
     def test_failure_before_the_start_leaves_the_model_as_it_was(self, sigmoid):
         implementation = sigmoid.config._attn_implementation
@@ -223,6 +201,4 @@ class TestRefused:
 
 def test_transformers_switches_to_flash_attention_where_it_computes_the_model(sigmoid):
     assert make_model()._supports_flash_attn
-    assert not sigmoid._supports_flash_attn
-    assert not make_model(attention_sink="zero")._supports_flash_attn
-    assert make_model(per_layer_config={1: {"attention_activation": "linear_attention"}})._supports_flash_attn
+    assert not sigmoid._supports_flash_attn and not make_model(attention_sink="zero")._supports_flash_attn

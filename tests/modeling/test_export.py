@@ -4,18 +4,18 @@
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
-from support.grids import slow_except
 from support.model_cases import (
+    AFTER_THE_HEADS,
     ELEMENTWISE_KINDS,
     LINEAR_KINDS,
     PART_SWITCHES,
     PROJECTIONS,
     ROW_KINDS,
     SOFTMAX_KINDS,
-    SWITCHES,
     VOCABULARY,
 )
 from transformers import DynamicCache
@@ -30,7 +30,6 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def operators(program: torch.export.ExportedProgram) -> set[str]:
-    """The namespaces of all operators of a program."""
     graphs = [part.graph for part in program.graph_module.modules() if hasattr(part, "graph")]
     targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert targets
@@ -60,28 +59,15 @@ def export(model, inputs, strict: bool = False) -> torch.export.ExportedProgram:
         return torch.export.export(model, (), copy.deepcopy(inputs), dynamic_shapes=shapes, strict=strict)
 
 
-def groups(names: list[str], size: int) -> list[list[str]]:
-    return [names[start : start + size] for start in range(0, len(names), size)]
-
-
 # Several kinds of layers in one model, each with another query, because an export takes seconds
-GROUPS = groups(list(KINDS), 6)
+GROUPS = [list(KINDS)[start : start + 6] for start in range(0, len(KINDS), 6)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        pytest.param(kinds, marks=[] if kinds is GROUPS[-1] else pytest.mark.slow, id="+".join(kinds))
-        for kinds in GROUPS
-    ],
-)
+@pytest.mark.parametrize("kinds", GROUPS, ids="+".join)
 def test_an_exported_prompt_runs_with_other_sizes(kinds, make_model):
-    """Exported with one padding and length, run with others."""
-    layers = {
-        index: {**KINDS[kind], "query_projection": PROJECTIONS[index % len(PROJECTIONS)]}
-        for index, kind in enumerate(kinds)
-    }
+    queries = itertools.cycle(PROJECTIONS)
+    layers = {index: {**KINDS[kind], "query_projection": next(queries)} for index, kind in enumerate(kinds)}
     layers[0] |= {} if kinds[0] in LINEAR_KINDS else {"sliding_window": 3}
     model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=len(kinds), per_layer_config=layers)
     program = export(model, batch_of(2, 5, padding=2))
@@ -90,8 +76,8 @@ def test_an_exported_prompt_runs_with_other_sizes(kinds, make_model):
     check(program, model, batch_of(2, 7))
 
 
-RICH = {
-    **SWITCHES["everything_after_the_heads"],
+RICH_SWITCHES = {
+    **AFTER_THE_HEADS,
     "num_key_value_heads": 2,
     "position_embedding": "rope",
     "query_projection": "linear",
@@ -103,17 +89,20 @@ RICH = {
 @pytest.mark.parametrize("padding", [0, 2])  # a mask of ones in the sample is not taken for "no padding"
 @pytest.mark.parametrize("name", [*PART_SWITCHES, "rich"])
 def test_exported_parts_run_with_other_sizes(make_model, name, padding):
-    model = make_model(implementation="nlq", use_cache=False, **{**PART_SWITCHES, "rich": RICH}[name])
+    model = make_model(implementation="nlq", use_cache=False, **{**PART_SWITCHES, "rich": RICH_SWITCHES}[name])
     program = export(model, batch_of(2, 5, padding=padding))
     assert operators(program) == {"aten"}
     check(program, model, batch_of(3, 11, padding=4))
 
 
 @pytest.mark.slow
-def test_packed_documents(make_model):
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_exported_packing_runs_with_other_documents(make_model, is_causal):
     """Documents begin elsewhere, and are more, than in the sample; `n_i` is counted in each document."""
-    layers = {0: KINDS["sigmoid"], 1: KINDS["linear_learned"], 2: KINDS["softmax"]}
-    model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=3, per_layer_config=layers)
+    linear = KINDS["linear_learned" if is_causal else "linear"]
+    layers = {0: KINDS["sigmoid"], 1: linear, 2: KINDS["softmax"]}
+    switches = {"num_hidden_layers": 3, "per_layer_config": layers, "is_causal": is_causal}
+    model = make_model(implementation="nlq", use_cache=False, **switches)
 
     def packed(*lengths):
         positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1).contiguous()
@@ -136,15 +125,14 @@ DECODING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padding", [pytest.param(0, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("layers", slow_except(list(DECODING), ["mixed"]))
-def test_cached_tokens(layers, padding, make_model):
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("layers", DECODING)
+def test_an_exported_step_continues_other_caches(layers, padding, make_model):
     """The cache is an input and an output. Its length, the batch and the number of new tokens differ from the
     sample's.
     """
-    model = make_model(
-        implementation="nlq", position_embedding="rope", num_key_value_heads=2, per_layer_config=DECODING[layers]
-    )
+    switches = {"position_embedding": "rope", "num_key_value_heads": 2, "per_layer_config": DECODING[layers]}
+    model = make_model(implementation="nlq", **switches)
     register_cache_pytrees_for_model(model)
 
     def step(rows, cached, new, padding):
@@ -173,12 +161,12 @@ def test_cached_tokens(layers, padding, make_model):
         assert outputs.past_key_values.get_seq_length() == cached + new
 
 
-def test_cache_of_a_window(make_model):
+def test_a_cache_that_counts_a_window_is_refused(make_model):
     """Its layers count by a plain number, which a program would keep."""
     model, text = make_model(use_cache=True, sliding_window=4), batch_of(2, 7)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(text["input_ids"][:, :5], past_key_values=cache)
         register_cache_pytrees_for_model(model)
-        with pytest.raises(ValueError, match=r"layer 0.*without a config"):
+        with pytest.raises(ValueError, match=r"layer 0.*without config"):
             torch.export.export(model, (text["input_ids"][:, 5:],), {"past_key_values": cache}, strict=False)

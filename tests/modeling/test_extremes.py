@@ -29,8 +29,7 @@ from modeling_nlq.attention_nlq import attention_weights
 
 ELEMENTWISE = ("eager", "nlq_tiled", "nlq_cpp")
 CASES = [
-    *((torch.float32, *pair) for pair in ALL_COMBINATIONS),
-    *((torch.bfloat16, *pair) for pair in ALL_COMBINATIONS),
+    *((dtype, *pair) for pair in ALL_COMBINATIONS for dtype in (torch.float32, torch.bfloat16)),
     *((torch.float16, name, "sum") for name in NON_NEGATIVE),
     *((torch.float32, name, "length") for name in LIBRARY_ACTIVATIONS if name not in PHI),
     *((torch.bfloat16, name, "none") for name in LIBRARY_ACTIVATIONS if name not in PHI),
@@ -44,7 +43,6 @@ pytestmark = [pytest.mark.usefixtures("small_tiles", "cpp_allowed"), pytest.mark
 
 
 def finite_results(activation, normalization, states, visible, sinks=(None,)):
-    """The output and gradients of every function that computes the activation, softmax with each sink."""
     is_softmax = activation == "softmax"
     backends = ("eager", "sdpa") if is_softmax else ("eager", "nlq_rows") if activation in OF_A_ROW else ELEMENTWISE
     for sink in sinks if is_softmax else (None,):
@@ -59,7 +57,6 @@ def finite_results(activation, normalization, states, visible, sinks=(None,)):
 
 @all_cases
 def test_scores_of_ten_thousand(dtype, activation, normalization):
-    """Rows of large scores of either sign, and of both."""
     signs = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [1.0, 1.0, -1.0, 1.0, -1.0, -1.0]])
     key = (100 * signs[:, None, :, None] * torch.tensor([1.0, 0.0, 0.0])).to(dtype).requires_grad_()
     query = key[1:].detach().expand(2, -1, -1, -1).flip(2).clone().requires_grad_()
@@ -76,8 +73,8 @@ def test_scores_of_ten_thousand(dtype, activation, normalization):
 
 
 @all_cases
-def test_equal_scores(dtype, activation, normalization):
-    """All scores 0, where several functions have a zero or a kink."""
+def test_scores_of_0_stay_finite(dtype, activation, normalization):
+    """Several functions have a zero or a kink there."""
     query = torch.zeros(1, 1, 6, 3, dtype=dtype, requires_grad=True)
     key, value = (torch.randn(1, 1, 6, 3).to(dtype).requires_grad_() for _ in range(2))
     visible = torch.ones(1, 1, 6, 6).tril().bool()
@@ -87,7 +84,7 @@ def test_equal_scores(dtype, activation, normalization):
 
 
 @all_cases
-def test_nothing_visible(dtype, activation, normalization):
+def test_queries_that_see_nothing_give_0(dtype, activation, normalization):
     """Rows that see nothing, first, in the middle, and all of a batch; whole tiles of them too."""
     visible = torch.ones(2, 1, 9, 9).tril().bool()
     visible[0, 0, 0], visible[0, 0, 4:8], visible[1] = False, False, False
@@ -100,19 +97,16 @@ def test_nothing_visible(dtype, activation, normalization):
         assert all((gradient[1] == 0).all() for gradient in gradients[1:3])
 
 
-@pytest.mark.parametrize(
-    "activation, score",
-    [("relu", 1e-40), ("relu", -1.0), ("relu_squared", 1e-21), ("squared", -1e-21), ("softplus", -95.0)],
-)
 @pytest.mark.parametrize("backend", ELEMENTWISE)
-def test_almost_no_weight(backend, activation, score):
-    """A sum of weights that is 0, or too small to divide by, gives 0."""
-    query, key = torch.full((1, 1, 6, 1), float(score), requires_grad=True), torch.ones(1, 1, 6, 1, requires_grad=True)
-    value = torch.randn(1, 1, 6, 1, requires_grad=True)
-    output = attend(backend, layer(activation, "sum"), query, key, value, scaling=1.0)
-    assert (output == 0).all()
-    for tensor in results(output, [query, key, value]):
-        assert tensor.isfinite().all()
+def test_almost_no_weight_gives_0(backend):
+    """A sum of weights that is 0, or too small to divide by."""
+    scores = {"relu": (1e-40, -1.0), "relu_squared": (1e-21,), "squared": (-1e-21,), "softplus": (-95.0,)}
+    for activation, score in ((name, score) for name, row in scores.items() for score in row):
+        query = torch.full((1, 1, 6, 1), score, requires_grad=True)
+        states = [query, torch.ones(1, 1, 6, 1, requires_grad=True), torch.randn(1, 1, 6, 1, requires_grad=True)]
+        output = attend(backend, layer(activation, "sum"), *states, scaling=1.0)
+        assert (output == 0).all()
+        assert all(tensor.isfinite().all() for tensor in results(output, states))
 
 
 @pytest.mark.parametrize("backend", ["nlq_tiled", "nlq_cpp"])
@@ -139,13 +133,9 @@ def test_only_differences_of_scores_count(activation, dtype):
         assert (weights[..., 2:] == 0).all()
 
 
-@pytest.mark.parametrize("activation", PROJECTED)
-def test_without_entmax(make_model, monkeypatch, activation, tmp_path, tokens):
-    """The model can be made, saved and loaded where the package is missing; running it says so."""
+def test_without_entmax_a_model_loads_and_says_what_it_needs(make_model, monkeypatch, tmp_path, tokens):
     monkeypatch.setitem(sys.modules, "entmax", None)
-    make_model(attention_activation=activation).save_pretrained(tmp_path)
-    with pytest.raises(
-        ImportError, match=f"attention_activation='{activation}' needs the package entmax: pip install"
-    ):
+    make_model(attention_activation="entmax15").save_pretrained(tmp_path)
+    with pytest.raises(ImportError, match="attention_activation='entmax15' needs the package entmax: pip install"):
         NLQForCausalLM.from_pretrained(tmp_path)(tokens)
     assert make_model()(tokens).logits.isfinite().all()

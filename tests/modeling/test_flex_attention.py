@@ -6,14 +6,12 @@ from support.attention_cases import (
     ALL_COMBINATIONS,
     LAYOUTS,
     NON_NEGATIVE,
-    PHI,
     SCALING,
     check,
     combinations,
     expected_of,
     layer,
     layer_for,
-    reference,
     results,
 )
 from support.flex_stand_in import dense_flex_attention
@@ -21,8 +19,6 @@ from support.grids import parametrize_grid
 from torch.nn.attention.flex_attention import create_block_mask
 
 from modeling_nlq import attention_nlq
-from modeling_nlq.activations_nlq import get_attention_activation
-from modeling_nlq.attention_nlq import log_function
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.masking_nlq import FlexMask
 
@@ -56,41 +52,19 @@ class TestHere:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             yield
 
-    @parametrize_grid(
-        {
-            "activation, normalization": [*COMBINATIONS, ("softmax", "sum")],
-            "name": ("left_padding", "nothing_visible", "grouped_queries", "chunk_after_cache", "packed_window"),
-        },
-        strength=1,
-    )
-    def test_outputs_are_those_of_the_formulas(self, monkeypatch, activation, normalization, name):
-        """The uncompiled function does return a log-sum-exp: the natural logarithm that the formula takes it for."""
-        if normalization != "sum":
-            monkeypatch.setattr(attention_nlq, "_check_flex_attention_on_cpu", lambda *inputs: None)
-        layout = LAYOUTS[name]
-        states = [tensor.detach() for tensor in layout.states()]
-        actual = run_flex(layout, layer_for(layout, activation, normalization), states)
-        check([actual], [reference(*states, layout.visible, activation, normalization, SCALING)], 1e-5)
-        assert (actual[~layout.visible.any(dim=-1).transpose(1, 2)] == 0).all()
-
-    @pytest.mark.parametrize(
-        "module, refused",
-        [
-            (layer("relu", "length"), "a sink, or another normaliser than 'sum',"),
-            (
-                layer("softmax", sink=torch.zeros(2), attention_sink="zero"),
-                "a sink, or another normaliser than 'sum',",
-            ),
+    def test_what_the_cpu_lacks_is_refused(self):
+        another, sink = "a sink, or another normaliser than 'sum',", {"sink": torch.zeros(2), "attention_sink": "zero"}
+        for module, refused in (
+            (layer("relu", "length"), another),
+            (layer("softmax", **sink), another),
             (layer("relu", "sum"), "gradients"),
-        ],
-        ids=["length", "sink", "gradients"],
-    )
-    def test_what_the_cpu_lacks_is_refused(self, module, refused):
-        with pytest.raises(ValueError) as error, torch.enable_grad():
-            run_flex(LAYOUTS["causal"], module, LAYOUTS["causal"].states())
-        assert str(error.value) == (
-            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer 0); use 'nlq' or 'eager'"
-        )
+        ):
+            with pytest.raises(ValueError) as error, torch.enable_grad():
+                run_flex(LAYOUTS["causal"], module, LAYOUTS["causal"].states())
+            assert str(error.value) == (
+                f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer 0); use 'nlq' or "
+                "'eager'"
+            )
 
 
 class TestElsewhere:
@@ -108,7 +82,6 @@ class TestElsewhere:
         check(actual, expected_of(layout, activation, normalization, states), 1e-5)
 
     def test_visible_keys_are_counted_where_needed(self):
-        """The number of visible keys is needed by some normalisers only."""
         layout = LAYOUTS["causal"]
         states, mask = layout.states(), block_mask(layout)
         for pair, given in ((("relu", "sum"), mask), (("relu", "none"), FlexMask(mask))):
@@ -118,19 +91,6 @@ class TestElsewhere:
                 attend(layer(name, normalization), states, FlexMask(mask))
         with pytest.raises(ValueError, match=r"'flex_attention' \(layer 0\) needs a block mask"):
             attend(layer("relu", "sum"), states, None)
-
-    @pytest.mark.parametrize("activation", NON_NEGATIVE)
-    def test_log_function(self, activation):
-        scores = torch.tensor([-50.0, -20.0, -1.0, 0.0, 0.5, 1e4], dtype=torch.float64, requires_grad=True)
-        actual, phi = log_function(get_attention_activation(activation), scores), PHI[activation](scores)
-        positive = phi > 0
-        assert (actual[~positive] == -torch.inf).all()
-        torch.testing.assert_close(actual[positive], phi[positive].log())
-        gradient = torch.autograd.grad(actual[positive].sum(), scores, retain_graph=True)[0]
-        torch.testing.assert_close(
-            gradient, torch.autograd.grad(phi[positive].log().sum(), scores, retain_graph=True)[0]
-        )
-        assert (torch.autograd.grad(actual.sum(), scores)[0][~positive] == 0).all()
 
 
 @pytest.mark.gpu

@@ -26,13 +26,8 @@ from modeling_nlq import (
 from modeling_nlq.training.loading import initialize_by_name
 
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"max_position_embeddings": 32}
 STEEPER = DISTANCE.replace("-5.0", "-6.0")
 
 
@@ -92,11 +87,9 @@ except Exception as error:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "is_installed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no_package", "installed_not_imported"]
-)
-def test_loaded_from_the_folder(tmp_path, is_installed):
-    """Through all Auto classes, and again after it was saved by its own code; a changed file is refused."""
+@pytest.mark.parametrize("is_installed", [False, True], ids=["no_package", "installed_not_imported"])
+def test_a_folder_brings_its_parts_and_a_changed_file_is_refused(tmp_path, is_installed):
+    """Through all Auto classes, and again after it was saved by its own code."""
     load(tmp_path, DISTANCE)
     model = make()
     model.save_pretrained(tmp_path / "saved")
@@ -182,13 +175,13 @@ class Part(AttentionPart):
         self.inside = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         nn.init.ones_(self.inside[1].bias)
 """
-WITH_BUFFER = INITIAL + '        self.register_buffer("table", torch.full((2,), 4.0), persistent=False)\n'
 
 
-@pytest.mark.parametrize("text", [INITIAL, WITH_BUFFER], ids=["modules_alone", "with_a_buffer"])
+@pytest.mark.parametrize("has_buffer", [False, True])
 @pytest.mark.parametrize("made", ["from_config", "by_name", "missing", "loaded"])
-def test_values_that_init_sets_in_modules_inside_are_kept(tmp_path, made, text):
-    load(tmp_path, text)
+def test_values_that_init_sets_in_modules_inside_are_kept(tmp_path, made, has_buffer):
+    buffer = '        self.register_buffer("table", torch.full((2,), 4.0), persistent=False)\n'
+    load(tmp_path, INITIAL + buffer * has_buffer)
     config = NLQConfig(**SIZES, attention_parts=["initial"])
     missing = {"config": config, "state_dict": {}}
     model = NLQForCausalLM.from_pretrained(None, **missing) if made == "missing" else NLQForCausalLM(config)
@@ -205,7 +198,7 @@ def test_values_that_init_sets_in_modules_inside_are_kept(tmp_path, made, text):
     assert not part.own_class.weight.any() and (part.norm.weight == 0.5).all()
     assert torch.equal(part.conv.weight, torch.nn.init.dirac_(torch.empty(2, 2, 3)))
     assert (part.list[0] == 7).all() and (part.inside[1].bias == 1).all()
-    assert text is INITIAL or (part.table == 4).all()
+    assert not has_buffer or (part.table == 4).all()
     assert 0.9 < part.embedding.weight.std() < 1.1
     for plain in (part.plain, part.inside[0]):
         assert 0.01 < plain.weight.std() < 0.03 and not plain.bias.any()
@@ -237,19 +230,25 @@ def test_only_imports_are_rewritten(before, imports, after):
     assert parts_files.published_text(text, "my_idea.py") == text
 
 
-def test_a_name_that_nlq_has(tmp_path):
+def test_padding_moves_no_token_of_a_part(tmp_path):
+    load(tmp_path, DISTANCE)
+    model, tokens = make(attn_implementation="eager"), random_tokens(1, 6)
+    mask = torch.tensor([[0, 0, 1, 0, 1, 1]])
+    with torch.no_grad():
+        alone = model(tokens[mask.bool()][None]).logits
+        torch.testing.assert_close(model(tokens, attention_mask=mask).logits[mask.bool()], alone[0])
+
+
+def test_names_that_are_refused(tmp_path):
+    for name in ("keys", "forward", "training", "__class__", "_modules", "a.b"):
+        with pytest.raises(ValueError, match=rf"^Bias.name='{name}' must be a Python identifier, and no attribute of"):
+            load(tmp_path, DISTANCE.replace('"distance"', f'"{name}"'))
     load(tmp_path, DISTANCE.replace('"distance"', '"forget_gate"'))
     with pytest.raises(StrictDataclassError, match="'forget_gate' is a field of its own"):
         NLQConfig(**SIZES, attention_parts=["forget_gate"])
 
 
-@pytest.mark.parametrize("name", ["keys", "forward", "training", "__class__", "_modules", "a.b"])
-def test_a_name_that_no_module_can_have(name, tmp_path):
-    with pytest.raises(ValueError, match=rf"^Bias.name='{name}' must be a Python identifier, and no attribute of"):
-        load(tmp_path, DISTANCE.replace('"distance"', f'"{name}"'))
-
-
-def test_in_one_layer(tmp_path):
+def test_a_part_may_be_in_one_layer(tmp_path):
     load(tmp_path, DISTANCE.replace("\n", "\r\n"))  # line ends make no other file
     model = make(per_layer_config={0: {"attention_parts": None}})
     load(tmp_path, DISTANCE)

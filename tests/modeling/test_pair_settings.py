@@ -13,13 +13,8 @@ from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration,
 from modeling_nlq.training.loading import load_config
 
 
-HALF = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,
-}
+HALF = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4}
+HALF |= {"max_position_embeddings": 32}
 HALVES = {"encoder": HALF, "decoder": {**HALF, "num_hidden_layers": 2, "max_position_embeddings": 24}}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -138,11 +133,8 @@ def test_saved_and_loaded_again(saved, tmp_path):
         "num_hidden_layers",
     }
     assert not names & {*config.to_diff_dict()}
-    for again in (
-        copy.deepcopy(config),
-        NLQSeq2SeqConfig(**config.to_dict()),
-        NLQSeq2SeqConfig.from_dict(config.to_dict()),
-    ):
+    settings = config.to_dict()
+    for again in (copy.deepcopy(config), NLQSeq2SeqConfig(**settings), NLQSeq2SeqConfig.from_dict(settings)):
         assert again.to_diff_dict() == config.to_diff_dict()
 
 
@@ -154,15 +146,3 @@ def test_weights_of_other_shapes_in_one_line(saved, saved_decoder):
             model_class.from_pretrained(folder, vocab_size=32)
         model = model_class.from_pretrained(folder, vocab_size=32, ignore_mismatched_sizes=True)
         assert model.lm_head.weight.shape == (32, 16)
-
-
-def test_sizes_and_early_exit(saved):
-    """The decoder's, as those of Bart; early exit leaves a deeper encoder as it is."""
-    model = AutoModelForSeq2SeqLM.from_pretrained(saved).eval()
-    config, ids = model.config, torch.randint(3, 64, (1, 6))
-    assert (config.num_hidden_layers, config.num_layers, config.num_attention_heads) == (2, 2, 4)
-    assert config.max_position_embeddings == 24
-    options = {"max_new_tokens": 6, "do_sample": False}
-    expected = model.generate(ids, **options)
-    assert model.generate(ids, assistant_early_exit=1, **options).equal(expected)
-    assert (config.encoder.num_hidden_layers, config.decoder.num_hidden_layers) == (3, 2)

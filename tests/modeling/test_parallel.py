@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.model_cases import LINEAR_SWITCHES, PART_SWITCHES, RICH, SWITCHES
+from support.model_cases import PART_SWITCHES, RICH, SWITCHES
 from support.paths import TESTS
 from transformers.distributed import DistributedConfig
 
@@ -17,38 +17,8 @@ from modeling_nlq.integrations_nlq import check_distribution
 
 
 # Few models with many switches each, so that every part that belongs to heads is in one of them
-CASES = {
-    **{name: {"attention_activation": name, **switches} for name, switches in RICH.items()},
-    "projections": {
-        "key_projection": "upcycled",
-        "value_projection": "bottleneck",
-        "num_key_value_heads": 2,
-        "use_bias": True,
-    },
-    "identity": {
-        "attention_activation": "linear_attention",
-        "linear_attention_decay": "fixed",
-        "query_projection": "identity",
-        "key_projection": "nonlinear",
-        "value_projection": "identity",
-        "position_embedding": "none",
-    },
-    "modern": {
-        "query_projection": "upcycled",
-        "qk_norm": "rms_all_heads",
-        "sliding_window": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-        "position_embedding": "rope",
-        "norm_type": "rmsnorm",
-        "norm_position": "sandwich",
-        "mlp_type": "gated",
-        "query_key_value_bias": True,
-        "tie_word_embeddings": False,
-        "per_layer_config": {1: {"sliding_window": None, "position_embedding": "none"}},
-    },
-}
-QUICK = ("softmax", "sigmoid", "linear_attention", "modern")
+CASES = {name: {"attention_activation": name, **switches} for name, switches in RICH.items()}
+CASES |= {name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")}
 SIZES = {
     "tp2": {"tp_size": 2},
     "tp4": {"tp_size": 4},
@@ -83,24 +53,13 @@ def check(cases, make_model, folder):
 
 
 @pytest.mark.slow
-def test_equals_one_process(make_model, tmp_path):
-    cases = {name: CASES[name] for name in QUICK} | {name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")}
-    check({name: (switches, SIZES["tp2"]) for name, switches in cases.items()}, make_model, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", ["tp2", "fsdp2"])
 def test_encoder_and_decoder(sizes, make_model, tmp_path):
-    half = {
-        "vocab_size": 13,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    half |= {"max_position_embeddings": 32, "query_projection": "upcycled", "initializer_range": 0.3}
-    crosses = {"sigmoid": {"attention_activation": "sigmoid", "query_projection": "nonlinear"}}
-    crosses |= {
+    half = {"vocab_size": 13, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    half |= {"num_key_value_heads": 2, "max_position_embeddings": 32}
+    half |= {"query_projection": "upcycled", "initializer_range": 0.3}
+    crosses = {
+        "sigmoid": {"attention_activation": "sigmoid", "query_projection": "nonlinear"},
         "linear": {"attention_activation": "linear_attention", "attention_gate": "headwise"},
         "sink": {"attention_sink": "learned"},
     }
@@ -120,17 +79,18 @@ def test_every_split(sizes, make_model, tmp_path):
 
 @pytest.mark.slow
 def test_every_switch(make_model, tmp_path):
-    refused = ("differential_v1", "selective")
-    parts = {name: switches for name, switches in PART_SWITCHES.items() if not name.startswith(refused)}
-    parts = {name: switches for name, switches in parts.items() if switches.get("num_key_value_heads") != 1}
-    linear = {"attention_activation": "linear_attention"}
-    cases = SWITCHES | parts | {f"linear_{name}": linear | switches for name, switches in LINEAR_SWITCHES.items()}
-    check({name: (switches, SIZES["tp2"]) for name, switches in cases.items()}, make_model, tmp_path)
+    refused = {"differential_attention": "v1", "selective_attention": True, "num_key_value_heads": 1}
+    cases = {
+        name: (switches, SIZES["tp2"])
+        for name, switches in (SWITCHES | PART_SWITCHES).items()
+        if not switches.items() & refused.items()
+    }
+    check(cases, make_model, tmp_path)
 
 
 def test_plan_names_existing_modules(make_model):
     """Transformers would only warn of a rule that names nothing."""
-    for switches in (*CASES.values(), PART_SWITCHES["all_parts"], PART_SWITCHES["more_parts"]):
+    for switches in CASES.values():
         model = make_model(**switches)
         names = {name.replace(".0.", ".*.").replace(".1.", ".*.") for name, _ in model.named_modules()}
         assert model.tp_plan.keys() - names <= {"model.layers.*.self_attn.k_proj"}

@@ -19,12 +19,11 @@ from support.attention_cases import (
     set_rows,
     set_tiles,
 )
-from support.grids import parametrize_grid, slow_except
+from support.grids import parametrize_grid
 from support.live_memory import LiveMemory
 from torch.utils.checkpoint import checkpoint
 
 from modeling_nlq import activations_nlq, tiled_nlq
-from modeling_nlq.kernels.cpu import cpu_ops
 from modeling_nlq.masking_nlq import Visibility, read_mask
 from modeling_nlq.ops_nlq import AttentionInputs
 
@@ -43,9 +42,8 @@ class TestWork:
         "dense_mask": (dense(torch.eye(16).bool()[None, None]), 4),
         "window": (chunk(16, 16, 0, batch=1, window=4), 7),
     }
-    sparse = pytest.mark.parametrize("layout, pairs", SPARSE.values(), ids=SPARSE)
 
-    @sparse
+    @pytest.mark.parametrize("layout, pairs", SPARSE.values(), ids=SPARSE)
     def test_hidden_tiles_are_skipped(self, monkeypatch, layout, pairs):
         set_tiles(monkeypatch, 4, 4, 0)
         sizes = []
@@ -62,29 +60,12 @@ class TestWork:
         output.sum().backward()
         assert sizes == [(4, 4)] * pairs * 2
 
-    @sparse
-    def test_hidden_tiles_are_skipped_in_cpp(self, cpp_passes, monkeypatch, layout, pairs):
-        """A weight of 0 times NaN would be NaN, so whatever is finite did not visit the tile."""
-        set_tiles(monkeypatch, 4, 4, 0)
-        for passes in ("FORWARD_TILES", "BACKWARD_TILES"):
-            monkeypatch.setattr(cpu_ops, passes, (4, 4))
-        for start in range(0, layout.key_length, 4):
-            states = layout.states()
-            states[2].data[:, :, start : start + 4] = torch.nan
-            output, gradient, *_ = run("nlq_cpp", layout, layer_for(layout, "tanh"), states)
-            seen = layout.visible[..., start : start + 4].any(dim=-1)  # (batch, heads, query)
-            seen = seen.unflatten(-1, (-1, 4)).any(dim=-1).repeat_interleave(4, dim=-1)
-            assert output.transpose(1, 2)[~seen].isfinite().all() and gradient[~seen].isfinite().all()
-            assert output.transpose(1, 2)[seen].isnan().all()
-
-    @staticmethod
-    def layout(mask, length):
-        return {
-            "causal": chunk(length, length, 0, batch=1),
-            "padding": padded("0" * 5 + "1" * (length - 5)),
-            "packed": packed("a" * 30 + "b" * (length - 30)),
-            "window": chunk(length, length, 0, batch=1, window=20),
-        }[mask]
+    SPARSE_LAYOUTS = {
+        "causal": lambda length: chunk(length, length, 0, batch=1),
+        "padding": lambda length: padded("0" * 5 + "1" * (length - 5)),
+        "packed": lambda length: packed("a" * 30 + "b" * (length - 30)),
+        "window": lambda length: chunk(length, length, 0, batch=1, window=20),
+    }
 
     @staticmethod
     def memory_of_tiles(pair, layout):
@@ -120,20 +101,16 @@ class TestWork:
             inputs = AttentionInputs(*[states] * 3, None, None, *masks, None, *THREE[0], 1.0, 0.0)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(tiled_nlq, "_tile_size", lambda query: tile)  # noqa: B023
-                tiles = tiled_nlq._Tiles(inputs)
+                tiles = tiled_nlq._TiledCall(inputs)
             assert sum(len(tiles.key_tiles_of(i)) for i in range(len(tiles.query_tiles))) == pairs
 
     @pytest.mark.slow
     @parametrize_grid(
-        {
-            "pair": {"-".join(pair): pair for pair in (*THREE, ("softmax", "sum"))},
-            "mask": ("causal", "padding", "packed", "window"),
-        },
-        strength=1,
+        {"pair": {"-".join(pair): pair for pair in (*THREE, ("softmax", "sum"))}, "mask": SPARSE_LAYOUTS}, strength=1
     )
     def test_memory_of_tiles_is_linear(self, monkeypatch, pair, mask):
         set_tiles(monkeypatch, 16, 16, 0)
-        first, second, third = (self.memory_of_tiles(pair, self.layout(mask, length)) for length in (128, 256, 512))
+        first, second, third = (self.memory_of_tiles(pair, mask(length)) for length in (128, 256, 512))
         for name in ("peak", "largest"):
             assert getattr(second, name) <= 2.05 * getattr(first, name)
             assert getattr(third, name) <= 2.05 * getattr(second, name)
@@ -147,43 +124,12 @@ class TestWork:
         assert self.memory_of("eager", activation, 256) > 3 * self.memory_of("eager", activation, 128)
 
 
-def compiled(function):
-    return torch.compile(function, fullgraph=True, backend="aot_eager")
-
-
-def equal(actual, expected):
-    return all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
-
-
 @pytest.mark.usefixtures("small_tiles", "fresh_compiler")
 class TestPyTorch:
     @staticmethod
     def function(layout, activation, **options):
         module, mask = layer_for(layout, activation, training=bool(options)), layout.mask()
         return lambda *states: attend("nlq_tiled", module, *states, mask=mask, **options)
-
-    @pytest.mark.parametrize(
-        "name, dtype",
-        slow_except(
-            (
-                ("causal", "bfloat16"),  # half precision keeps the remainder of each rounding beside the sum
-                ("one_key_value_head", "float32"),
-                ("packed", "float32"),
-                ("mask_of_one_row", "float32"),
-                ("mask_per_head", "float32"),
-            ),
-            (("causal", "bfloat16"), ("packed", "float32"), ("mask_of_one_row", "float32")),
-        ),
-    )
-    def test_compiled_results_are_the_same_bits(self, name, dtype):
-        states = LAYOUTS[name].states(getattr(torch, dtype))
-        function = self.function(LAYOUTS[name], "sigmoid")
-        expected, actual = (results(call(*states), states) for call in (function, compiled(function)))
-        assert equal(actual, expected)
-        with torch.no_grad():
-            assert torch.equal(compiled(function)(*states), expected[0])
-        frozen = [tensor.detach() for tensor in states]  # outside of `no_grad`
-        assert torch.equal(compiled(function)(*frozen), expected[0])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
     def test_autocast_rounds_the_inputs(self, dtype):
@@ -195,7 +141,7 @@ class TestPyTorch:
         assert [tensor.dtype for tensor in actual] == [dtype, *[torch.float32] * 3]
         rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in states]
         expected = run("nlq_tiled", layout, layer_for(layout, "softplus"), rounded)
-        assert equal(actual, [other.to(one.dtype) for one, other in zip(actual, expected)])
+        assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(actual, expected, strict=True))
 
     @pytest.mark.parametrize("use_reentrant", [False, True], ids=["not_reentrant", "reentrant"])
     def test_checkpointing_drops_the_same_weights(self, use_reentrant):
@@ -207,7 +153,7 @@ class TestPyTorch:
         output = checkpoint(function, *states, use_reentrant=use_reentrant)
         torch.rand(3)  # between the two passes others draw random numbers too
         output.backward(random_factors(output))
-        assert equal([output.detach(), *(tensor.grad for tensor in states)], expected)
+        assert all(map(torch.equal, [output.detach(), *(tensor.grad for tensor in states)], expected))
 
     @parametrize_grid(
         {

@@ -68,7 +68,7 @@ def bidirectional(length, window=None):
     return Layout(sees, mask, length, length, **ONE)
 
 
-# Tiles of 32 and 16, so that each has some that need a mask, and most have some that need none
+# Longer than tiles of 32 queries and 16 keys: some tiles need a mask, some do not
 LAYOUTS = {
     "causal": chunk(70, 70, 0, **ONE),
     "without_mask": Layout(causal, query_length=33, key_length=33, **GROUP),

@@ -18,15 +18,8 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 
 # Every activation that a client has to treat in its own way, each with another query
 CASES = (("softmax", "upcycled"), ("sigmoid", "nonlinear"), ("squared", "linear"), ("linear_attention", "nonlinear"))
-SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 128,
-}
+SIZES = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 4, "intermediate_size": 64, "max_position_embeddings": 128}
 TEXT = "one two three four five six seven eight nine ten eleven twelve " * 40
 # Runs before a script: as if this package were not installed
 WITHOUT_PACKAGE = "import sys; sys.modules['modeling_nlq'] = None\n"
@@ -35,15 +28,12 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer of `TEXT` with a chat template."""
-    tokenizer = Tokenizer(models.BPE())
+    end, tokenizer = "<|endoftext|>", Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"vocab_size": 300, "special_tokens": [end], "show_progress": False}
+    trainer = trainers.BpeTrainer(**options, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator([TEXT], trainer)
-    end = "<|endoftext|>"
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token=end, pad_token=end)
     fast.chat_template = CHAT_TEMPLATE
     return fast
@@ -141,15 +131,8 @@ def run_script(
 ) -> subprocess.CompletedProcess:
     """Runs a script in a new process, with this package or where it cannot be imported.
 
-    Args:
-        script: the source, dedented here. Without the package, models need `trust_remote_code=True`.
-        arguments: `sys.argv[1:]`.
-        package: whether `modeling_nlq` can be imported.
-        launcher: a program that starts the script in several processes, such as
-            `("-m", "torch.distributed.run", ...)`.
-        script_folder: where the launcher finds the script as a file.
-        timeout: in seconds.
-        check: whether the script has to succeed.
+    `arguments` are `sys.argv[1:]`. A `launcher` such as `("-m", "torch.distributed.run", ...)` finds the script as a
+    file in `script_folder`. With `check`, the script has to succeed.
     """
     source = textwrap.dedent(script)
     if not package:

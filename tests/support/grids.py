@@ -9,17 +9,11 @@ import pytest
 def grid(
     axes: Mapping[str, Mapping | Sequence], allowed: Callable[..., bool] = lambda **row: True, strength: int = 2
 ) -> list:
-    """Parameters for the product of some axes.
+    """Parameters for the product of some axes, of which most rows are left out.
 
-    The unmarked parameters hold every allowed combination of values from `strength` axes at least once. Those marked
-    `slow` add every combination from one axis more, where the arguments of a joined axis count as axes of their own.
-    All other rows of the product are left out. The choice depends on nothing but the arguments.
-
-    Args:
-        axes: the values of each argument of the test, as a sequence of strings and numbers or as a dictionary from
-            ids. An axis of several arguments is named `"one, other"`, and its values are tuples.
-        allowed: takes a row's values by the names of their axes; the rows that it refuses are left out.
-        strength: 2 for every pair of values, 1 for every value.
+    The unmarked rows hold every allowed combination of values from `strength` axes. Those marked `slow` add every
+    combination from one axis more, where the arguments of a joined axis count as axes of their own. An axis is a
+    sequence or a dictionary from ids; one of several arguments is named `"one, other"`, and its values are tuples.
     """
     columns = [_with_ids(values) for values in axes.values()]
     product = itertools.product(*columns)
@@ -58,7 +52,6 @@ def _with_ids(values: Mapping | Sequence) -> list[tuple[str, object]]:
 
 
 def _values(axes: Mapping[str, Mapping | Sequence], row: tuple) -> list:
-    """The arguments of the test, with joined axes taken apart."""
     values = []
     for name, (_, value) in zip(axes, row):
         values.extend(value if "," in name else [value])
@@ -66,7 +59,6 @@ def _values(axes: Mapping[str, Mapping | Sequence], row: tuple) -> list:
 
 
 def _key(value: object) -> object:
-    """Equal for equal values, as far as they can be hashed."""
     try:
         return hash(value), value
     except TypeError:
@@ -74,7 +66,7 @@ def _key(value: object) -> object:
 
 
 def _cover(rows: list[list], strength: int) -> set[int]:
-    """The places of some rows that hold every combination of `strength` columns' values; the greedy choice."""
+    """Chooses rows greedily that hold every combination of `strength` columns' values."""
     combinations = [set(itertools.combinations(enumerate(row), strength)) for row in rows]
     chosen, covered = set(), set()
     for gain in range(max(map(len, combinations)), 0, -1):

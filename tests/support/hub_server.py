@@ -48,13 +48,9 @@ class Blob:
         return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
 
     def described(self, path: str) -> dict:
-        lfs = (
-            {"lfs": {"sha256": self.oid, "oid": self.oid, "size": len(self.data), "pointerSize": 130}}
-            if self.is_lfs
-            else {}
-        )
-        names = {"rfilename": path, "blobId": self.oid, "type": "file", "path": path, "oid": self.oid}
-        return {**names, "size": len(self.data), **lfs}
+        described = {"rfilename": path, "path": path, "type": "file", "size": len(self.data)}
+        described |= {"blobId": self.oid, "oid": self.oid}
+        return described | ({"lfs": {**described, "sha256": self.oid, "pointerSize": 130}} if self.is_lfs else {})
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ class Repo:
 class Request:
     method: str
     path: str  # still quoted: a branch `a/b` is one segment, `a%2Fb`
-    headers: dict[str, str]
+    token: str
     body: bytes
     user: str | None = None
 
@@ -148,30 +144,20 @@ class HubServer:
     def client_environment(self, home: Path, token: str = "") -> dict[str, str]:
         """What to add to the environment of a process whose client shall talk to this Hub; `home` keeps its caches."""
         caches = {"HF_HOME": home, "HF_HUB_CACHE": home / "hub", "HF_MODULES_CACHE": home / "modules"}
-        # By xet, the client would upload without asking whether the Hub has it
-        switches = {
-            "HF_HUB_OFFLINE": 0,
-            "TRANSFORMERS_OFFLINE": 0,
-            "HF_HUB_DISABLE_XET": 1,
-            "HF_HUB_DISABLE_TELEMETRY": 1,
-        }
-        proxies = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
-        addresses = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": token, **proxies}
+        switches = {"HF_HUB_OFFLINE": 0, "TRANSFORMERS_OFFLINE": 0, "HF_HUB_DISABLE_TELEMETRY": 1}
+        switches["HF_HUB_DISABLE_XET"] = 1  # by xet, the client would upload without asking whether the Hub has it
+        addresses = dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+        addresses |= {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": token}
         return {name: str(value) for name, value in {**caches, **switches, **addresses}.items()}
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         return {path: blob.data for path, blob in self._repos[repo_id].revision(revision).files.items()}
 
     def commits(self, repo_id: str, revision: str = "main") -> list[str]:
-        """Commit ids, the newest first."""
         return [commit.oid for commit in reversed(self._repos[repo_id].branches[revision])]
 
     def fail(self, method: str, pattern: str, status: int, message="On purpose", headers=None) -> None:
-        """Requests of this method in whose path `pattern` is found get an error until `heal`.
-
-        The client makes up to 6 attempts, 1 second apart with
-        `headers={"Retry-After": "0"}`.
-        """
+        """Requests of this method in whose path `pattern` is found get an error until `heal`."""
         self._faults.append((method, pattern, HubError(status, message, headers=headers)))
 
     def drop(self, method: str, pattern: str) -> None:
@@ -179,7 +165,6 @@ class HubServer:
         self._faults.append((method, pattern, None))
 
     def heal(self) -> None:
-        """Ends all faults."""
         self._faults.clear()
 
     def next_fault(self, method: str, path: str) -> tuple | None:
@@ -198,10 +183,9 @@ class HubServer:
                 if request.method.replace("HEAD", "GET") == route_method and (
                     match := pattern.fullmatch(request.path)
                 ):
-                    token = request.headers.get("authorization", "").removeprefix("Bearer ")
-                    if token and token not in self.tokens:
+                    if request.token and request.token not in self.tokens:
                         raise HubError(401, "Invalid credentials in Authorization header")
-                    request.user = self.tokens.get(token)
+                    request.user = self.tokens.get(request.token)
                     arguments = {name: unquote(value) for name, value in match.groupdict("").items()}
                     if "repo" in arguments:
                         key = "spaces/" * (arguments.pop("kind", "") == "spaces") + arguments["repo"]
@@ -223,7 +207,6 @@ class HubServer:
 
     @route("GET", "/api/agent-harnesses", access="anyone")
     def _registry(self, request: Request) -> dict:
-        """The client asks for it once in each new home, to describe its surroundings."""
         return {"standardEnvVars": [], "harnesses": {}}
 
     @route("POST", "/api/repos/create", access="anyone")
@@ -249,10 +232,8 @@ class HubServer:
 
     @route("GET", "/api/{kind}/{repo}/tree/{rev}(/{path})?")
     def _tree(self, request: Request, repo: Repo, rev: str, path: str) -> list[dict]:
-        inside = {
-            name: blob for name, blob in repo.revision(rev).files.items() if name.startswith(path and path + "/")
-        }
-        return [blob.described(name) for name, blob in inside.items()]
+        files = repo.revision(rev).files.items()
+        return [blob.described(name) for name, blob in files if name.startswith(path and path + "/")]
 
     @route("POST", "/api/{kind}/{repo}/branch/{rev}", access="write")
     def _create_branch(self, request: Request, repo: Repo, rev: str) -> dict:
@@ -302,19 +283,18 @@ class HubServer:
         if not parent.oid.startswith(header["value"].get("parentCommit") or ""):
             raise HubError(412, "A commit has happened since. Please refresh and try again.")
         files = dict(parent.files)
-        for key, value in ((operation["key"], operation["value"]) for operation in operations):
-            if key == "deletedFile":
-                del files[value["path"]]
-            elif key == "lfsFile":
-                files[value["path"]] = Blob(repo.uploaded[value["oid"]], is_lfs=True)
+        for operation in operations:
+            value = operation["value"]
+            path = value["path"]
+            if operation["key"] == "deletedFile":
+                del files[path]
+            elif operation["key"] == "lfsFile":
+                files[path] = Blob(repo.uploaded[value["oid"]], is_lfs=True)
             else:
-                files[value["path"]] = Blob(base64.b64decode(value["content"]))
+                files[path] = Blob(base64.b64decode(value["content"]))
         commit = repo.commit(rev, files)
-        return {
-            "success": True,
-            "commitOid": commit.oid,
-            "commitUrl": f"{self.endpoint}/{repo.place}/commit/{commit.oid}",
-        }
+        url = f"{self.endpoint}/{repo.place}/commit/{commit.oid}"
+        return {"success": True, "commitOid": commit.oid, "commitUrl": url}
 
     @route("GET", "(/{kind})?/{repo}/resolve/{rev}/{path}")
     def _resolve(self, request: Request, repo: Repo, rev: str, path: str) -> Reply:
@@ -337,8 +317,6 @@ class HubServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection, with as many requests as the client sends over it."""
-
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # head and body are two writes: the second would wait for the client's delayed ACK
 
@@ -347,9 +325,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def handle_request(self) -> None:
         hub, path = self.server.hub, urlsplit(self.path).path
-        headers = {name.lower(): value for name, value in self.headers.items()}
+        token = self.headers.get("authorization", "").removeprefix("Bearer ")
         hub.requests.append((self.command, path))
-        fault, size = hub.next_fault(self.command, path), int(headers.get("content-length", 0))
+        fault, size = hub.next_fault(self.command, path), int(self.headers.get("content-length", 0))
         if fault and fault[2] is None:
             self.rfile.read(min(size, 10))
             # Without lingering, closing sends a reset, not the farewell that the server would send after this method
@@ -361,7 +339,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if fault:
                 raise fault[2]
-            status, content, added = hub.answer(Request(self.command, path, headers, body))
+            status, content, added = hub.answer(Request(self.command, path, token, body))
         except HubError as error:
             status, content, added = error.status, json.dumps({"error": str(error)}).encode(), error.headers
         except Exception as error:

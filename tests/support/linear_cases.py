@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from support import reference
-from support.attention_cases import LAYOUTS, SCALING, Layout, causal, packed, padded
+from support.attention_cases import SCALING, Layout, causal
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -25,13 +25,11 @@ DECAYS = {
     "learned": [1.2, -0.7, 4.0],
     "forgets_at_once": [-12.0, 0.3, -200.0],
 }
-all_decays = pytest.mark.parametrize("decay", DECAYS)
 # A form by name, or the chunked one by the number of tokens in a chunk.
 FORMS = ("parallel", "recurrent", 1, 2, 3, 5, 64)
 
 
 def recurrent_form(inputs, state=None):
-    """`recurrent_step` token by token."""
     outputs = []
     for index in range(inputs.query.shape[-2]):
         output, state = recurrent_step(inputs, index, state)
@@ -40,7 +38,6 @@ def recurrent_form(inputs, state=None):
 
 
 def run_form(form, states, mask=None, logits=None, rotary=None, state=None, scaling=SCALING):
-    """`linear_attention` by the given form."""
     log_decay = None if logits is None else torch.nn.functional.logsigmoid(logits)
     function = recurrent_form if form == "recurrent" else functools.partial(chunked_form, chunk_size=form)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,36 +106,16 @@ def causal_layout(length, **sizes):
     return Layout(causal, query_length=length, key_length=length, **sizes)
 
 
-# Those with as many keys as queries, and neither a window nor a mask of pairs
-SELF_LAYOUTS = {
-    name: layout
-    for name, layout in LAYOUTS.items()
-    if "window" not in name
-    and layout.query_length == layout.key_length
-    and not isinstance(layout.mask(), torch.Tensor)
-} | {
-    "documents_and_chunks_end_together": packed("aaabbb", "aaaaab"),
-    "long_hole": padded("110000000011", "000000011111"),
-}
+_LINEAR = {"attention_activation": "linear_attention"}
 MODELS = {
-    "linear": {"attention_activation": "linear_attention"},
-    "fixed": {
-        "attention_activation": "linear_attention",
-        "linear_attention_decay": "fixed",
-        "position_embedding": "rope",
-    },
-    "learned": {
-        "attention_activation": "linear_attention",
-        "linear_attention_decay": "learned",
-        "num_key_value_heads": 2,
-    },
-    "linear_first": {
-        "per_layer_config": {0: {"attention_activation": "linear_attention", "linear_attention_decay": "learned"}},
-    },
+    "linear": _LINEAR,
+    "fixed": {**_LINEAR, "linear_attention_decay": "fixed", "position_embedding": "rope"},
+    "learned": {**_LINEAR, "linear_attention_decay": "learned", "num_key_value_heads": 2},
+    "linear_first": {"per_layer_config": {0: {**_LINEAR, "linear_attention_decay": "learned"}}},
     "linear_last": {
         "attention_activation": "sigmoid",
         "position_embedding": "rope",
-        "per_layer_config": {1: {"attention_activation": "linear_attention", "linear_attention_decay": "fixed"}},
+        "per_layer_config": {1: {**_LINEAR, "linear_attention_decay": "fixed"}},
     },
 }
 all_models = pytest.mark.parametrize("switches", MODELS.values(), ids=MODELS)

@@ -1,8 +1,11 @@
 """Switches of whole models, by name, and the kinds of attention weights, from the table of activations."""
 
+import typing
+
 import pytest
 import torch
-from support.reference import NON_NEGATIVE, PHI
+from huggingface_hub.errors import StrictDataclassError
+from support.reference import PHI
 
 from modeling_nlq import (
     NLQConfig,
@@ -16,14 +19,8 @@ from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS
 
 
 VOCABULARY = 13
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"intermediate_size": 24, "max_position_embeddings": 32}
 
 PROJECTIONS = tuple(configuration_nlq.PROJECTIONS)
 
@@ -40,130 +37,92 @@ LINEAR_KINDS = {
     for name, decay in {"linear": None, "linear_fixed": "fixed", "linear_learned": "learned"}.items()
 }
 KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **ROW_KINDS, **LINEAR_KINDS}
+# The values of switches whose type names none
+VALUES = {
+    **dict.fromkeys(("query_projection", "key_projection", "value_projection"), PROJECTIONS),
+    **dict.fromkeys(("sublayer_activation", "residual_activation", "projection_activation"), ("relu", "silu", "tanh")),
+    "attention_output_activation": ("gelu",),
+    "attention_output_scaling": (0.5,),
+    "attention_scaling": (0.7,),
+    "canon": ("AC", "BD", "ABCD"),
+    "final_logit_softcapping": (2.0,),
+    "head_dim": (2, 6),
+    "hidden_act": ("relu", "relu2", "gelu_new"),
+    "layer_norm_eps": (0.1,),
+    "num_key_value_heads": (1, 2),
+    "projection_bottleneck_size": (5,),
+    "sliding_window": (2, 3),
+    # Of the kind of a layer, of the whole model, or of users
+    **dict.fromkeys(("attention_activation", "position_embedding", "cross_attention", "attention_parts"), ()),
+}
+OF_MODEL = (
+    *("num_key_value_heads", "head_dim", "mlp_type", "norm_type", "norm_position", "norm_gain", "embedding_norm"),
+    *("parallel_residual", "sublayer_activation", "residual_activation", "final_logit_softcapping", "use_bias"),
+    *("query_key_value_bias", "attention_output_bias", "mlp_bias", "tie_word_embeddings", "hidden_act"),
+    "layer_norm_eps",
+)
+
+
+def values_of(field: str) -> tuple:
+    """Returns the values of a switch that are tested beside its default, by the type of its field."""
+    if field in VALUES:
+        return VALUES[field]
+    kind = NLQConfig.__dataclass_fields__[field].type
+    literals = [each for each in (kind, *typing.get_args(kind)) if typing.get_origin(each) is typing.Literal]
+    return tuple(value for each in literals for value in typing.get_args(each)) or (True, False)
+
+
+def is_accepted(switches: dict) -> bool:
+    try:
+        NLQConfig(**{**SIZES, **switches})
+    except (ValueError, StrictDataclassError):
+        return False
+    return True
+
+
+def each_switch(base: dict) -> dict[str, dict]:
+    """Returns a case for each value of each switch that goes with `base`, perhaps with linear queries only."""
+    cases = {}
+    for field in (*OF_MODEL, *configuration_nlq.PER_LAYER_SWITCHES):
+        for value in set(values_of(field)) - {getattr(NLQConfig, field), base.get(field)}:
+            switches = {**base, field: value}
+            if field != "query_projection" and not is_accepted(switches):
+                switches["query_projection"] = "linear"
+            if is_accepted(switches):
+                cases[f"{field}={value}"] = switches
+    return dict(sorted(cases.items()))
+
+
+LIBRARY = ("gelu", "gelu_new", "hardswish", "laplace", "leaky_relu", "mish", "quick_gelu", "relu6", "silu")
 # Every allowed normaliser of every activation; None is the activation's own
-NORMALIZATIONS = {
-    **dict.fromkeys(("softmax", *ROW_BY_ROW), (None, "sum")),
-    "stick_breaking": (None, "none"),
-    **{name: (None, "length", "none", *(["sum"] if name in NON_NEGATIVE else [])) for name in PHI},
-    **dict.fromkeys(("gelu_new", "hardswish", "laplace", "mish", "quick_gelu", "relu6"), (None,)),
-}
 ACTIVATION_AND_NORMALIZATION = [
-    pytest.param(name, normalization, id=f"{name}-{normalization}")
-    for name, normalizations in NORMALIZATIONS.items()
-    for normalization in normalizations
+    (name, normalization)
+    for name in (*ATTENTION_ACTIVATIONS, *LIBRARY)
+    for normalization in (None, "sum", "length", "none")
+    if is_accepted({"attention_activation": name, "attention_normalization": normalization})
 ]
-# Design A has a ReLU after each Add/Norm, design B has one before each sub-layer.
-BLOCKS = {
-    "pre": {},
-    "post": {"norm_position": "post"},
-    "design_a": {"norm_position": "post", "residual_activation": "relu"},
-    "design_b": {"norm_position": "post", "sublayer_activation": "relu"},
-    "pre_both_functions": {"sublayer_activation": "tanh", "residual_activation": "mish"},
-    "post_both_functions": {
-        "norm_position": "post",
-        "sublayer_activation": "silu",
-        "residual_activation": "leaky_relu",
-    },
-    "output": {"norm_position": "output", "norm_type": "rmsnorm"},
-    "sandwich": {"norm_position": "sandwich", "sublayer_activation": "silu"},
-    "parallel": {"parallel_residual": True},
-    "parallel_post": {"parallel_residual": True, "norm_position": "post", "residual_activation": "tanh"},
-    "parallel_output": {"parallel_residual": True, "norm_position": "output", "mlp_type": "gated"},
-    "parallel_sandwich": {"parallel_residual": True, "norm_position": "sandwich", "norm_type": "rmsnorm"},
-    "llama": {"norm_type": "rmsnorm", "mlp_type": "gated", "hidden_act": "silu", "intermediate_size": 11},
-    "hidden_relu": {"hidden_act": "relu"},
-    "hidden_relu2": {"hidden_act": "relu2"},
-    "hidden_gelu_new": {"hidden_act": "gelu_new"},
+SWITCHES = each_switch({})
+SWITCHES |= {
+    f"linear_{name}": switches
+    for name, switches in each_switch(
+        {"attention_activation": "linear_attention", "linear_attention_decay": "learned"}
+    ).items()
 }
-SWITCHES = {
-    "defaults": {},
-    "attention_scaling": {"attention_scaling": 0.7},
-    "sink_zero": {"attention_sink": "zero"},
-    "sink_learned": {"attention_sink": "learned"},
-    "qk_norm_rms": {"qk_norm": "rms"},
-    "qk_norm_l2": {"qk_norm": "l2"},
-    "qk_norm_rms_all_heads": {"qk_norm": "rms_all_heads", "num_key_value_heads": 2},
-    "sliding_window": {"sliding_window": 3},
-    "some_biases": {"query_key_value_bias": True, "mlp_bias": True, "mlp_type": "gated"},
-    "other_biases": {"query_key_value_bias": False, "attention_output_bias": False, "mlp_bias": False},
-    "qk_norm_l2_and_attention_scaling": {"qk_norm": "l2", "attention_scaling": 0.7},
-    "gate_headwise": {"attention_gate": "headwise"},
-    "gate_elementwise": {"attention_gate": "elementwise"},
-    "head_projection": {"head_projection": True},
-    "output_scaling": {"attention_output_scaling": 0.3},
-    "output_activation": {"attention_output_activation": "gelu"},
-    "output_activation_linear": {"attention_output_activation": "linear"},
-    "everything_after_the_heads": {
-        "head_projection": True,
-        "attention_output_scaling": 3.0,
-        "attention_output_activation": "tanh",
-        "attention_gate": "elementwise",
-    },
-    "positions_none": {"position_embedding": "none"},
-    "grouped_queries": {"num_key_value_heads": 2},
-    "one_key_value_head": {
-        "num_key_value_heads": 1,
-        "attention_sink": "learned",
-        "qk_norm": "l2",
-        "head_projection": True,
-    },
-    "narrow_heads": {"head_dim": 2, "query_projection": "bottleneck", "attention_gate": "elementwise"},
-    "wide_heads": {"head_dim": 6, "query_projection": "upcycled", "attention_gate": "headwise"},
-    "large_epsilon": {"layer_norm_eps": 0.1, "qk_norm": "rms"},
-    "untied_embeddings": {"tie_word_embeddings": False},
-    "norms_without_gain": {"norm_gain": False, "qk_norm": "rms", "embedding_norm": True},
-    "norms_of_all_heads_without_gain": {"norm_gain": False, "qk_norm": "rms_all_heads", "norm_type": "rmsnorm"},
-    "embedding_norm_and_softcapping": {"embedding_norm": True, "final_logit_softcapping": 2.0},
-    "bottleneck": {"projection_bottleneck_size": 5},
-    "projection_activation": {"projection_activation": "tanh"},
-    "projection_without_activation": {"projection_activation": "linear"},
-    "layers_differ": {
-        "query_projection": "linear",
-        "per_layer_config": {
-            1: {
-                "query_projection": "nonlinear",
-                "key_projection": "bottleneck",
-                "projection_activation": "silu",
-                "attention_activation": "squared",
-                "attention_normalization": "length",
-                "attention_scaling": 0.4,
-                "qk_norm": "rms",
-                "attention_gate": "headwise",
-                "attention_output_activation": "silu",
-                "attention_output_scaling": 1.5,
-                "head_projection": True,
-                "sliding_window": 4,
-            }
-        },
-    },
-    "only_one_layer_has_sinks": {"per_layer_config": {0: {"attention_sink": "learned"}}},
-}
-# Parts, each with what strains it most
+AFTER_THE_HEADS = {"head_projection": True, "attention_output_scaling": 3.0, "attention_output_activation": "tanh"}
+AFTER_THE_HEADS |= {"attention_gate": "elementwise"}
+# Parts together, and with what strains them most
 PART_SWITCHES = {
-    "exclusive_fixed": {"exclusive_attention": "fixed", "num_key_value_heads": 2, "head_projection": True},
-    "exclusive_learned": {"exclusive_attention": "learned", "attention_gate": "elementwise"},
-    "value_residual_fixed": {"value_residual": "fixed", "num_hidden_layers": 3, "num_key_value_heads": 2},
-    "value_residual_learned": {
-        "value_residual": "learned",
-        "per_layer_config": {0: {"attention_activation": "squared"}},
-    },
+    "exclusive_learned": {"exclusive_attention": "learned", "num_key_value_heads": 2, **AFTER_THE_HEADS},
+    "value_residual": {"value_residual": "fixed", "num_hidden_layers": 3, "num_key_value_heads": 2},
     "length_scaling": {"attention_length_scaling": "log", "attention_sink": "learned", "qk_norm": "l2"},
     "length_scaling_of_relu": {"attention_length_scaling": "log", "attention_activation": "relu", "sliding_window": 3},
     "forget_gate_fixed": {"forget_gate": "fixed", "num_key_value_heads": 1, "attention_sink": "learned"},
-    "forget_gate_learned": {"forget_gate": "learned", "num_key_value_heads": 2},
-    "forget_gate_and_window": {"forget_gate": "learned", "sliding_window": 3},
+    "forget_gate_learned": {"forget_gate": "learned", "num_key_value_heads": 2, "sliding_window": 3},
     "forget_gate_of_sigmoid": {"forget_gate": "learned", "attention_activation": "sigmoid", "num_key_value_heads": 2},
-    "forget_gate_of_relu_sums": {
-        "forget_gate": "learned",
-        "attention_activation": "relu_squared",
-        "attention_normalization": "sum",
-    },
     "forget_gate_of_entmax": {"forget_gate": "learned", "attention_activation": "entmax15"},
     "differential_v1": {"differential_attention": "v1", "num_key_value_heads": 2, "qk_norm": "rms"},
     "differential_v2": {"differential_attention": "v2", "query_projection": "bottleneck", "attention_sink": "learned"},
-    "canon": {"canon": "ABCD", "num_key_value_heads": 2, "mlp_type": "gated", "qk_norm": "rms"},
-    "canon_and_window": {"canon": "AC", "sliding_window": 3},
-    "canon_of_linear_attention": {"canon": "BD", "attention_activation": "linear_attention"},
+    "canon": {"canon": "ABCD", "num_key_value_heads": 2, "mlp_type": "gated", "qk_norm": "rms", "sliding_window": 3},
     "value_gate": {"attention_gate": "value", "num_key_value_heads": 2, "qk_norm": "l2"},
     "selective": {"selective_attention": True, "num_key_value_heads": 2, "attention_sink": "learned"},
     "selective_and_forget_gate": {
@@ -174,10 +133,9 @@ PART_SWITCHES = {
     "selective_and_stick_breaking": {"selective_attention": True, "attention_activation": "stick_breaking"},
     "parallax": {"parallax": True, "num_key_value_heads": 2, "qk_norm": "l2", "query_projection": "linear"},
     "parallax_of_squared": {"parallax": True, "attention_activation": "squared", "sliding_window": 3},
-    "softpick": {"attention_activation": "softpick", "num_key_value_heads": 2},
-    "stick_breaking": {"attention_activation": "stick_breaking", "attention_length_scaling": "log"},
-    "stick_breaking_and_window": {
+    "stick_breaking": {
         "attention_activation": "stick_breaking",
+        "attention_length_scaling": "log",
         "sliding_window": 3,
         "exclusive_attention": "learned",
     },
@@ -205,11 +163,6 @@ PART_SWITCHES = {
         "attention_gate": "value",
         "mlp_type": "gated",
     },
-    "parts_of_linear_attention": {
-        "attention_activation": "linear_attention",
-        "exclusive_attention": "learned",
-        "value_residual": "learned",
-    },
 }
 # As many switches at once as go together, for some activations, one beside a layer of another
 RICH = {
@@ -234,22 +187,6 @@ RICH = {
         "num_key_value_heads": 2,
         "head_projection": True,
         "per_layer_config": {1: {"attention_activation": "softmax", "linear_attention_decay": None}},
-    },
-}
-LINEAR_SWITCHES = {
-    "plain": {},
-    "fixed_decay": {"linear_attention_decay": "fixed"},
-    "learned_decay": {"linear_attention_decay": "learned"},
-    "attention_scaling": {"attention_scaling": 1.7},
-    "qk_norm_rms": {"qk_norm": "rms", "linear_attention_decay": "learned"},
-    "qk_norm_l2": {"qk_norm": "l2", "linear_attention_decay": "fixed"},
-    "grouped_queries": {"num_key_value_heads": 2, "linear_attention_decay": "learned"},
-    "one_key_value_head": {"num_key_value_heads": 1, "linear_attention_decay": "fixed"},
-    "wide_heads": {"head_dim": 6, "query_projection": "upcycled", "linear_attention_decay": "learned"},
-    "everything_after_the_heads": SWITCHES["everything_after_the_heads"],
-    "layers_differ": {
-        "linear_attention_decay": "learned",
-        "per_layer_config": {0: {"attention_activation": "softmax", "linear_attention_decay": None}},
     },
 }
 

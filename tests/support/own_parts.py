@@ -158,11 +158,6 @@ FAULTS = {
         _REPEATED,
         "1 token, with gradients and without",
     ),
-    "other_without_gradients": (
-        _idea("return heads * (1 + torch.is_grad_enabled())"),
-        _REPEATED,
-        "1 token, with gradients",
-    ),
     "keeps_a_tensor_of_its_first_call": (
         _idea(
             "self.kept = self.kept or [heads.new_ones(1)]\nreturn heads * self.kept[0] * self.gain",
@@ -171,11 +166,6 @@ FAULTS = {
         ),
         _REPEATED,
         "1 token, with softmax: RuntimeError: Inference tensors",
-    ),
-    "keeps_its_first_text": (
-        _idea("self.kept = self.kept or [heads[:, :1].detach()]\nreturn heads - self.kept[0]", kept="None"),
-        _REPEATED,
-        "1 token, before and after another text",
     ),
     "table_of_64": (
         _idea(
@@ -197,16 +187,6 @@ FAULTS = {
         _idea("late = heads[:, 64:]\nreturn torch.cat([heads[:, :64], late + late.mean(dim=1, keepdim=True)], dim=1)"),
         _FUTURE,
         "66 tokens, of which those from number 66 on change",
-    ),
-    "counts_of_row_0": (
-        _idea("return heads / (1 + call.token_context.visible_count[0, 0].to(heads.dtype).log())[:, None, None]"),
-        _BATCH,
-        "text 2 of a batch of 1 and 2 tokens, the shorter padded",
-    ),
-    "mean_of_the_batch": (
-        _idea("return heads - 0.1 * heads.mean(dim=0)"),
-        _BATCH,
-        "text 1 of a batch of 1 and 1 token, with softmax",
     ),
     "padding_of_this_call": (
         _PADDING_OF_THIS_CALL,
@@ -235,11 +215,6 @@ FAULTS = {
         _idea("return heads.roll(1, dims=1) if self.training else heads"),
         _TRAINING,
         "2 texts of 2 tokens, gradients included",
-    ),
-    "other_gradient_in_training": (
-        _idea("return heads.detach() if self.training else heads"),
-        _TRAINING,
-        "2 texts of 1 token",
     ),
     "reads_a_number": (
         _idea("return heads * self.gain.item()", gain=_GAIN),
@@ -275,10 +250,9 @@ LATE_FAULTS = {
         _FUTURE,
         f"{start + 2} tokens, of which those from number {start + 2} on change, with softmax",
     )
-    for start in (300, 509)
+    for start in (509,)
 } | {
     "leak_of_510_tokens": (_leak("heads.shape[1] > 510"), _FUTURE, "511 tokens, of which those from number"),
-    "leak_of_8_heads": (_leak("heads.shape[2] >= 8"), _FUTURE, "on change, with 8 heads"),
     "leak_of_odd_heads": (_leak("heads.shape[2] not in (4, 8, 16)"), _FUTURE, "on change, with num_attention_heads="),
     "third_row_hears_the_first": (
         _idea("return torch.cat([heads[:2], heads[2:] + 0.1 * heads[:1].mean()])"),

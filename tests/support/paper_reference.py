@@ -12,42 +12,17 @@ import torch
 
 EPS = 1e-5
 
-# What the paper's code takes for an argument that a checkpoint does not hold. The scale is that of heads of 64,
-# always.
-DEFAULTS = {
-    "block_size": 1024,
-    "vocab_size": 50304,
-    "n_layer": 12,
-    "num_heads": 12,
-    "n_embd": 768,
-    "tie_weights": True,
-    "dropout": 0.0,
-    "bias": False,
-    "scale": math.sqrt(1 / 64),
-    "query_mode": "original",
-    "mlp_hidden_size": 3072,
-}
-
+# What the paper's code takes for an argument that a checkpoint does not hold. The scale is always that of heads of 64
+DEFAULTS = {"block_size": 1024, "vocab_size": 50304, "n_layer": 12, "num_heads": 12, "n_embd": 768, "bias": False}
+DEFAULTS |= {"tie_weights": True, "dropout": 0.0, "scale": math.sqrt(1 / 64), "query_mode": "original"}
+DEFAULTS["mlp_hidden_size"] = 3072
 # Arguments of the training that its checkpoints hold beside the model's own
-TRAINING_ARGUMENTS = {
-    "batch_size": 8,
-    "accumulation_size": 4,
-    "learning_rate": 6e-4,
-    "weight_decay": 0.1,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "grad_clip": 1.0,
-    "decay_lr": True,
-    "warmup_iters": 10,
-    "lr_decay_iters": 100,
-    "min_lr": 6e-5,
-    "save_checkpoint_steps": 50,
-    "max_iters": 100,
-}
+TRAINING_ARGUMENTS = {"batch_size": 8, "accumulation_size": 4, "learning_rate": 6e-4, "weight_decay": 0.1}
+TRAINING_ARGUMENTS |= {"beta1": 0.9, "beta2": 0.95, "grad_clip": 1.0, "decay_lr": True, "warmup_iters": 10}
+TRAINING_ARGUMENTS |= {"lr_decay_iters": 100, "min_lr": 6e-5, "save_checkpoint_steps": 50, "max_iters": 100}
 
 
 def complete(model_args):
-    """All arguments of the model, those included that `model_args` does not hold."""
     if "n_head" in model_args:  # nanoGPT's own
         own = {"num_heads": model_args["n_head"], "scale": None, "mlp_hidden_size": 4 * model_args["n_embd"]}
         return {**DEFAULTS, **model_args, **own}
@@ -86,11 +61,8 @@ def shapes(model_args, bottleneck_size=None):
             }
             without_bias.add(f"{layer}attn.residual_rmsnorm_input.weight")
     if arguments["bias"]:
-        found |= {
-            f"{name.removesuffix('weight')}bias": shape[:1]
-            for name, shape in found.items()
-            if name not in without_bias
-        }
+        weights = [name for name in found if name not in without_bias]
+        found |= {f"{name.removesuffix('weight')}bias": found[name][:1] for name in weights}
     return found
 
 
@@ -123,11 +95,8 @@ def rms_norm(x, gain):
 
 
 class Weights:
-    """The tensors of a checkpoint below a prefix, in float64."""
-
     def __init__(self, state, prefix=""):
-        self.state = state
-        self.prefix = prefix
+        self.state, self.prefix = state, prefix
 
     def below(self, name):
         return Weights(self.state, f"{self.prefix}{name}.")
@@ -143,9 +112,8 @@ class Weights:
 
     def layer_norm(self, name, x):
         centred = x - x.mean(dim=-1, keepdim=True)
-        return centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + EPS) * self[
-            f"{name}.weight"
-        ] + self.bias(name)
+        normed = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + EPS)
+        return normed * self[f"{name}.weight"] + self.bias(name)
 
 
 def attention(weights, x, mode, num_heads, scale):
@@ -176,15 +144,12 @@ def attention(weights, x, mode, num_heads, scale):
 def forward(checkpoint, input_ids):
     """`(batch, length)` token ids -> logits `(batch, length, vocabulary)`, float64."""
     arguments = complete(checkpoint["model_args"])
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
-    weights = Weights(state)
+    weights = Weights({name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()})
     x = weights["transformer.wte.weight"][input_ids] + weights["transformer.wpe.weight"][: input_ids.shape[1]]
     for index in range(arguments["n_layer"]):
         layer = weights.below(f"transformer.h.{index}")
-        normed = layer.layer_norm("ln_1", x)
-        x = x + attention(
-            layer.below("attn"), normed, arguments["query_mode"], arguments["num_heads"], arguments["scale"]
-        )
+        options = [arguments[name] for name in ("query_mode", "num_heads", "scale")]
+        x = x + attention(layer.below("attn"), layer.layer_norm("ln_1", x), *options)
         hidden = gelu(layer.below("mlp").linear("c_fc", layer.layer_norm("ln_2", x)))
         x = x + layer.below("mlp").linear("c_proj", hidden)
     return weights.layer_norm("transformer.ln_f", x) @ weights["lm_head.weight"].T

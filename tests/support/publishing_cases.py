@@ -35,15 +35,12 @@ MODELS = [name for name in AUTO_MAP if name not in ("AutoConfig", "AutoModelForM
 
 @dataclass
 class Done:
-    """A command that has ended."""
-
     status: int
     out: str
     err: str
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The files it lists, with their sizes."""
         lines = [line.split() for line in self.out.splitlines()[:-1]]
         return {name: int(size.replace(",", "")) for size, name in lines}
 
@@ -115,7 +112,6 @@ class Worker:
         return self.end()
 
     def publish(self, *arguments: object) -> Done:
-        """Publishes something that can be published."""
         done = self("publish", *arguments)
         assert done.status == 0, done.err
         return done
@@ -143,7 +139,6 @@ class Publication:
 
 
 def change_returned_weights(folder: Path) -> None:
-    """As if training had gone on."""
     path = folder / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     safetensors.torch.save_file(
@@ -166,7 +161,6 @@ def input_tokens() -> torch.Tensor:
 
 
 def outputs(folder: Path, auto_class: str = "AutoModelForCausalLM") -> torch.Tensor:
-    """What a saved model computes, by the package."""
     torch.manual_seed(0)  # heads that the folder has no weights for are new
     with torch.no_grad():
         return getattr(transformers, auto_class).from_pretrained(folder).eval()(input_tokens())[0]

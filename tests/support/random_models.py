@@ -1,58 +1,31 @@
 """Random models and batches: hypothesis draws the switches of every layer, sizes, padding and packed documents.
 
 The values of a switch come from the type of its field, and `NLQConfig` refuses what does not go together. So a new
-part, or a new value of a switch, is drawn without an entry here. `VALUES` has the values of types such as `int`.
+part, or a new value of a switch, is drawn without an entry here.
 """
 
-import typing
-
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from hypothesis import strategies as st
-from support.model_cases import ELEMENTWISE_KINDS, KINDS, NON_NEGATIVE, PROJECTIONS, SIZES, VOCABULARY
+from support.model_cases import (
+    ELEMENTWISE_KINDS,
+    KINDS,
+    OF_MODEL,
+    SIZES,
+    VOCABULARY,
+    is_accepted,
+    values_of,
+)
+from support.reference import NON_NEGATIVE
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS, request_of
 from modeling_nlq.configuration_nlq import CROSS_ATTENTION_SWITCHES, PER_LAYER_SWITCHES
 
 
-FUNCTIONS = ("relu", "silu", "tanh")
-VALUES = {
-    **dict.fromkeys(("query_projection", "key_projection", "value_projection"), PROJECTIONS),
-    **dict.fromkeys(("sublayer_activation", "residual_activation", "projection_activation"), FUNCTIONS),
-    "attention_output_activation": ("gelu",),
-    "attention_output_scaling": (0.5,),
-    "attention_scaling": (0.7,),
-    "canon": ("AC", "BD", "ABCD"),
-    "final_logit_softcapping": (2.0,),
-    "head_dim": (2, 6),
-    "num_key_value_heads": (1, 2),
-    "projection_bottleneck_size": (5,),
-    "sliding_window": (2, 3),
-    # Of the kind of a layer, of the whole model, or of users
-    **dict.fromkeys(("attention_activation", "position_embedding", "cross_attention", "attention_parts"), ()),
-}
-OF_MODEL = (
-    *("num_key_value_heads", "head_dim", "mlp_type", "norm_type", "norm_position", "norm_gain", "embedding_norm"),
-    *("parallel_residual", "sublayer_activation", "residual_activation", "final_logit_softcapping", "use_bias"),
-    *("query_key_value_bias", "attention_output_bias", "mlp_bias", "tie_word_embeddings"),
-)
 # A decoder, an encoder, and a decoder that also attends to an encoder's tokens
 ROLES = {"decoder": {}, "encoder": {"is_causal": False}, "source": {"add_cross_attention": True}}
 # On the CPU and in float64 but for `nlq_cpp`, which has float32
 BACKENDS = ("eager", "nlq", "sdpa", "nlq_rows", "nlq_tiled", "flex_attention")
-
-
-def values_of(field: str) -> tuple:
-    """Returns the values of a switch that are drawn beside its default."""
-    if field in VALUES:
-        return VALUES[field]
-    kind = NLQConfig.__dataclass_fields__[field].type
-    kinds = (kind, *typing.get_args(kind))
-    literals = [
-        value for each in kinds if typing.get_origin(each) is typing.Literal for value in typing.get_args(each)
-    ]
-    return tuple(literals) if literals else (True, False)
 
 
 def kind_for(kind: str, implementation: str) -> dict:
@@ -63,10 +36,9 @@ def kind_for(kind: str, implementation: str) -> dict:
 
 def computes(implementation: str, switches: dict) -> bool:
     """Tells whether `NLQConfig` accepts the switches, and the backend all layers."""
-    try:
-        config = NLQConfig(**{**SIZES, **switches})
-    except (ValueError, StrictDataclassError):
+    if not is_accepted(switches):
         return False
+    config = NLQConfig(**{**SIZES, **switches})
     layers = [each for layer in config.per_layer_config for each in (layer, layer.cross_attention_config) if each]
     if implementation == "flex_attention" and any(
         layer.attention_sink or (layer.attention_normalization or layer.activation.normalization) != "sum"
@@ -92,7 +64,6 @@ def has_case(kind: str, implementation: str, **_) -> bool:
 
 @st.composite
 def some_switches(draw, fields, accepts, most=8):
-    """Some of the fields with values that `accepts` takes, together with those before them."""
     switches = {}
     for name in draw(
         st.lists(st.sampled_from([field for field in fields if values_of(field)]), min_size=1, max_size=most)
@@ -104,13 +75,9 @@ def some_switches(draw, fields, accepts, most=8):
 
 @st.composite
 def model_switches(draw, kind, implementation, roles=("decoder",), kinds=tuple(KINDS), **fixed):
-    """The switches of a model whose first layer, or all, are of a kind.
+    """The switches of a model whose first layer, or all, are of a kind that the backend computes.
 
-    Args:
-        kind, implementation: of a layer, and a backend that computes it.
-        roles: the keys of `ROLES` that are drawn.
-        kinds: those of another layer.
-        fixed: switches of all layers that are not drawn.
+    `roles` are keys of `ROLES`, `kinds` those of another layer, and `fixed` switches of all layers that are not drawn.
     """
     switches = {**kind_for(kind, implementation), **ROLES[draw(st.sampled_from(roles))], **fixed}
     if not computes(implementation, switches):  # an encoder has no decay, for example
@@ -178,6 +145,5 @@ def batches(draw, config, longest=5):
 
 @st.composite
 def masks(draw, rows, length):
-    """An attention mask `(rows, length)` with a token in each row."""
     row = st.lists(st.sampled_from([0, 1, 1]), min_size=length, max_size=length).filter(any)
     return torch.tensor([draw(row) for _ in range(rows)])

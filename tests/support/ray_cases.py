@@ -8,7 +8,6 @@ from modeling_nlq.training.files import read_json
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120.0):
-    """Waits until a condition holds, and returns what it returned."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "waited in vain"
@@ -17,7 +16,6 @@ def wait_until(condition: Callable[[], object], seconds: float = 120.0):
 
 
 def finished_runs(folder: Path) -> dict[Path, int]:
-    """The finished runs below a folder, with the times of their metrics."""
     return {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*/metrics.json")}
 
 
@@ -28,5 +26,4 @@ def running(folder: Path) -> list[Path]:
 
 
 def process_of(run: Path) -> int:
-    """The number of the process that makes a run."""
     return read_json(run.with_name(f"{run.name}.progress.json"))["pid"]

@@ -6,18 +6,11 @@ Shapes: a sequence is `(length, width)`, a head of it `(length, head_dim)`; ever
 import functools
 import math
 import types
+from dataclasses import dataclass, replace
 
 import entmax
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-
-def gelu(x):
-    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-
-
-def gelu_new(x):
-    return x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 def sigmoid(x):
@@ -28,11 +21,12 @@ def relu(x):
     return torch.where(x > 0, x, 0.0)
 
 
-# The functions that a switch can name.
+# The functions that a switch can name, and attention activations of one score
 FUNCTIONS = {
-    "gelu": gelu,
-    "gelu_new": gelu_new,
+    "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
+    "gelu_new": lambda x: x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "hardswish": lambda x: x * torch.clip(x + 3, 0, 6) / 6,
+    "identity": lambda x: x,
     "laplace": lambda x: 0.5 * (1 + torch.erf((x - 0.707107) / (0.282095 * math.sqrt(2)))),
     "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
     "linear": lambda x: x,
@@ -41,28 +35,28 @@ FUNCTIONS = {
     "relu": relu,
     "relu2": lambda x: relu(x) ** 2,
     "relu6": lambda x: torch.clip(x, 0, 6),
+    "relu_squared": lambda x: relu(x) ** 2,
     "sigmoid": sigmoid,
     "silu": lambda x: x * sigmoid(x),
-    "tanh": lambda x: (torch.exp(x) - torch.exp(-x)) / (torch.exp(x) + torch.exp(-x)),
+    "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)),
+    "squared": lambda x: x * x,
+    "tanh": lambda x: 2 / (1 + torch.exp(-2 * x)) - 1,
     None: lambda x: x,
 }
-
-# The attention activations of one score: the function, the default normaliser, and whether it is never negative. The
-# last rows are functions of Transformers that the tests use as such, without a row in the table of activations.
+# Attention activations of one score: the default normaliser, and whether it is never negative. The last three are
+# functions of Transformers that the tests use as such, without a row in the table of activations.
 ELEMENTWISE = {
-    "sigmoid": (lambda s: 1 / (1 + torch.exp(-s)), "none", True),
-    "relu": (lambda s: torch.where(s > 0, s, 0.0), "length", True),
-    "relu_squared": (lambda s: torch.where(s > 0, s * s, 0.0), "length", True),
-    "squared": (lambda s: s * s, "sum", True),
-    "softplus": (lambda s: torch.logaddexp(s, torch.zeros_like(s)), "sum", True),
-    "tanh": (lambda s: 2 / (1 + torch.exp(-2 * s)) - 1, "length", False),
-    "identity": (lambda s: s, "length", False),
-    "gelu": (lambda s: s * (1 + torch.erf(s / math.sqrt(2))) / 2, None, False),
-    "silu": (lambda s: s / (1 + torch.exp(-s)), None, False),
-    "leaky_relu": (lambda s: torch.where(s > 0, s, 0.01 * s), None, False),
+    "sigmoid": ("none", True),
+    "relu": ("length", True),
+    "relu_squared": ("length", True),
+    "squared": ("sum", True),
+    "softplus": ("sum", True),
+    "tanh": ("length", False),
+    "identity": ("length", False),
+    **dict.fromkeys(("gelu", "silu", "leaky_relu"), (None, False)),
 }
-PHI = {name: function for name, (function, *_) in ELEMENTWISE.items()}
-NON_NEGATIVE = tuple(name for name, (*_, is_non_negative) in ELEMENTWISE.items() if is_non_negative)
+PHI = {name: FUNCTIONS[name] for name in ELEMENTWISE}
+NON_NEGATIVE = tuple(name for name, (_, is_non_negative) in ELEMENTWISE.items() if is_non_negative)
 
 # Projections of a row onto the simplex, by the bisection of another package than computes them in the model.
 PROJECTED = {
@@ -89,31 +83,23 @@ def stick_breaking(scores):
 OF_A_ROW = {**PROJECTED, "softpick": softpick, "stick_breaking": stick_breaking}
 # The default normaliser of each row of the table. Softmax is apart, because its sum needs a maximum
 CANONICAL_NORMALIZATION = {
-    **{name: normalization for name, (_, normalization, _) in ELEMENTWISE.items() if normalization},
+    **{name: normalization for name, (normalization, _) in ELEMENTWISE.items() if normalization},
     **dict.fromkeys(("softmax", *OF_A_ROW, "linear_attention"), "sum"),
     "stick_breaking": "none",
 }
 
 
-def phi(name, normalization, scores, count):
-    """The activation of the scores of one query, which sees `count` keys."""
-    if name == "softmax":
-        return torch.exp(scores)
-    if name == "sigmoid" and normalization == "none":
-        return sigmoid(scores - math.log(count))
-    return PHI[name](scores) if name in PHI else FUNCTIONS[name](scores)
-
-
 def weights_of_query(layer, scores, sink=None):
     """The weights of one query, given its scores with the keys it sees and, with a sink, that head's logit."""
-    name = layer.attention_activation
+    name, count = layer.attention_activation, len(scores)
     normalization = layer.attention_normalization or CANONICAL_NORMALIZATION.get(name, "length")
-    count = len(scores)
     if count == 0:
         return scores
     if name in OF_A_ROW:
         return OF_A_ROW[name](scores)
-    values = phi(name, normalization, scores, count)
+    if name == "sigmoid" and normalization == "none":
+        scores = scores - math.log(count)
+    values = torch.exp(scores) if name == "softmax" else FUNCTIONS[name](scores)
     if normalization == "sum":
         total = values.sum() + (0.0 if sink is None else torch.exp(sink))
         return torch.zeros_like(values) if total == 0 else values / total
@@ -121,33 +107,26 @@ def weights_of_query(layer, scores, sink=None):
 
 
 class Parameters:
-    """The float64 tensors of a state dict below a prefix."""
-
     def __init__(self, state_dict, prefix=""):
-        self.state_dict = state_dict
-        self.prefix = prefix
+        self.state_dict, self.prefix = state_dict, prefix
 
     def below(self, name):
         return Parameters(self.state_dict, f"{self.prefix}{name}.")
 
-    def get(self, name):
+    def get(self, name, default=None):
         tensor = self.state_dict.get(f"{self.prefix}{name}")
-        return None if tensor is None else tensor.double()
+        return default if tensor is None else tensor.double()
 
     def __getitem__(self, name):
         return self.state_dict[f"{self.prefix}{name}"].double()
 
 
 def linear(x, parameters):
-    # `nn.Linear` stores the transpose of the formulas' matrix.
-    output = x @ parameters["weight"].T
-    bias = parameters.get("bias")
-    return output if bias is None else output + bias
+    return x @ parameters["weight"].T + parameters.get("bias", 0.0)
 
 
 def rms_norm(x, gain, eps):
-    output = x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + eps)
-    return output if gain is None else output * gain
+    return x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + eps) * gain
 
 
 def unit(x):
@@ -157,33 +136,38 @@ def unit(x):
 
 def layer_norm(x, parameters, eps):
     centred = x - x.mean(dim=-1, keepdim=True)
-    output = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps)
-    gain = parameters.get("weight")
-    output = output if gain is None else output * gain
-    bias = parameters.get("bias")
-    return output if bias is None else output + bias
+    normed = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + eps)
+    return normed * parameters.get("weight", 1.0) + parameters.get("bias", 0.0)
 
 
-def projection(kind, name, x, parameters, activation, eps):
-    def f(x):
-        bottleneck = parameters.below(f"{name}_bottleneck")
+def norm_of(config, x, parameters):
+    eps = config.layer_norm_eps
+    if config.norm_type == "rmsnorm":
+        return rms_norm(x, parameters.get("weight", 1.0), eps)
+    return layer_norm(x, parameters, eps)
+
+
+def projection(layer, role, x, parameters, eps):
+    kind = getattr(layer, {"q": "query_projection", "k": "key_projection", "v": "value_projection"}[role])
+
+    def product():
+        return linear(x, parameters.below(f"{role}_proj"))
+
+    def f():
+        bottleneck = parameters.below(f"{role}_bottleneck")
         hidden = linear(rms_norm(x, bottleneck["input_norm.weight"], eps), bottleneck.below("fc1"))
-        hidden = linear(FUNCTIONS[activation](hidden), bottleneck.below("fc2"))
+        hidden = linear(FUNCTIONS[layer.projection_activation](hidden), bottleneck.below("fc2"))
         return layer_norm(hidden, bottleneck.below("output_norm"), eps)
 
-    if kind == "linear":
-        return linear(x, parameters.below(f"{name}_proj"))
-    if kind == "identity":
-        return x
-    if kind == "residual":
-        return x + linear(x, parameters.below(f"{name}_proj"))
-    if kind == "nonlinear":
-        return x + f(x)
-    if kind == "bottleneck":
-        return f(x)
-    if kind == "upcycled":
-        return linear(x, parameters.below(f"{name}_proj")) + f(x)
-    raise ValueError(kind)
+    formulas = {
+        "linear": product,
+        "identity": lambda: x,
+        "residual": lambda: x + product(),
+        "nonlinear": lambda: x + f(),
+        "bottleneck": f,
+        "upcycled": lambda: product() + f(),
+    }
+    return formulas[kind]()
 
 
 def default_scaling(layer):
@@ -219,22 +203,13 @@ def psi(x):
 
 
 def fixed_decay(index):
-    """RetNet's rate of a key and value head."""
     return 1 - 2 ** (-5 - index)
 
 
 def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
-    """One head of linear attention.
+    """One head of linear attention: its output `(length, head_dim)`, and its weights before rotation.
 
-    Args:
-        query, key, value: `(length, head_dim)`.
-        visible: `(length, length)`, true where a query sees a key.
-        scaling: `attention_scaling`.
-        decay: what is kept of a key's weight with each later key that the query sees.
-        turn: rotary positions, a function of `(length, head_dim)`.
-
-    Returns:
-        The output `(length, head_dim)`, and the weights before any rotation `(length, length)`.
+    Of a key's weight, `decay` is kept with each later key that the query sees. `turn` applies rotary positions.
     """
     query, key = psi(scaling * math.sqrt(query.shape[-1]) * query), psi(key)
     turned_query, turned_key = (query, key) if turn is None else (turn(query), turn(key))
@@ -252,32 +227,30 @@ def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
     return torch.stack(outputs), torch.stack(all_weights)
 
 
-def convolve(name, x, parameters, texts):
-    """A canon layer: `x_t + sum_k w_k x_{t-k}` over the tokens of one text; `x` itself where there is none of this
-    name.
+@dataclass
+class Text:
+    """One sequence, perhaps of packed documents."""
 
-    Args:
-        x: `(length, width)`.
-        texts: `(length, length)`, true for the tokens of a token's own text up to itself.
-    """
+    positions: torch.Tensor  # (length,)
+    visible: torch.Tensor  # (1 or heads, length, length), true where a query sees a key
+    is_token: torch.Tensor  # (length,), false for padding
+    own: torch.Tensor  # (length, length), true for the tokens of a token's own document up to itself
+
+
+def convolve(name, x, parameters, text):
+    """A canon layer: `x_t + sum_k w_k x_{t-k}` over a document; `x` itself where there is none of this name."""
     weight = parameters.below("parts.canon.convolutions").get(f"{name}.weight")
     if weight is None:
         return x
     output = x.clone()
     for token in range(len(x)):
-        for back, place in enumerate(texts[token].nonzero()[:, 0].flip(0)[:4]):
+        for back, place in enumerate(text.own[token].nonzero()[:, 0].flip(0)[:4]):
             output[token] += weight[:, 3 - back] * x[place]
     return output
 
 
 def selections(scores, visible, is_token):
-    """Selective attention: what the score of a query with a key loses, `(length, length)`.
-
-    Args:
-        scores: `(length, length)`, those of the first head.
-        visible: `(length, length)`, true where a query sees a key.
-        is_token: `(length,)`, false for padding.
-    """
+    """Selective attention: what the score of a query with a key loses, given the scores of the first head."""
     loss = torch.zeros_like(scores)
     for i in range(len(scores)):
         for j in range(i):
@@ -302,42 +275,29 @@ def after_the_weights(layer, head, output, parameters, gates, own, value):
 
 
 def forget_rates(config, layer, x, parameters, head, heads):
-    """The logarithm of what is kept at each token, `(length,)`, for a head of the queries."""
     if layer.forget_gate == "learned":
         return torch.log(sigmoid(linear(x, parameters.below("parts.forget_gate.proj"))[:, head]))
     exponent = head / (heads - 1) if heads > 1 else 0.0
-    return torch.full(
-        (len(x),), -1.0 / (2.0 * (config.max_position_embeddings / 2.0) ** exponent), dtype=torch.float64
-    )
+    rate = -1.0 / (2.0 * (config.max_position_embeddings / 2.0) ** exponent)
+    return torch.full((len(x),), rate, dtype=torch.float64)
 
 
-def differences(config, layer, x, parameters, maps, index):
-    """Differential attention: pairs of the maps `(length, ...)` of all query heads; those of outputs are also
-    normalised.
-    """
+def differences(layer, x, parameters, maps, index):
+    """Differential attention: the differences of pairs of the maps `(length, ...)` of all query heads."""
     own = parameters.below("parts.differential_attention")
     if layer.differential_attention == "v2":
         factors = sigmoid(linear(x, own.below("proj")))
         return [maps[2 * head] - factors[:, head : head + 1] * maps[2 * head + 1] for head in range(len(maps) // 2)]
-    factor = torch.exp((own["lambda_q1"] * own["lambda_k1"]).sum()) - torch.exp(
-        (own["lambda_q2"] * own["lambda_k2"]).sum()
-    )
-    factor = factor + 0.8 - 0.6 * math.exp(-0.3 * index)
+    first, second = (torch.exp((own[f"lambda_q{side}"] * own[f"lambda_k{side}"]).sum()) for side in (1, 2))
+    factor = first - second + 0.8 - 0.6 * math.exp(-0.3 * index)
     half = len(maps) // 2
     return [maps[pair] - factor * maps[pair + half] for pair in range(half)]
 
 
 def normalised_pairs(config, pairs, index):
-    """The two heads of each pair of the first version of differential attention, one after the other."""
     share = 1 - (0.8 - 0.6 * math.exp(-0.3 * index))
     normed = [share * rms_norm(pair, 1.0, config.layer_norm_eps) for pair in pairs]
     return [half for pair in normed for half in pair.chunk(2, dim=-1)]
-
-
-def without_own_value(output, value, share):
-    """Exclusive attention: what the output loses along the token's own value."""
-    direction = unit(value)
-    return output - share * (output * direction).sum(dim=-1, keepdim=True) * direction
 
 
 # What cross-attention has not, whatever the layer has
@@ -354,35 +314,22 @@ def cross_layer(layer):
     return types.SimpleNamespace(**{**vars(layer), **absent, **(layer.cross_attention or {})})
 
 
-def attention(
-    config, layer, x, parameters, positions, visible, is_token, texts, index=0, first_values=None, source=None
-):
-    """One sequence through the attention sub-layer.
+def attention(config, layer, x, parameters, text, index, first_values=None, source=None):
+    """One sequence through attention: its output, the weights of each head, and the values.
 
-    Args:
-        visible: `(1 or heads, length, length)`, true where a query sees a key.
-        source: `(source length, width)`, the tokens of an encoder, in cross-attention.
-        is_token: `(length,)`, false for padding.
-        texts: as in `convolve`.
-        index: the number of the layer.
-        first_values: `(length, width)`, the values of the first layer.
-
-    Returns:
-        The output, the weights of each head, and the values of the layer.
+    In cross-attention `source` `(source length, width)` are an encoder's tokens. `first_values` are layer 0's.
     """
-    eps, head_dim = config.layer_norm_eps, config.head_dim
-    options = {"activation": layer.projection_activation, "eps": eps}
-    x = convolve("attention_input", x, parameters, texts)
-    queries = convolve("query", projection(layer.query_projection, "q", x, parameters, **options), parameters, texts)
+    eps, head_dim, rotated = config.layer_norm_eps, config.head_dim, layer.position_embedding == "rope"
+    x = convolve("attention_input", x, parameters, text)
     source = x if source is None else source
-    keys = convolve("key", projection(layer.key_projection, "k", source, parameters, **options), parameters, texts)
-    values = convolve(
-        "value", projection(layer.value_projection, "v", source, parameters, **options), parameters, texts
+    queries, keys, values = (
+        convolve(name, projection(layer, name[0], states, parameters, eps), parameters, text)
+        for name, states in (("query", x), ("key", source), ("value", source))
     )
     second_queries = linear(x, parameters.below("parts.parallax.proj")) if layer.parallax else queries
     if layer.qk_norm == "rms_all_heads":
-        queries = rms_norm(queries, parameters.get("q_norm.weight"), eps)
-        keys = rms_norm(keys, parameters.get("k_norm.weight"), eps)
+        queries = rms_norm(queries, parameters.get("q_norm.weight", 1.0), eps)
+        keys = rms_norm(keys, parameters.get("k_norm.weight", 1.0), eps)
     if layer.value_residual is not None and index > 0:
         first, own = 0.5, 0.5
         if layer.value_residual == "learned":
@@ -393,73 +340,65 @@ def attention(
     scaling = default_scaling(layer) if layer.attention_scaling is None else layer.attention_scaling
     groups, version = config.num_key_value_heads, layer.differential_attention
     query_heads = config.num_attention_heads * (2 if version == "v2" else 1)
-    visible = visible.expand(query_heads, -1, -1)
+    visible, turn = text.visible.expand(query_heads, -1, -1), None
+    if rotated:
+        turn = functools.partial(rotate, positions=text.positions, config=config)
+    length_factors = parameters.get("parts.attention_length_scaling.scale_bias")
 
-    def of_group(states, group):
-        return states[:, group * head_dim : (group + 1) * head_dim]
+    def of_head(states, head):
+        return states[:, head * head_dim : (head + 1) * head_dim]
 
     outputs, all_weights, loss = [], [], torch.zeros(len(x), len(source), dtype=torch.float64)
     for head in range(query_heads):
-        second = second_queries[:, head * head_dim : (head + 1) * head_dim]
         group = head // (query_heads // groups)
-        query, key, value = (
-            queries[:, head * head_dim : (head + 1) * head_dim],
-            of_group(keys, group),
-            of_group(values, group),
+        query, second, key, value = (
+            of_head(queries, head),
+            of_head(second_queries, head),
+            of_head(keys, group),
+            of_head(values, group),
         )
         if version == "v1":
-            value = torch.cat([of_group(values, group % (groups // 2) + side) for side in (0, groups // 2)], dim=-1)
+            value = torch.cat([of_head(values, group % (groups // 2) + side) for side in (0, groups // 2)], dim=-1)
         if layer.qk_norm == "rms":
-            query = rms_norm(query, parameters.get("q_norm.weight"), eps)
-            key = rms_norm(key, parameters.get("k_norm.weight"), eps)
+            query = rms_norm(query, parameters.get("q_norm.weight", 1.0), eps)
+            key = rms_norm(key, parameters.get("k_norm.weight", 1.0), eps)
         elif layer.qk_norm == "l2":
-            query = unit(query) * parameters["q_norm.scale"][head]
-            key = unit(key)
+            query, key = unit(query) * parameters["q_norm.scale"][head], unit(key)
         if layer.attention_activation == "linear_attention":
             decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(group)
             if layer.linear_attention_decay == "learned":
                 decay = sigmoid(parameters["decay_bias"][group])
-            turn = None
-            if layer.position_embedding == "rope":
-                turn = functools.partial(rotate, positions=positions, config=config)
             output, weights = linear_attention(query, key, value, visible[head], scaling, decay, turn)
             outputs.append(output)
             all_weights.append(weights)
             continue
-        if layer.position_embedding == "rope":
-            query, key, second = (rotate(states, positions, config) for states in (query, key, second))
+        if rotated:
+            query, key, second = (turn(states) for states in (query, key, second))
         if layer.selective_attention and head == 0:
             factors = torch.full((len(x),), scaling, dtype=torch.float64)
-            if layer.attention_length_scaling is not None:
-                learned = parameters["parts.attention_length_scaling.scale_bias"][0]
-                factors = scaling * learned * visible[0].sum(dim=-1).clamp(min=1).double().log()
-            loss = selections(factors[:, None] * (query @ key.T), visible[0], is_token)
-        sink = {None: None, "zero": torch.zeros(()).double(), "learned": parameters.get("sink_bias")}[
-            layer.attention_sink
-        ]
-        if layer.attention_sink == "learned":
-            sink = sink[head]
+            if length_factors is not None:
+                factors = scaling * length_factors[0] * visible[0].sum(dim=-1).clamp(min=1).double().log()
+            loss = selections(factors[:, None] * (query @ key.T), visible[0], text.is_token)
+        sink = None
+        if layer.attention_sink is not None:
+            sink = parameters["sink_bias"][head] if layer.attention_sink == "learned" else torch.zeros(()).double()
         kept = torch.zeros(len(source), dtype=torch.float64)
         if layer.forget_gate is not None:
             kept = forget_rates(config, layer, x, parameters, head, query_heads)
-            kept = torch.where(is_token, kept, 0.0)
+            kept = torch.where(text.is_token, kept, 0.0)
 
-        output, weights = (
-            value.new_zeros(len(x), value.shape[-1]),
-            torch.zeros(len(x), len(source), dtype=torch.float64),
-        )
+        output = value.new_zeros(len(x), value.shape[-1])
+        weights = torch.zeros(len(x), len(source), dtype=torch.float64)
         for i in range(len(x)):
             seen = visible[head, i].nonzero()[:, 0]
             if layer.sliding_window is not None:
-                near = (
-                    i - seen < layer.sliding_window if config.is_causal else (i - seen).abs() <= layer.sliding_window
-                )
-                seen = seen[near]
+                window = layer.sliding_window
+                seen = seen[i - seen < window if config.is_causal else (i - seen).abs() <= window]
             if layer.attention_activation == "stick_breaking":
                 seen = seen[seen != i]
             factor = scaling
-            if layer.attention_length_scaling is not None and len(seen):
-                factor = scaling * parameters["parts.attention_length_scaling.scale_bias"][head] * math.log(len(seen))
+            if length_factors is not None and len(seen):
+                factor = scaling * length_factors[head] * math.log(len(seen))
             scores = [factor * (query[i] * key[j]).sum() - loss[i, j] + kept[j + 1 : i + 1].sum() for j in seen]
             scores = torch.stack(scores) if scores else torch.zeros(0)
             weights[i, seen] = weights_of_query(layer, scores.double(), sink)
@@ -471,115 +410,90 @@ def attention(
         outputs.append(output)
         all_weights.append(weights)
     if version is not None:
-        outputs = differences(config, layer, x, parameters, outputs, index)
-        all_weights = differences(config, layer, x, parameters, all_weights, index)
+        outputs, all_weights = (differences(layer, x, parameters, maps, index) for maps in (outputs, all_weights))
         outputs = outputs if version == "v2" else normalised_pairs(config, outputs, index)
-    if layer.exclusive_attention is not None:
-        for head, output in enumerate(outputs):
-            own = of_group(values, head // (config.num_attention_heads // groups))
-            is_learned = layer.exclusive_attention == "learned"
+    heads_per_group = config.num_attention_heads // groups
+    for head, output in enumerate(outputs):
+        value = of_head(values, head // heads_per_group)
+        if layer.exclusive_attention is not None:  # the output loses a share along the token's own value
+            is_learned, direction = layer.exclusive_attention == "learned", unit(value)
             share = torch.tanh(parameters["parts.exclusive_attention.alpha"][head]) if is_learned else 1.0
-            outputs[head] = without_own_value(output, own, share)
-    per_group = config.num_attention_heads // groups
-    outputs = [
-        after_the_weights(
-            *(layer, head, output, parameters, gates),
-            slice(head * head_dim, (head + 1) * head_dim),
-            of_group(values, head // per_group),
-        )
-        for head, output in enumerate(outputs)
-    ]
+            output = output - share * (output * direction).sum(dim=-1, keepdim=True) * direction
+        own = slice(head * head_dim, (head + 1) * head_dim)
+        outputs[head] = after_the_weights(layer, head, output, parameters, gates, own, value)
     return linear(torch.cat(outputs, dim=-1), parameters.below("o_proj")), torch.stack(all_weights), values
 
 
-def mlp(config, x, block, texts):
-    parameters, attention_parameters = block.below("mlp"), block.below("self_attn")
-    x = convolve("mlp_input", x, attention_parameters, texts)
+def mlp(config, x, block, text):
+    parameters, of_canon, activation = block.below("mlp"), block.below("self_attn"), FUNCTIONS[config.hidden_act]
+    x = convolve("mlp_input", x, of_canon, text)
     if config.mlp_type == "gated":
-        gate = convolve("mlp_gate", linear(x, parameters.below("gate_proj")), attention_parameters, texts)
-        factor = convolve("mlp_inner", linear(x, parameters.below("up_proj")), attention_parameters, texts)
-        return linear(FUNCTIONS[config.hidden_act](gate) * factor, parameters.below("down_proj"))
-    inner = convolve("mlp_inner", linear(x, parameters.below("fc1")), attention_parameters, texts)
-    return linear(FUNCTIONS[config.hidden_act](inner), parameters.below("fc2"))
+        gate = convolve("mlp_gate", linear(x, parameters.below("gate_proj")), of_canon, text)
+        factor = convolve("mlp_inner", linear(x, parameters.below("up_proj")), of_canon, text)
+        return linear(activation(gate) * factor, parameters.below("down_proj"))
+    inner = convolve("mlp_inner", linear(x, parameters.below("fc1")), of_canon, text)
+    return linear(activation(inner), parameters.below("fc2"))
 
 
 def visible_keys(attention_mask, position_ids, is_causal=True):
     """The keys that each query of one sequence sees: its own document, or in causal order the past of it, without
     padding.
     """
-    length = len(position_ids)
+    length, is_padded = len(position_ids), not attention_mask.all()
     if not is_causal:
-        past = visible_keys(
-            torch.ones_like(attention_mask), position_ids if attention_mask.all() else torch.arange(length)
-        )
+        past = visible_keys(torch.ones_like(attention_mask), torch.arange(length) if is_padded else position_ids)
         return (past | past.T) & attention_mask.bool()
     visible = torch.zeros(length, length, dtype=torch.bool)
     for i in range(length):
         for j in range(i, -1, -1):
             visible[i, j] = attention_mask[j]
-            if attention_mask.all() and j > 0 and position_ids[j] != position_ids[j - 1] + 1:
+            if not is_padded and j > 0 and position_ids[j] != position_ids[j - 1] + 1:
                 break  # a document begins at key j
     return visible
 
 
-def forward_sequence(config, parameters, tokens, positions, visible, is_token, texts, source=None, is_source=None):
+def forward_sequence(config, parameters, tokens, text, source=None, is_source=None):
     """The logits `(length, vocabulary)` and each layer's weights for one sequence, then those of its cross-attention.
 
     Weights are `(heads, length, length)`; `source` is `(source length, width)`, and `is_source` false for its padding.
     """
-    eps = config.layer_norm_eps
     before, after = FUNCTIONS[config.sublayer_activation], FUNCTIONS[config.residual_activation]
-    is_rms = config.norm_type == "rmsnorm"
     model = parameters.below("model")
-
     x = model["embed_tokens.weight"][tokens]
     if config.per_layer_config[0].position_embedding == "learned":
-        x = x + model["embed_positions.weight"][positions]
-
-    def norm_of_body(name, x):
-        return rms_norm(x, model.get(f"{name}.weight"), eps) if is_rms else layer_norm(x, model.below(name), eps)
-
-    x = norm_of_body("embed_norm", x) if config.embedding_norm else x
+        x = x + model["embed_positions.weight"][text.positions]
+    x = norm_of(config, x, model.below("embed_norm")) if config.embedding_norm else x
     weights, cross_weights, first_values = [], [], []
     for index in range(config.num_hidden_layers):
-        layer = config.per_layer_config[index]
-        block = model.below(f"layers.{index}")
+        layer, block = config.per_layer_config[index], model.below(f"layers.{index}")
+        cross = cross_layer(layer)
 
         def attend(x, index=index, layer=layer, block=block):
             first = first_values[0] if first_values else None
-            own = block.below("self_attn")
-            inputs = (config, layer, x, own, positions, visible, is_token, texts, index, first)
-            output, layer_weights, values = attention(*inputs)
-            weights.append(layer_weights)
+            output, of_heads, values = attention(config, layer, x, block.below("self_attn"), text, index, first)
+            weights.append(of_heads)
             first_values.append(values)
             return output
 
-        cross = cross_layer(layer)
-
         def attend_to_source(x, index=index, cross=cross, block=block):
-            seen = is_source.expand(1, len(x), -1)
-            inputs = (config, cross, x, block.below("cross_attn"), positions, seen, is_token, texts, index)
-            output, layer_weights, _ = attention(*inputs, source=source)
-            cross_weights.append(layer_weights)
+            seen = replace(text, visible=is_source.expand(1, len(x), -1))
+            output, of_heads, _ = attention(config, cross, x, block.below("cross_attn"), seen, index, source=source)
+            cross_weights.append(of_heads)
             return output
 
         def feed_forward(x, block=block):
-            return mlp(config, x, block, texts)
+            return mlp(config, x, block, text)
 
-        def norm(name, x, block=block):
-            return rms_norm(x, block.get(f"{name}.weight"), eps) if is_rms else layer_norm(x, block.below(name), eps)
+        def output_of(sub_layer, x, name, block=block):
+            if config.norm_position in ("pre", "sandwich"):
+                x = norm_of(config, x, block.below(f"{name}_norm"))
+            output = sub_layer(before(x))
+            if config.norm_position in ("output", "sandwich"):
+                output = norm_of(config, output, block.below(f"{name}_output_norm"))
+            return output
 
-        def output_of(sub_layer, x, name, norm=norm):
-            if config.norm_position == "pre":
-                return sub_layer(before(norm(f"{name}_norm", x)))
-            if config.norm_position == "post":
-                return sub_layer(before(x))
-            if config.norm_position == "output":
-                return norm(f"{name}_output_norm", sub_layer(before(x)))
-            return norm(f"{name}_output_norm", sub_layer(before(norm(f"{name}_norm", x))))
-
-        def end(name, x, norm=norm):
-            return after(norm(f"{name}_norm", x) if config.norm_position == "post" else x)
+        def end(name, x, block=block):
+            return after(norm_of(config, x, block.below(f"{name}_norm")) if config.norm_position == "post" else x)
 
         if config.parallel_residual:
             of_source = 0.0 if cross is None else output_of(attend_to_source, x, "cross_attn")
@@ -590,57 +504,36 @@ def forward_sequence(config, parameters, tokens, positions, visible, is_token, t
                 x = end("cross_attn", x + output_of(attend_to_source, x, "cross_attn"))
             x = end("mlp", x + output_of(feed_forward, x, "mlp"))
     if config.norm_position != "post":
-        x = norm_of_body("norm", x)
+        x = norm_of(config, x, model.below("norm"))
     head = model["embed_tokens.weight"] if config.tie_word_embeddings else parameters["lm_head.weight"]
     logits, cap = x @ head.T, config.final_logit_softcapping
     return logits if cap is None else cap * torch.tanh(logits / cap), weights + cross_weights
 
 
-def forward(
-    config,
-    state_dict,
-    input_ids,
-    attention_mask=None,
-    position_ids=None,
-    visible=None,
-    encoder_hidden_states=None,
-    encoder_attention_mask=None,
-):
-    """The logits and attention weights of a batch.
+def forward(model, input_ids, attention_mask=None, position_ids=None, visible=None, **source):
+    """The logits `(batch, length, vocabulary)` of a batch, and attention weights `(batch, heads, length, length)`.
 
-    Args:
-        config: an object whose attributes are the switches, with every size given.
-        state_dict: the model's parameters.
-        input_ids: `(batch, length)`.
-        attention_mask: `(batch, length)`, 0 for padding.
-        position_ids: `(batch, length)`; by default a token's place among those that are not padding.
-        visible: `(batch, 1 or heads, length, length)` booleans, in place of what mask and positions say.
-        encoder_hidden_states, encoder_attention_mask: `(batch, source length, width)` and `(batch, source length)`.
-
-    Returns:
-        Logits `(batch, length, vocabulary)` and a list of `(batch, heads, length, length)`, one for each layer, then
-        one for the cross-attention of each.
+    Weights are those of each layer, then those of the cross-attention of each. `visible`
+    `(batch, 1 or heads, length, length)` stands in place of what mask and positions say, and `source` are
+    `encoder_hidden_states` and perhaps `encoder_attention_mask`.
     """
-    if attention_mask is None:
-        attention_mask = torch.ones_like(input_ids)
-    if position_ids is None:
-        position_ids = (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
-    rows = []
+    config, parameters, rows = model.config, Parameters(model.state_dict()), []
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    positions = (mask.cumsum(dim=-1) - 1).clamp(min=0) if position_ids is None else position_ids
+    states = source.get("encoder_hidden_states")
     for row in range(len(input_ids)):
-        texts = visible_keys(attention_mask[row], position_ids[row], getattr(config, "is_causal", True))
-        seen = texts[None] if visible is None else visible[row]
-        inputs = [input_ids[row], position_ids[row], seen, attention_mask[row].bool(), texts]
-        if encoder_hidden_states is not None:
-            length = encoder_hidden_states.shape[1]
-            is_source = torch.ones(length) if encoder_attention_mask is None else encoder_attention_mask[row]
-            inputs += [encoder_hidden_states[row], is_source.bool()]
-        rows.append(forward_sequence(config, Parameters(state_dict), *inputs))
-    logits = torch.stack([row[0] for row in rows])
-    weights = [torch.stack(layer) for layer in zip(*(row[1] for row in rows))]
-    return logits, weights
+        own = visible_keys(mask[row], positions[row], config.is_causal)
+        text = Text(positions[row], own[None] if visible is None else visible[row], mask[row].bool(), own)
+        inputs = [input_ids[row], text]
+        if states is not None:
+            is_source = source.get("encoder_attention_mask", torch.ones(states.shape[:2]))
+            inputs += [states[row], is_source[row].bool()]
+        rows.append(forward_sequence(config, parameters, *inputs))
+    logits, weights = zip(*rows)
+    return torch.stack(logits), [torch.stack(layer) for layer in zip(*weights)]
 
 
-def check(model, tolerance=1e-10, visible=None, **inputs):
+def check(model, tolerance=1e-10, visible=None, use_cache=None, **inputs):
     """Asserts that a float64 model equals the formulas in logits and weights, except at padding.
 
     Weights are compared where the model returns them, which no linear attention does. `visible` is what a 4-D mask of
@@ -651,12 +544,9 @@ def check(model, tolerance=1e-10, visible=None, **inputs):
         layer.attention_activation != "linear_attention" for layer in layers
     )
     with torch.no_grad():
-        output = model(**inputs, output_attentions=has_weights)
-    inputs.pop("use_cache", None)
-    if visible is not None:
-        inputs["attention_mask"] = None
-    logits, weights = forward(model.config, model.state_dict(), **inputs, visible=visible)
-    mask = inputs.get("attention_mask")
+        output = model(**inputs, use_cache=use_cache, output_attentions=has_weights)
+    mask = inputs.get("attention_mask") if visible is None else None
+    logits, weights = forward(model, **{**inputs, "attention_mask": mask}, visible=visible)
     is_token = torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()
     torch.testing.assert_close(output.logits[is_token], logits[is_token], rtol=tolerance, atol=tolerance)
     if has_weights:

@@ -25,14 +25,11 @@ PAIR_SWITCHES = {"encoder": HALF, "decoder": {**HALF, "cross_attention": {"atten
 
 
 def logged_losses(folder: Path) -> list[float]:
-    """The training losses that a run logged."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]
 
 
 class PowerCut(TrainerCallback):
-    """Ends a run in its fifth step."""
-
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 5:
             raise KeyboardInterrupt

@@ -73,26 +73,15 @@ def fetch() -> None:
 def _download() -> None:
     with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
         requirement = f"transformers=={transformers.__version__}"
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "--no-binary",
-            "transformers",
-            "--dest",
-            temporary,
-        ]
-        patience = ["--retries", "1", "--timeout", "15", "--disable-pip-version-check"]
-        result = subprocess.run([*command, *patience, requirement], capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", "transformers"]
+        command += ["--dest", temporary, "--retries", "1", "--timeout", "15", "--disable-pip-version-check"]
+        result = subprocess.run([*command, requirement], capture_output=True, text=True)
         archive_path = Path(temporary) / f"{DISTRIBUTION}.tar.gz"
         if not archive_path.is_file():
             cause = (result.stderr or result.stdout).strip().splitlines()[-1:]
             raise FetchError(
-                f"cannot download the source distribution of {requirement} ({''.join(cause)}); run this once with pip "
-                "and "
-                f"access to PyPI, or unpack {archive_path.name} into {CACHE} (${CACHE_VARIABLE} names another folder)"
+                f"cannot download the source distribution of {requirement} ({''.join(cause)}); run this with access "
+                f"to PyPI, or unpack {archive_path.name} into {CACHE} (${CACHE_VARIABLE} names another folder)"
             )
         with tarfile.open(archive_path) as archive:
             members = [member for member in archive if member.name.startswith(f"{DISTRIBUTION}/tests/")]
@@ -109,7 +98,6 @@ def _add_stub(name: str, **contents) -> None:
 
 
 def load(*names: str) -> list[ModuleType]:
-    """Imports modules of the fetched tests."""
     if PACKAGE not in sys.modules:
         initial_file = FOLDER / "__init__.py"
         initial_file.touch()  # the source distribution leaves it out, and the configuration tests look for it

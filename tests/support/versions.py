@@ -2,10 +2,8 @@
 
     python -m support.versions 5.21.0 5.24.0 --folder results/versions      (or `make test-versions`)
 
-Each release gets a virtual environment that has only Transformers itself and takes all other packages from this one.
-In it, one process saves the models, and later two processes load the folders of all releases, by the installed package
-and by remote code. They compare the logits with those that were saved, and generation with a cache to generation
-without one. The result is what docs/versions.md tells.
+Each release gets a virtual environment, which takes all other packages from this one. One process saves the models,
+and two load the folders of all releases, by the installed package and by remote code. docs/versions.md has the result.
 """
 
 import argparse
@@ -19,33 +17,18 @@ from pathlib import Path
 from support.paths import REPOSITORY
 
 
-SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-# Large weights: the greedy tokens vary, and differ by more than rounding
-SIZES |= {"max_position_embeddings": 64, "initializer_range": 0.3, "query_projection": "linear", "pad_token_id": 0}
+SIZES = {"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 64, "query_projection": "linear", "pad_token_id": 0}
+SIZES["initializer_range"] = 0.3  # large weights: the greedy tokens vary, and differ by more than rounding
+LINEAR = {"attention_activation": "linear_attention"}
 CONFIGURATIONS = {
     "softmax": {},
-    "sigmoid": {"attention_activation": "sigmoid"},
-    "squared": {"attention_activation": "squared"},
-    "linear_attention": {"attention_activation": "linear_attention"},
-    "decay": {
-        "attention_activation": "linear_attention",
-        "linear_attention_decay": "learned",
-        "position_embedding": "rope",
-    },
+    **{name: {"attention_activation": name} for name in ("sigmoid", "squared", "linear_attention", "sparsemax")},
+    "decay": {**LINEAR, "linear_attention_decay": "learned", "position_embedding": "rope"},
     "window": {"sliding_window": 6, "position_embedding": "rope"},
     "nonlinear_queries": {"query_projection": "nonlinear", "num_key_value_heads": 4},
     "sink": {"attention_sink": "learned"},
-    "sparsemax": {"attention_activation": "sparsemax"},
-    "hybrid": {
-        "attention_activation": "linear_attention",
-        "per_layer_config": {1: {"attention_activation": "softmax"}},
-    },
+    "hybrid": {**LINEAR, "per_layer_config": {1: {"attention_activation": "softmax"}}},
     "parts": {"canon": "ABCD", "forget_gate": "learned", "value_residual": "learned"},
 }
 PROMPTS = ([7, 21, 3, 44, 18, 9, 30, 2], [11, 5, 40])
@@ -122,7 +105,6 @@ def _generate_batch(model) -> list[list[int]]:
 
 
 def make_environment(version: str, folder: Path) -> Path:
-    """Makes a virtual environment of a release of Transformers, and returns its Python."""
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)

@@ -50,28 +50,12 @@ def pairs_recipe(tmp_path_factory):
     pairs += [("nine " * 30, "nine")]
     lines = [json.dumps({"given": given, "wanted": wanted}) for given, wanted in pairs]
     (folder / "pairs.jsonl").write_text("\n".join(lines) + "\n")
-    training = {
-        "max_steps": 40,
-        "per_device_train_batch_size": 8,
-        "save_steps": 4,
-        "eval_steps": 20,
-        "eval_strategy": "steps",
-    }
-    training |= {
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "steps",
-    }
-    content = {
-        "model": "tiny-seq2seq",
-        "objective": "seq2seq",
-        "dataset": str(folder / "pairs.jsonl"),
-        "tokenizer": "bpe:300",
-    }
+    training = {"max_steps": 40, "per_device_train_batch_size": 8, "learning_rate": 1e-2, "logging_steps": 1}
+    training |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 20}
+    content = {"model": "tiny-seq2seq", "objective": "seq2seq", "dataset": str(folder / "pairs.jsonl")}
     content |= {"source_column": "given", "target_column": "wanted", "max_source_length": 24, "max_target_length": 16}
-    content |= {"validation_fraction": 0.2, "switches": PAIR_SWITCHES, "training": training}
+    content |= {"tokenizer": "bpe:300", "validation_fraction": 0.2, "switches": PAIR_SWITCHES}
+    content["training"] = {**training, "use_cpu": True, "report_to": "none"}
     (folder / "pairs.yaml").write_text(json.dumps(content))
     return folder / "pairs.yaml"
 
@@ -81,6 +65,6 @@ def two_surroundings(monkeypatch):
     """Fewer models and lengths, for time."""
     names = ("softmax", "sigmoid, wide heads and a gated MLP")
     kept = {1, 2, 3, checking.SHORT, checking.LONG}
-    fewer = {name: (check, sorted(kept & {*lengths})) for name, (check, lengths) in checking.INVARIANTS.items()}
+    fewer = {name: each._replace(lengths=sorted(kept & {*each.lengths})) for name, each in checking.INVARIANTS.items()}
     monkeypatch.setattr(checking, "INVARIANTS", fewer)
     monkeypatch.setattr(checking, "_SURROUNDINGS", {name: checking._SURROUNDINGS[name] for name in names})

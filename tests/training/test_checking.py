@@ -35,11 +35,8 @@ def test_a_new_file(tmp_path, idea):
     for name, source, message in (
         ("mine.py", idea, "mine.py exists; choose another name"),
         ("canon.py", idea, "'canon' is taken; choose another name"),
-        ("without.py", idea, "'without' is taken"),
         ("my-idea.py", idea, "must have a name such as my_idea.py"),
         ("on.py", idea, "on.py True: a name must be text"),
-        ("No.py", idea, "No.py False: a name must be text"),
-        ("null.py", idea, "null.py None: a name must be text"),
         ("état.py", idea, "'état': a name must be made of"),
         ("class.py", idea, "must have a name such as my_idea.py"),
         ("keys.py", idea, "'keys' must be a Python identifier, and no attribute of nn.ModuleDict"),
@@ -105,11 +102,9 @@ def test_bad_files(tmp_path, text, message):
         describe(write(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    "name, message", [("missing.py", "cannot be read"), ("a-b.py", "such as my_idea.py"), ("x.txt", "such as")]
-)
-def test_bad_names(tmp_path, name, message):
-    if name != "missing.py":
-        (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=message):
-        describe(tmp_path / name)
+def test_bad_names(tmp_path):
+    for name, message in (("missing.py", "cannot be read"), ("a-b.py", "such as my_idea.py"), ("x.txt", "such as")):
+        if name != "missing.py":
+            (tmp_path / name).touch()
+        with pytest.raises(ValueError, match=message):
+            describe(tmp_path / name)

@@ -18,22 +18,19 @@ BAD_INPUT = r"""
 2 | trian | No such command 'trian'
 2 | train | Missing argument 'recipe'; see nlq train --help
 2 | train demo --engine spark | '--engine' | 'spark' | 'local', 'ray'
-2 | train demo --workers x | '--workers' | integer
 2 | generate finished x --seed | '--seed' requires an argument
-2 | generate finished x --bogus 1 | No such option: --bogus; see nlq generate --help
 2 | generate finished x y | unexpected extra argument(s) (y)
 1 | explore finished --text a --file b | give either --text TEXT or --file FILE
 2 | convert finished out --no-upcycle | No such option: --no_upcycle | --upcycle
 1 | train domo | 'domo' | 'demo'
 1 | train demo --cpus_per_worker 2 --max-retries 1 | cpus_per_worker, max_retries: only the engine 'ray' has that
 1 | train demo extra | cannot read 'extra'
-1 | train demo --learning_rat 1 | 'learning_rat' | 'learning_rate'
 1 | train demo --learning_rate fast | learning_rate | 'fast'
 1 | train demo --max_validation_documents 0 | max_validation_documents=0 must be at least 1
 1 | train demo --lr 1e-3 | unknown field 'lr'; did you mean 'learning_rate' or
 1 | train demo --report_to clearml | report_to=clearml | to be installed | report_to: none
-1 | train demo --packing boxes | packing | 'boxes' | stream
 1 | train demo --set attention_activation=softmx | attention_activation='softmx' | sigmoid
+1 | train demo --dataset owner/nothing-there | 'owner/nothing-there'
 1 | train demo --set qk_norm=l2 --set qk_norm=rms | --set qk_norm is given twice
 1 | train demo --set num_attention_heads=5 | hidden_size=128 | num_attention_heads=5
 1 | train demo --model runs/nothing-there | 'runs/nothing-there' is not a local folder and cannot
@@ -41,14 +38,10 @@ BAD_INPUT = r"""
 1 | train demo --tokenizer bpe:9000 --block_size 300 | vocab_size=8192 | block_size=300
 1 | train demo --set attention_activaton=relu | 'attention_activaton' | did you mean 'attention_activation'?
 1 | train demo --dataset broken.jsonl | 'broken.jsonl' | cannot be read
-1 | train demo --dataset fine.jsonl --text_column body | 'body' | text
 1 | train demo --dataset fine.jsonl | validation
-1 | train demo --dataset owner/nothing-there | 'owner/nothing-there'
 1 | train demo --attn_implementation sdpa --set attention_activation=relu | 'sdpa' | eager
 1 | train demo --attn_implementation flash_attention_2 | FlashAttention2
-1 | train broken.yaml | broken.yaml | cannot be read
 1 | train unknown.yaml | unknown.yaml | 'learning_speed' | training
-1 | train numbers.yaml | numbers.yaml | training
 1 | compare demo --noise-floor 1 | --noise-floor needs --dry-run
 1 | compare demo.yaml | neither a file nor a shipped name; did you mean 'demo'?
 1 | train unknown | did you mean the file unknown.yaml?
@@ -58,14 +51,13 @@ BAD_INPUT = r"""
 1 | generate half x | half | config.json
 1 | generate finished x --max_new_tokens 70 | max_new_tokens=70 | 64 positions
 1 | generate finished "" | prompt is empty
-1 | generate finished x --max-new-tokens 0 | max_new_tokens=0 must be at least 1
 1 | generate finished x --parts none.py | none.py cannot be read
 1 | evaluate finished --block_size 0 | block_size=0 must be at least 2
 1 | evaluate finished --batch_size 0 | batch_size=0
+1 | generate finished x --max-new-tokens 0 | max_new_tokens=0 must be at least 1
 1 | evaluate finished --tasks arc_easy --block_size 9 | --block_size is for text, and cannot be given with --tasks
 1 | evaluate finished --dataset fine.jsonl --max_validation_documents 0 | max_validation_documents=0 must be at least 1
 1 | evaluate finished --dataset fine.jsonl --validation_fraction nan | validation_fraction=nan must be between 0 and 1
-1 | evaluate finished --dataset fine.jsonl --validation_fraction 0 | validation_fraction=0.0 must be between 0 and 1
 1 | params tiny-linear --context 0 | context=0 must be at least 1
 1 | params tiny-liner | 'tiny-liner' | 'tiny-linear'
 1 | params tiny-linear --match 10 | no MLP width
@@ -76,14 +68,11 @@ BAD_INPUT = r"""
 
 @pytest.fixture(scope="module")
 def folder(run, tmp_path_factory):
-    """A working directory with models and files that are right, and that are not."""
     folder = tmp_path_factory.mktemp("folder")
     texts = {
         "broken.jsonl": '{"text": "one"}\n{"text": oops\n',
         "fine.jsonl": '{"text": "one document"}\n',
-        "broken.yaml": "model: [unclosed",
         "unknown.yaml": "model: tiny-linear\ntraining: {learning_speed: 1}\n",
-        "numbers.yaml": "model: tiny-linear\ntraining: [1]\n",
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
@@ -129,14 +118,7 @@ def test_help_in_groups(capsys):
     for group, text in re.findall(r"─ (\w+(?: \w+)+) ─.*\n([^╰]*)", capsys.readouterr().out):
         assert re.findall(r"^│ (\w+)", text, flags=re.MULTILINE) == groups.pop(group).split()
     assert not groups
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["train", "compare", "generate", "evaluate", "explore", "params", "convert", "publish", "check", "build"],
-)
-def test_every_command_has_help(command, capsys):
-    assert main([command, "-h"]) == 0 and f"Usage: nlq {command} [OPTIONS]" in capsys.readouterr().out
+    assert main(["train", "-h"]) == 0 and "Usage: nlq train [OPTIONS]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words, completed", [("nlq tra", "train\n"), ("nlq train demo --engine ", "local\nray\n")])

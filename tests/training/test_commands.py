@@ -59,7 +59,6 @@ FILES["my-encoders.yaml"] = f"{FILES['my-comparison.yaml']}switches: {{is_causal
 
 
 def is_needed(name: str, lines: list[str]) -> bool:
-    """Whether the lines read a folder that they do not make."""
     makes = rf"train {name}(?!.*output_dir)|(output_dir|convert \S+) runs/{name}\b"
     return f"runs/{name}" in str(lines) and not any(re.search(makes, line) for line in lines)
 

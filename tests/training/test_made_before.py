@@ -21,7 +21,8 @@ from support.publishing_cases import CODE, RUN_FILES, TOKEN
 
 import modeling_nlq
 from modeling_nlq.training import evaluate, publish, train
-from modeling_nlq.training.api import describe_results, load_plan
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.report import describe
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.result import RunResult
@@ -55,6 +56,7 @@ def has_same_arithmetic() -> bool:
 def values(content: Any, *path: str) -> Iterator[tuple[str, Any]]:
     """Yields the values of a record by their keys, without those that vary."""
     if not isinstance(content, dict | list) or not content:
+        content = Path(content).name if path[-1:] == ("dataset",) else content  # older results name its folder too
         yield "/".join(path), None if content == {} else content  # a model without changes was null
         return
     for key, value in content.items() if isinstance(content, dict) else enumerate(content):
@@ -81,7 +83,6 @@ def check_same(*results: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """Unpacks the folders into the working directory, as if they had been made there."""
     with tarfile.open(DATA / "folders.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     for path in tmp_path.rglob("metrics.json"):
@@ -107,7 +108,7 @@ def test_interrupted_comparison_resumes_to_the_same_results(name, capsys):
     capsys.readouterr()
     check_same(after, before)
     assert status() == (DATA / f"{name}.finished.status.txt").read_text()
-    assert describe_results(before)  # which can be read
+    assert describe(before)  # which can be read
 
 
 def test_interrupted_run_resumes_to_the_same_weights():

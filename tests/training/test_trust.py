@@ -13,7 +13,6 @@ OTHER = DISTANCE.replace("-5.0", "-6.0")
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """A function that tells whether a text runs unasked; the list is new."""
     monkeypatch.setattr(trust, "TRUSTED_PARTS", tmp_path / "home" / "nlq" / "trusted_parts")
     return lambda text: bool(trust.run_parts(tmp_path / "my_idea.py", text, only_known=True))
 

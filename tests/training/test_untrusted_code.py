@@ -7,10 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from support.client_cases import make_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
+from support.client_cases import small_model
+from transformers import LlamaConfig, modeling_utils
 
 from modeling_nlq import NLQConfig
 from modeling_nlq.training.loading import load_parts
@@ -59,16 +58,7 @@ def test_a_kernel_that_a_recipe_names(fields, tmp_path):
 def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
     """Never by a question on the terminal, and where there is an option, only with it."""
     folder, planted = tmp_path / f"{what}_{arguments[0]}", tmp_path / "planted"
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 64,
-    }
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    small_model(folder, LlamaConfig)
     shutil.copytree(folder, tmp_path / "plain")
     if what == "model":
         auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}

@@ -22,7 +22,6 @@ from modeling_nlq.training.screening import sections
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """The file that hostile modules in the working directory write."""
     (tmp_path / "here" / "rouge").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     for file in ("colorsys.py", "pip.py", "selectors.py", "rouge/rouge.py", "rouge.py"):
@@ -88,15 +87,7 @@ def test_what_lm_eval_calls(metric, run, planted, tmp_path):
         assert "private" not in Path("out.json").read_text()
 
 
-@pytest.mark.parametrize("name, is_named", [("rouge", False), ("./rouge", True), ("rouge.py", True), ("bleu", None)])
-def test_metrics(name, is_named, planted):
-    here = os.getcwd()
-    assert (tasks._from_hub(lambda path: os.getcwd() if path == name else "")(name) == here) == (is_named is not False)
-    assert os.getcwd() == here
-
-
-@pytest.mark.parametrize("where", ["run", "comparison", "screening"])
-def test_settings_of_matplotlib(where, tmp_path, monkeypatch):
+def test_settings_of_matplotlib(tmp_path, monkeypatch):
     """A `matplotlibrc` may run LaTeX, which reads files."""
 
     def draw(*_):
@@ -106,10 +97,10 @@ def test_settings_of_matplotlib(where, tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "draw_effects", draw)
     monkeypatch.setattr("modeling_nlq.training.run.train.Figure", lambda **_: draw())
     outcome = SimpleNamespace(trend=None, largest=None, effects=True)
-    calls = {
-        "run": lambda: plot_losses([], tmp_path / "loss.png", "", "token"),
-        "comparison": lambda: report.write_report(outcome, tmp_path),
-        "screening": lambda: sections.write_report(outcome, tmp_path),
-    }
-    with rc_context({"text.usetex": True}), pytest.raises(LookupError, match="False"):
-        calls[where]()
+    for write in (
+        lambda: plot_losses([], tmp_path / "loss.png", "", "token"),
+        lambda: report.write_report(outcome, tmp_path),
+        lambda: sections.write_report(outcome, tmp_path),
+    ):
+        with rc_context({"text.usetex": True}), pytest.raises(LookupError, match="False"):
+            write()

@@ -41,7 +41,6 @@ def gguf() -> Path:
 
 @pytest.fixture(scope="session")
 def folder(gguf, tmp_path_factory) -> Path:
-    """What `nlq convert` made."""
     folder = tmp_path_factory.mktemp("weights") / "nlq"
     assert run_nlq("convert", gguf, folder) == 0
     return folder
@@ -49,7 +48,6 @@ def folder(gguf, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def llama_folder(folder) -> Path:
-    """What `nlq convert --to llama` made of that."""
     assert run_nlq("convert", folder, folder.parent / "llama", "--to", "llama") == 0
     return folder.parent / "llama"
 
@@ -61,7 +59,6 @@ def tokenizer(folder):
 
 @pytest.fixture(scope="session")
 def make_llama(gguf):
-    """A function that loads the file by Transformers alone."""
 
     def make(**options) -> LlamaForCausalLM:
         return LlamaForCausalLM.from_pretrained(
@@ -73,11 +70,9 @@ def make_llama(gguf):
 
 @pytest.fixture(scope="session")
 def llama(make_llama):
-    """The reference, which no test may change."""
     return make_llama()
 
 
 @pytest.fixture(scope="session")
 def nlq(folder):
-    """The converted model, which no test may change."""
     return NLQForCausalLM.from_pretrained(folder).eval()

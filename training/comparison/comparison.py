@@ -1,63 +1,64 @@
-"""The plan of a comparison: models, learning rates and seeds on one recipe, at one scale or at several."""
+"""The plan of a comparison: models, learning rates and seeds on one recipe, at one scale or at several.
+
+Every model is sized, and every run checked, before anything is trained. Which runs come next follows from the results.
+"""
 
 import dataclasses
+import functools
+import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..result import RunResult
-from ..run.conflicts import emulated_bf16
-from ..run.recipe import Recipe
-from ..size import Size
-from ..text import align
-from .config import ComparisonConfig, ModelConfig
+from huggingface_hub.errors import StrictDataclassError
+
+from ..run.conflicts import check_recipe, emulated_bf16
+from ..run.lora import choose_trained
+from ..run.recipe import Recipe, read_recipe, without_private
+from ..size import Size, matching_intermediate_size, measure
+from ..text import align, one_line
+from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
 from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
-from .lr_search import Rates
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run."""
-
-    model: str
-    learning_rate: float
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Unique in its comparison; also its folder's path there."""
-        return f"{self.model}/rate-{self.learning_rate:g}-seed-{self.seed}"
+from .lr_search import Rates, Results, Run, Tuning, tune
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a comparison, at one scale. In an outline it has a config and rates alone.
+    """A model of a comparison, at one scale. In an outline it has neither recipe nor size.
 
     Attributes:
         config: its fields in the file, with the changes of the scale.
         starts_anew: whether its scale says where the search of rates begins.
-        rates_by_seed: the rates of a seed, where it does not have `rates`.
-        intermediate_size: the MLP width, after matching.
-        tokens: number of training tokens of each run, with full batches.
-        model_config: all fields of the configuration of its model.
     """
 
     config: ModelConfig
     rates: Rates
+    match: str | None = None
     starts_anew: bool = False
-    rates_by_seed: dict[int, Rates] = field(default_factory=dict)
     recipe: Recipe | None = None
-    size: Size = field(default_factory=lambda: Size(0, 0, 0, 0))
-    intermediate_size: int | None = None
-    steps: int = 0
-    tokens: int = 0
-    model_config: dict[str, Any] = field(default_factory=dict)
+    size: Size | None = None
 
-    def rates_of(self, seed: int) -> Rates:
-        """Returns the rates that a seed can choose."""
-        return self.rates_by_seed.get(seed, self.rates)
+    @property
+    def intermediate_size(self) -> int | None:
+        return getattr(self.recipe.config, "intermediate_size", None)
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.arguments.max_steps
+
+    @property
+    def tokens(self) -> int:
+        """The training tokens of a run, with full batches on one device."""
+        arguments = self.recipe.arguments
+        rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        return arguments.max_steps * rows * sum(self.recipe.sample_lengths)
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        return json.loads(self.recipe.config.to_json_string(use_diff=False))
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,10 @@ class Scale:
 
     @property
     def baseline(self) -> str:
-        """The model that all others are compared with."""
         return self.config.baseline
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of the runs. Each chooses a learning rate for each model."""
         return self.config.seeds
 
     @property
@@ -87,73 +86,47 @@ class Scale:
         """`"early"` if models leave at their verdicts (see `progress_of`)."""
         return self.config.stop
 
-    def runs_of(self, model: str) -> int:
-        """The number of runs of a model; a search may need more."""
-        return len(self.seeds) * len(self.variants[model].rates.first)
-
     @property
     def is_open(self) -> bool:
-        """Whether a search may need more runs than planned."""
         return any(variant.rates.is_search for variant in self.variants.values())
 
     @property
-    def tasks(self) -> list[str]:
-        """The downstream tasks for every reported run."""
-        return self.config.tasks or []
-
-    @property
     def baseline_flops(self) -> int:
-        """The compute of a run of the baseline."""
         return self.variants[self.baseline].size.flops_per_token * self.tokens_per_run
 
     @property
     def tokens_per_run(self) -> int:
-        """The number of training tokens, with full batches."""
         return self.variants[self.baseline].tokens
 
     @property
     def steps_per_run(self) -> int:
-        """The number of optimizer steps of a run."""
         return self.variants[self.baseline].steps
+
+    def runs_of(self, model: str) -> int:
+        return len(self.seeds) * len(self.variants[model].rates.first)
 
     @property
     def runs(self) -> int:
-        """The number of all runs; a search may need more."""
         return sum(map(self.runs_of, self.variants))
 
     @property
     def flops(self) -> int:
-        """Of all runs; a search may need more."""
-        return sum(
-            self.runs_of(name) * item.tokens * item.size.flops_per_token for name, item in self.variants.items()
-        )
+        tokens = self.tokens_per_run
+        return sum(self.runs_of(name) * tokens * item.size.flops_per_token for name, item in self.variants.items())
 
     def recipe_of(self, run: Run, folder: Path) -> Recipe:
-        """Returns the recipe of a run in its folder."""
         settings = {"learning_rate": run.learning_rate, "seed": run.seed, "output_dir": str(folder)}
         return self.variants[run.model].recipe.replace(training=settings)
 
-    def starting_at(self, chosen: Mapping[str, Mapping[int, float]]) -> "Scale":
-        """Returns this scale with searches that begin at rates chosen before, unless the scale sets its own."""
-        variants = dict(self.variants)
-        for name, variant in variants.items():
-            if not variant.starts_anew:
-                rates = {seed: variant.rates.starting_at(rate) for seed, rate in chosen.get(name, {}).items()}
-                variants[name] = dataclasses.replace(variant, rates_by_seed=rates)
-        return dataclasses.replace(self, variants=variants)
-
     def power_warning(self) -> str | None:
-        """A warning if there are too few seeds for a verdict."""
         seeds = len(self.seeds)
         return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
 
     def describe(self) -> Iterator[str]:
-        """Yields the plan line by line."""
-        rows = [self._describe_model(name) for name in self.variants]
-        is_shown = {column: any(row[column] for row in rows) for column in rows[0]}
-        is_shown["trained"] = any(row["trained"] != row["parameters"] for row in rows)
-        shown = [column for column in rows[0] if is_shown[column]]
-        yield from align([shown, *([row[column] for column in shown] for row in rows)])
+        rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
+        hidden = {"trained"} if all(row["trained"] == row["parameters"] for row in rows) else set()
+        columns = [column for column in rows[0] if column not in hidden and any(row[column] for row in rows)]
+        yield from align([columns, *([row[column] for column in columns] for row in rows)])
         more = ", more if a search goes on" if self.is_open else ""
         seeds = " ".join(map(str, self.seeds))
         yield (
@@ -169,15 +142,14 @@ class Scale:
                 "three"
             )
 
-    def _describe_model(self, name: str) -> dict[str, str]:
-        variant = self.variants[name]
-        size = variant.size
+    def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
+        size, width = variant.size, variant.intermediate_size
         return {
             "model": f"{name} (baseline)" if name == self.baseline else name,
             "parameters": f"{size.total:,}",
             "trained": f"{size.trained:,}",
             "non-embedding": f"{size.non_embedding:,}",
-            "MLP width": "" if variant.intermediate_size is None else f"{variant.intermediate_size:,}",
+            "MLP width": "" if width is None else f"{width:,}",
             "FLOPs per token": f"{size.flops_per_token:,}",
             "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
             "learning rates": str(variant.rates),
@@ -186,50 +158,15 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """The choice of a model's learning rate by a seed.
-
-    Attributes:
-        losses: validation loss of each rate tried, in nats per token; infinity if the run diverged.
-        ready: runs that the choice waits for.
-        rate: the rate chosen; `None` before, or if every rate diverged.
-        boundary: whether it is the `smallest` or the `largest` rate tried.
-    """
-
-    model: str
-    seed: int
-    losses: dict[float, float]
-    ready: list[Run]
-    rate: float | None = None
-    boundary: str | None = None
-
-    @property
-    def reported(self) -> Run:
-        """The run that the seed reports. A seed that diverges at each of its rates reports the smallest rate."""
-        return Run(self.model, min(self.losses) if self.rate is None else self.rate, self.seed)
-
-    @property
-    def is_at_boundary(self) -> bool:
-        """Whether a rate was chosen that is the smallest or the largest of several."""
-        return self.boundary is not None and self.rate is not None
-
-
-# Finished runs, by their names
-Results = Mapping[str, RunResult]
-
-
-@dataclass(frozen=True)
 class ScaleProgress:
-    """The progress of a scale, from its finished runs.
-
-    Attributes:
-        scale: the scale; its searches begin where the scale before it ended.
-        tunings: the choices of each model, by seed. A model that leaves early has fewer.
-    """
+    """The progress of a scale: the choices of each model, by seed. A model that leaves early has fewer."""
 
     scale: Scale
     tunings: dict[str, list[Tuning]]
-    finished: dict[str, int]
+
+    @property
+    def finished(self) -> int:
+        return sum(tuning.finished for tunings in self.tunings.values() for tuning in tunings)
 
     @property
     def ready(self) -> list[Run]:
@@ -239,8 +176,7 @@ class ScaleProgress:
 
     @property
     def at_boundary(self) -> list[str]:
-        """The models with a seed at the smallest or the largest of several rates."""
-        return [model for model, of in self.tunings.items() if any(tuning.is_at_boundary for tuning in of)]
+        return [model for model, tunings in self.tunings.items() if any(tuning.boundary for tuning in tunings)]
 
     def reported(self, model: str) -> list[Run]:
         """Returns the finished runs of a model that are reported; one for each seed in the end."""
@@ -249,61 +185,44 @@ class ScaleProgress:
     def tried(self, model: str) -> list[Run]:
         """Returns the finished runs that choose a model's learning rate and are not reported."""
         reported = self.reported(model)
-        runs = (Run(model, rate, item.seed) for item in self.tunings[model] for rate in sorted(item.losses))
+        runs = (Run(model, rate, tuning.seed) for tuning in self.tunings[model] for rate in sorted(tuning.losses))
         return [run for run in runs if run not in reported]
 
 
-def progress_of(scale: Scale, results: Results) -> ScaleProgress:
+def progress_of(
+    scale: Scale, results: Results, starts: Mapping[str, Mapping[int, float]] | None = None
+) -> ScaleProgress:
     """Finds which runs of a scale come next, from the finished runs alone.
 
     The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
     a verdict gets the next seed, and so does the baseline as long as such a model is left.
+
+    Args:
+        starts: where the searches of each model and seed begin, unless the scale sets its own.
     """
-    counts = dict.fromkeys(scale.variants, len(scale.seeds) if scale.stop is None else FIRST_INTERIM)
-    tunings: dict[str, list[Tuning]] = {model: [] for model in scale.variants}
+    most = len(scale.seeds)
+    counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
+    progress = ScaleProgress(scale, {model: [] for model in scale.variants})
     while True:
-        for model, seen in tunings.items():
-            seen += [_tune(scale, model, seed, results) for seed in scale.seeds[len(seen) : counts[model]]]
-        analysed = [model for model, count in counts.items() if count == max(counts.values())]
-        if (
-            max(counts.values()) >= len(scale.seeds)
-            or scale.baseline not in analysed
-            or any(tuning.ready for seen in tunings.values() for tuning in seen)
-        ):
-            break
+        for model, tunings in progress.tunings.items():
+            variant = scale.variants[model]
+            known = {} if starts is None or variant.starts_anew else starts[model]
+            for seed in scale.seeds[len(tunings) : counts[model]]:
+                tunings.append(tune(model, seed, variant.rates.starting_at(known.get(seed)), results))
+        seen = max(counts.values())
+        in_question = [model for model, count in counts.items() if count == seen]
+        if seen >= most or scale.baseline not in in_question or progress.ready:
+            return progress
         losses = {
-            model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in seen}
-            for model, seen in tunings.items()
+            model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in tunings}
+            for model, tunings in progress.tunings.items()
         }
-        at_boundary = [model for model in analysed if any(tuning.is_at_boundary for tuning in tunings[model])]
-        verdicts = analyse(losses, scale.baseline, at_boundary=at_boundary, most=len(scale.seeds))
-        open_models = [model for model in analysed if model in verdicts.open_models()]
+        at_boundary = [model for model in progress.at_boundary if model in in_question]
+        is_open = analyse(losses, scale.baseline, at_boundary=at_boundary, most=most).open_models()
+        open_models = [model for model in in_question if model in is_open]
         if not open_models:
-            break
-        counts |= dict.fromkeys([scale.baseline, *open_models], max(counts.values()) + 1)
-    finished = {model: sum(_count(scale, tuning, results) for tuning in seen) for model, seen in tunings.items()}
-    return ScaleProgress(scale, tunings, finished)
-
-
-def _tune(scale: Scale, model: str, seed: int, results: Results) -> Tuning:
-    """Follows the search of a seed as far as its runs are finished."""
-    rates, losses = scale.variants[model].rates_of(seed), {}
-    while next_rates := rates.next(losses):
-        runs = [Run(model, rate, seed) for rate in next_rates]
-        if ready := [run for run in runs if run.name not in results]:
-            return Tuning(model, seed, losses, ready)
-        for run in runs:
-            measured = results[run.name].losses
-            loss = None if measured.diverged else measured.validation.loss
-            losses[run.learning_rate] = math.inf if loss is None else loss
-    return Tuning(model, seed, losses, [], rates.best(losses), rates.boundary(losses))
-
-
-def _count(scale: Scale, tuning: Tuning, results: Results) -> int:
-    """Counts the finished runs of a seed, also in a step of its search that is not complete."""
-    rates = scale.variants[tuning.model].rates_of(tuning.seed)
-    tried = {*tuning.losses, *rates.next(tuning.losses)}
-    return sum(Run(tuning.model, rate, tuning.seed).name in results for rate in tried)
+            return progress
+        counts |= dict.fromkeys([scale.baseline, *open_models], seen + 1)
 
 
 @dataclass(frozen=True)
@@ -322,29 +241,25 @@ class Comparison:
 
     @property
     def baseline(self) -> str:
-        """The model that all others are compared with."""
         return self.config.baseline
 
     @property
     def largest(self) -> Scale:
-        """The scale with the most compute."""
         return list(self.scales.values())[-1]
 
     def progress(self, results: Mapping[str, Results]) -> dict[str, ScaleProgress]:
         """Returns how far each scale is that has begun, by name. A scale begins when those before it are finished.
 
-        Each seed begins its search where it ended at the last scale that has the seed, so that choices of seeds stay
-        independent.
+        Each seed begins its search where it ended at the last scale that has it: choices of seeds stay independent.
         """
-        starts: dict[str, dict[int, float]] = {}
+        starts: dict[str, dict[int, float]] = {model: {} for scale in self.scales.values() for model in scale.variants}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
-            progress[name] = progress_of(scale.starting_at(starts), results[name])
+            progress[name] = progress_of(scale, results[name], starts)
             if progress[name].ready:
                 break
             for model, tunings in progress[name].tunings.items():
-                chosen = {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
-                starts[model] = {**starts.get(model, {}), **chosen}
+                starts[model] |= {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
         return progress
 
     def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -357,7 +272,6 @@ class Comparison:
                 yield from about
 
     def describe(self) -> Iterator[str]:
-        """Yields the plan line by line."""
         yield from self.by_scale({name: scale.describe() for name, scale in self.scales.items()})
         if len(self.scales) > 1:
             total = sum(scale.flops for scale in self.scales.values())
@@ -366,20 +280,140 @@ class Comparison:
 
     @property
     def machine_warning(self) -> str | None:
-        """A warning if a model trains in bfloat16 on a CPU that emulates it."""
         variants = (variant for scale in self.scales.values() for variant in scale.variants.values())
         return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:
-    """Returns the plan without recipes and sizes, with the scales in the order of the file."""
+    """Returns the plan without recipes and sizes, in the order of the file."""
     scales = {}
-    for name in config.scale_configs:
-        here = config.at_scale(name, config.source_of(name, source))
+    for name, entry in config.scale_configs.items():
+        here, changes = config.at_scale(name, config.source_of(name, source)), entry.models or {}
         variants = {}
-        for model, entry in here.models.items():
-            if (rates := entry.rates or here.rates) is None:
+        for model, fields in here.models.items():
+            if (rates := fields.rates or here.rates) is None:
                 raise ValueError(f"{source}: learning_rates is missing")
-            variants[model] = Variant(entry, rates, config.starts_anew(name, model))
+            match = fields.match if "match" in fields.nulls else fields.match or here.match
+            starts_anew = model in changes and changes[model].learning_rates is not None
+            variants[model] = Variant(fields, rates, match, starts_anew)
         scales[name] = Scale(here.name, here, variants)
     return Comparison(config.name, config, scales)
+
+
+def read_comparison(file: ComparisonFile) -> Comparison:
+    """Makes the plan of a comparison, and checks that every run of it can be made; raises as `read_file` does."""
+    config, scales = file.config, {}
+    for name, scale in outline(config, file.source).scales.items():
+        entry, source = config.scale_configs[name], config.source_of(name, file.source)
+        for model, variant in scale.variants.items():
+            _check_overrides(file.overrides, variant.config, f"{source}: model {model!r}")
+        recipe = with_sections(file.recipe, entry, file.recipe_source)
+        recipe_source = file.recipe_source if config.scales is None else source
+        scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
+    scales = dict(sorted(scales.items(), key=lambda item: item[1].baseline_flops))
+    if config.scales is None:
+        config = scales[SINGLE].config
+    else:
+        _check_scales(file.source, scales)
+        recipe = read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict()
+        config = replace(config, recipe=recipe, scales={name: config.scales[name] for name in scales})
+    return Comparison(config.name, config, scales, file.command)
+
+
+def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig, source: str) -> None:
+    """Raises `ValueError` for a field of the command line that a model sets, and which would not change it."""
+    names = overrides.keys() & {*config.recipe_fields(), *(config.training or {})}
+    names |= overrides.get("switches", {}).keys() & (config.switches or {}).keys()
+    if names:
+        raise ValueError(f"command line: {', '.join(sorted(names))}: {source} sets that; change it in the file")
+
+
+def read_shared_recipe(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str) -> Recipe:
+    """Reads the recipe that all models share, without the folders and names of a single run."""
+    recipe = read_recipe(content, overrides, source)
+    return replace(recipe, training=without_private(recipe.training))
+
+
+def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
+    """Sizes the models of a scale, and checks that they see the same tokens."""
+    config = scale.config
+    if config.tokens_per_parameter is not None:
+        if "max_steps" in shared.training:
+            raise ValueError(f"{source}: tokens_per_parameter and max_steps both set the number of tokens; remove one")
+        one_step = shared.replace(training={"max_steps": 1})
+        sized = size_variant(scale.variants[scale.baseline], one_step, f"{source}: model {scale.baseline!r}")
+        steps = math.ceil(config.tokens_per_parameter * sized.size.non_embedding / sized.tokens)
+        shared = shared.replace(training={"max_steps": steps})
+    variants: dict[str, Variant] = {}
+    # The baseline comes first: others may be matched to it
+    for model in (scale.baseline, *scale.variants):
+        if model not in variants:
+            reference, where = variants.get(scale.baseline), f"{source}: model {model!r}"
+            variants[model] = size_variant(scale.variants[model], shared, where, reference and reference.size)
+            _check_same_data(where, variants[model], reference or variants[model])
+    config = replace(config, recipe=shared.to_dict(), tokens_per_parameter=None)
+    return replace(scale, config=config, variants={model: variants[model] for model in scale.variants})
+
+
+def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:
+    """Gives a model of an outline its recipe and its size, which may be matched to a budget."""
+    try:
+        recipe = read_shared_recipe(_recipe_of(variant.config, shared), {}, source)
+        if variant.match is not None and budget is not None:
+            width = matching_intermediate_size(recipe.config, budget, variant.match, recipe.sample_lengths)
+            recipe = recipe.replace(switches={"intermediate_size": width})
+        config, _ = recipe.config, recipe.arguments
+        check_recipe(recipe)
+    except (ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{source}: {one_line(error).removeprefix(f'{source}: ')}") from error
+    _check_can_compare(recipe, source)
+    size = measure(config, recipe.sample_lengths, prepare=functools.partial(choose_trained, recipe))
+    return replace(variant, recipe=recipe, size=size)
+
+
+def _recipe_of(config: ModelConfig, shared: Recipe) -> dict[str, Any]:
+    """Returns the shared recipe with the fields of a model; null takes one back to its default."""
+    defaults = {item.name: item.default for item in dataclasses.fields(Recipe)} | {"model": shared.model}
+    recipe = with_sections(shared.to_dict(), config, "recipe")
+    return recipe | {name: defaults[name] for name, value in config.recipe_fields().items() if value is None}
+
+
+def _check_can_compare(recipe: Recipe, source: str) -> None:
+    """Raises `ValueError` if runs of a recipe cannot be compared, or not be resumed to the same results."""
+    arguments = recipe.arguments
+    if arguments.max_steps <= 0:
+        raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
+    if recipe.test_fraction == 0:
+        raise ValueError(f"{source}: test_fraction=0 leaves no test split to report")
+    if arguments.save_strategy == arguments.logging_strategy == "steps":
+        save_steps, logging_steps = (
+            math.ceil(arguments.max_steps * steps) if steps < 1 else steps  # as Trainer reads a share of all steps
+            for steps in (arguments.save_steps, arguments.logging_steps)
+        )
+        # Else an interrupted run would report another training loss
+        if save_steps % logging_steps:
+            raise ValueError(f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}")
+
+
+def _check_same_data(source: str, variant: Variant, reference: Variant) -> None:
+    if variant.tokens != reference.tokens:
+        tokens = f"{variant.tokens:,} tokens, the baseline {reference.tokens:,}"
+        raise ValueError(f"{source} would see {tokens}: that compares the amount of data too")
+    _check_same_tokenizer(source, variant, "the baseline", reference)
+
+
+def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: Variant) -> None:
+    tokenizer, expected = variant.recipe.tokenizer_name, reference.recipe.tokenizer_name
+    if tokenizer != expected:
+        raise ValueError(f"{source} has the tokenizer {tokenizer!r}, {other} {expected!r}; name one in the recipe")
+
+
+def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
+    """Raises `ValueError` if scales cannot be compared with each other."""
+    baselines = {name: scale.variants[scale.baseline] for name, scale in scales.items()}
+    first = next(iter(baselines))
+    for smaller, larger in itertools.pairwise(scales):
+        _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
+        if (flops := scales[larger].baseline_flops) == scales[smaller].baseline_flops:
+            compute = f"{flops:.3g} FLOPs a run"
+            raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {compute}")

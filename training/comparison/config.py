@@ -1,10 +1,9 @@
 """The file of a comparison as typed values: what it may hold, and how it is read and written."""
 
-import dataclasses
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,7 +19,7 @@ from ..run.recipe import Recipe, check_trusted, override_words, without_defaults
 from ..run.tasks import check_tasks
 from ..sharing.scrub import without_folders
 from ..size import ModelKind
-from ..text import QUOTE_IT, check_name
+from ..text import QUOTE_IT, check_name, check_number
 from ..values import Value
 from .inference import FIRST_INTERIM
 from .lr_search import LIMIT, Rates
@@ -35,7 +34,10 @@ _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 @dataclass(frozen=True)
 class _Section(Value):
-    """Fields of a file and their checked values; `None` if the file leaves a field out."""
+    """Fields of a file and their checked values; `None` if the file leaves a field out.
+
+    `nulls` are the fields that are null in the file: a field of a recipe then has its default.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -67,7 +69,6 @@ class _Section(Value):
 
     @property
     def rates(self) -> Rates | None:
-        """The learning rates to choose among, if the section has any."""
         value = getattr(self, "learning_rates", None)
         if isinstance(value, SearchConfig):
             return Rates(start=value.start, factor=value.factor or 2.0, limit=value.limit or LIMIT)
@@ -85,30 +86,30 @@ class _Section(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as in a file; `read` makes an equal section of them."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "nulls"}
         nulls = getattr(self, "nulls", ())
-        return {name: _plain(value) for name, value in values.items() if value is not None or name in nulls}
+        fields = {name: value for name, value in vars(self).items() if name != "nulls"}
+        return {name: _plain(value) for name, value in fields.items() if value is not None or name in nulls}
 
 
 def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
     """Reads the sections in a field, and leaves the check of any other value to `Value`."""
-    if value is None:
-        return None
     if name == "learning_rates" and isinstance(value, list):
         return [float(rate) if type(rate) is int else rate for rate in value]
-    for section in (SearchConfig, ConfirmConfig):
-        if isinstance(value, Mapping) and section in get_args(kind):
-            return section.read(value, f"{source}: {name}")
-    kind = next((part for part in (kind, *get_args(kind)) if get_origin(part) is dict), kind)
-    if get_origin(kind) is dict and (isinstance(value, Mapping) or name != "recipe"):
-        value = read_section(value, f"{source}: {name}")
-        entry_kind = get_args(kind)[1]
-        if entry_kind is not Any and issubclass(entry_kind, _Section):
-            entry_name = f"{source}: {name.removesuffix('s')}"
-            for key in value:
-                check_name(entry_name, key)
-            return {key: entry_kind.read(entry, f"{entry_name} {key!r}") for key, entry in value.items()}
+    for part in get_args(kind) if value is not None else ():
+        if _is_section(part) and isinstance(value, Mapping):
+            return part.read(value, f"{source}: {name}")
+        if get_origin(part) is dict and (isinstance(value, Mapping) or name != "recipe"):
+            value, entry_kind = read_section(value, f"{source}: {name}"), get_args(part)[1]
+            if _is_section(entry_kind):
+                entry = f"{source}: {name.removesuffix('s')}"
+                for key in value:
+                    check_name(entry, key)
+                return {key: entry_kind.read(content, f"{entry} {key!r}") for key, content in value.items()}
     return value
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, _Section)
 
 
 def _plain(value: Any) -> Any:
@@ -138,10 +139,8 @@ class SearchConfig(_Section):
         super().__post_init__()
         if not 0 < self.start < math.inf:
             raise ValueError(f"start={self.start:g} must be a number above 0")
-        if self.factor is not None and not 1.05 <= self.factor <= 100:
-            raise ValueError(f"factor={self.factor:g} must be a number from 1.05 to 100")
-        if self.limit is not None and self.limit < 3:
-            raise ValueError(f"limit={self.limit} must be a whole number of at least 3 rates")
+        check_number("factor", self.factor, 1.05, 100)
+        check_number("limit", self.limit, 3)
 
     @classmethod
     def read(cls, content: Mapping[str, Any], source: str) -> "SearchConfig":
@@ -184,7 +183,6 @@ class ModelConfig(_Section):
     training: dict[str, Any] | None = None
     """Fields of `transformers.TrainingArguments`."""
     nulls: tuple[str, ...] = ()
-    """The fields that are null, which takes those of a recipe back to their defaults."""
 
     @classmethod
     def read(cls, content: Any, source: str) -> "ModelConfig":
@@ -192,7 +190,6 @@ class ModelConfig(_Section):
         return super().read({"model": content} if isinstance(content, str) else content, source)
 
     def with_changes(self, more: "ModelConfig", source: str) -> "ModelConfig":
-        """Returns the model with the fields that a scale sets for it."""
         before, changes = self.to_dict(), more.to_dict()
         for section in SECTIONS:
             if section in changes:
@@ -221,7 +218,6 @@ class ScaleConfig(_Section):
     seeds: list[int] | None = None
     """As in the comparison."""
     nulls: tuple[str, ...] = ()
-    """The fields that are null, which takes those of a recipe back to their defaults."""
 
 
 @dataclass(frozen=True)
@@ -283,10 +279,8 @@ class ComparisonConfig(_Section):
         if self.stop is not None and (self.scales is not None or self.tasks is not None):
             raise ValueError("stop: early needs a comparison at one scale, without tasks: each of them needs all runs")
         if self.stop is not None and self.seeds is not None and len(self.seeds) <= FIRST_INTERIM:
-            raise ValueError(
-                f"stop: early has its first interim analysis at {FIRST_INTERIM} seeds, and seeds={self.seeds!r} has "
-                "no more"
-            )
+            early = f"stop: early has its first interim analysis at {FIRST_INTERIM} seeds"
+            raise ValueError(f"{early}, and seeds={self.seeds!r} has no more")
 
     def _check_models(self) -> None:
         models = self.models or {}
@@ -309,35 +303,31 @@ class ComparisonConfig(_Section):
         return {SINGLE: ScaleConfig()} if self.scales is None else self.scales
 
     def source_of(self, scale: str, source: str) -> str:
-        """Returns the place of a scale in a file, for messages."""
         return source if self.scales is None else f"{source}: scale {scale!r}"
 
     def at_scale(self, name: str, source: str) -> "ComparisonConfig":
         """Returns the comparison at one scale alone, with the fields of the scale in place of its own."""
         scale = self.scale_configs[name]
         changes = scale.models or {}
-        models = {
-            model: config.with_changes(changes.get(model, ModelConfig()), f"{source}: model {model!r}")
-            for model, config in self.models.items()
-        }
         seeds = scale.seeds or self.seeds
         if seeds is None:
             raise ValueError(f"{source}: seeds is missing; it must be a list of whole numbers")
-        ratio = scale.tokens_per_parameter or self.tokens_per_parameter
-        title = self.name if self.scales is None else f"{self.name}, {name}"
-        return dataclasses.replace(
-            self, name=title, models=models, scales=None, seeds=seeds, tokens_per_parameter=ratio
+        return replace(
+            self,
+            name=self.name if self.scales is None else f"{self.name}, {name}",
+            models={
+                model: config.with_changes(changes.get(model, ModelConfig()), f"{source}: model {model!r}")
+                for model, config in self.models.items()
+            },
+            scales=None,
+            seeds=seeds,
+            tokens_per_parameter=scale.tokens_per_parameter or self.tokens_per_parameter,
         )
-
-    def starts_anew(self, scale: str, model: str) -> bool:
-        """Tells whether a scale gives learning rates for a model."""
-        changes = self.scale_configs[scale].models or {}
-        return model in changes and changes[model].learning_rates is not None
 
     def without_seeds(self) -> "ComparisonConfig":
         """Returns the comparison without the fields that may grow after it was begun."""
-        scales = self.scales and {name: dataclasses.replace(entry, seeds=None) for name, entry in self.scales.items()}
-        return dataclasses.replace(self, seeds=None, scales=scales)
+        scales = self.scales and {name: replace(entry, seeds=None) for name, entry in self.scales.items()}
+        return replace(self, seeds=None, scales=scales)
 
 
 @dataclass(frozen=True)
@@ -372,16 +362,18 @@ def read_file(
         recipe = read_yaml(resolve_user_path(recipe_source))
     check_trusted(recipe, overrides, recipe_source, trust_parts)
     check_kernels(content, str(path))
+    objective = objective_in(recipe)
     if config.tasks is not None:
-        _check_tasks(config.tasks, recipe, str(path))
-    records_stability = "record_stability" in Recipe.read_by(objective_in(recipe))
-    defaults = {"test_fraction": 0.02, "record_stability": records_stability}
+        if objective.kind is not ModelKind.DECODER:
+            raise ValueError(f"{path}: tasks={config.tasks!r}: lm_eval's tasks need decoders; set objective: causal")
+        check_tasks(config.tasks)
+    defaults = {"test_fraction": 0.02, "record_stability": "record_stability" in Recipe.read_by(objective)}
     recipe = with_sections({**defaults, **recipe}, config, recipe_source)
     if isinstance(config.recipe, str) and (config.switches or config.training):
         recipe_source = f"{path} with {recipe_source}"
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
-    config = dataclasses.replace(config, switches=None, training=None)
+    config = replace(config, switches=None, training=None)
     return ComparisonFile(str(path), config, recipe, recipe_source, overrides, command)
 
 
@@ -389,21 +381,20 @@ def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
     """Reads the `comparison.yaml` of a results folder, without defaults that older versions wrote."""
     config = ComparisonConfig.read(content, source)
     if isinstance(config.recipe, dict):
-        config = dataclasses.replace(config, recipe=without_defaults(config.recipe))
+        config = replace(config, recipe=without_defaults(config.recipe))
     return config
 
 
-def with_sections(recipe: Mapping[str, Any], section: _Section, recipe_source: str) -> dict[str, Any]:
-    """Returns the content of a recipe with `switches` and `training` of a comparison, a scale or a model."""
+def with_sections(recipe: Mapping[str, Any], section: _Section, source: str) -> dict[str, Any]:
+    """Returns the content of a recipe with the fields and sections of a comparison, a scale or a model."""
     sections = {
-        name: merged(read_section(recipe.get(name), f"{recipe_source}: {name}"), getattr(section, name) or {})
+        name: merged(read_section(recipe.get(name), f"{source}: {name}"), getattr(section, name) or {})
         for name in SECTIONS
     }
-    return {**recipe, **sections}
+    return {**recipe, **section.recipe_fields(), **sections}
 
 
 def default_folder(name: str) -> Path:
-    """Returns the results folder of a comparison, unless another one is named."""
     return Path(f"runs/compare-{name}")
 
 
@@ -414,18 +405,8 @@ def read_default_folder(source: str) -> Path:
 
 
 def _name_in(content: Mapping[str, Any], path: Path) -> str:
-    """Returns the name of a comparison in one line, by default the stem of its file."""
     name = content.get("name")
     if not isinstance(name, bool):
         name = " ".join(str(name or path.stem).split())
     check_name(f"{path}: name", name)
     return name
-
-
-def _check_tasks(tasks: list[str], recipe: Mapping[str, Any], source: str) -> None:
-    """Raises `ValueError` for a task that does not exist, or that the models cannot do."""
-    if objective_in(recipe).kind is not ModelKind.DECODER:
-        raise ValueError(
-            f"{source}: tasks={tasks!r}: lm_eval's tasks need decoders; take tasks out, or set objective: causal"
-        )
-    check_tasks(tasks)

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
@@ -16,48 +15,49 @@ from ..text import bar_options
 from .comparison import ScaleProgress
 from .inference import analyse
 from .results import TaskOutcome
-from .store import RunStore, run_folder
+from .store import RunStore
 
 
 def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
     """Evaluates the reported runs that have weights and no `tasks.json` yet, one after another."""
     scale = progress.scale
-    if not scale.tasks:
+    if not scale.config.tasks:
         return
     if torch.cuda.is_available():  # each process that a launcher started has a device of its own
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     runs = [run for model in scale.variants for run in progress.reported(model)]
     runs = [run for run in runs if not finished[run.name].losses.diverged]
     for run in tqdm(runs, unit="run", desc=f"{scale.name}, tasks", **bar_options()):
-        path = run_folder(finished.folder, run)
+        path = finished.folder_of(run)
         with RunFolder(path, plan=None).held(patience=-1):
             if not (path / TASKS_FILE).is_file():
-                results = evaluate_tasks(path, scale.tasks)
+                results = evaluate_tasks(path, scale.config.tasks)
                 content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
 
 
-def read_scores(progress: ScaleProgress, folder: Path) -> dict[str, dict[str, TaskOutcome]]:
+def read_scores(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
     """Reads the scores of the reported runs, by task and metric, and judges each metric by itself as losses are."""
-    scale, found = progress.scale, {}
+    scale, outcomes = progress.scale, {}
     for model in scale.variants:
-        for run in progress.reported(model) if scale.tasks else ():
-            path = run_folder(folder, run) / TASKS_FILE
+        for run in progress.reported(model) if scale.config.tasks else ():
+            path = finished.folder_of(run) / TASKS_FILE
             content = read_json(path) if path.is_file() else {"scores": {}}
             for task, values in content["scores"].items():
-                better = content["higher_is_better"].get(task, {})
+                directions = content["higher_is_better"].get(task, {})
                 for metric, value in values.items():
-                    is_higher_better = better.get(metric.partition(",")[0])  # a filter stands behind the comma
+                    is_higher_better = directions.get(metric.partition(",")[0])  # a filter stands behind the comma
                     if is_higher_better is not None:
                         scores = {name: dict.fromkeys(scale.seeds) for name in scale.variants}
                         new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
-                        found.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
+                        outcomes.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
 
-    def judged(entry: TaskOutcome) -> TaskOutcome:
-        options = {"at_boundary": progress.at_boundary, "resolution": resolution(entry)}
-        return replace(entry, statistics=analyse(judged_losses(entry), scale.baseline, **options))
-
-    return {task: {metric: judged(entry) for metric, entry in of.items()} for task, of in found.items()}
+    for metrics in outcomes.values():
+        for metric, entry in metrics.items():
+            options = {"at_boundary": progress.at_boundary, "resolution": resolution(entry)}
+            statistics = analyse(judged_losses(entry), scale.baseline, **options)
+            metrics[metric] = replace(entry, statistics=statistics)
+    return outcomes
 
 
 def resolution(entry: TaskOutcome) -> float:

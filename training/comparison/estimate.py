@@ -4,6 +4,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
+from functools import singledispatch
 
 import torch
 
@@ -24,6 +25,7 @@ _SECONDS_OF_A_RUN = 3.0
 _POWER = 0.8
 
 
+@singledispatch
 def describe_estimate(
     plan: Comparison, threads: int | None = None, noise_floor: float | None = None, has_verdicts: bool = True
 ) -> Iterator[str]:
@@ -36,10 +38,10 @@ def describe_estimate(
     check_number("--noise-floor", noise_floor, 0)
     if warning := plan.machine_warning:
         yield f"warning: {warning}"
-    places = {name: f", scale {name}" if len(plan.scales) > 1 else "" for name in plan.scales}
+    where = {name: f", scale {name}" if len(plan.scales) > 1 else "" for name in plan.scales}
     for name, scale in plan.scales.items() if has_verdicts else ():
         difference = _describe_difference(scale, noise_floor)
-        yield f"smallest difference found with probability {100 * _POWER:.0f} %{places[name]}: {difference}"
+        yield f"smallest difference found with probability {100 * _POWER:.0f} %{where[name]}: {difference}"
     total = 0.0
     for name, scale in plan.scales.items():
         try:
@@ -48,12 +50,12 @@ def describe_estimate(
                 for model, variant in scale.variants.items()
             }
         except Exception as error:  # a missing package or memory; the plan is still valid
-            yield f"warning: time on this machine{places[name]} unknown: {type(error).__name__}: {first_line(error)}"
+            yield f"warning: time on this machine{where[name]} unknown: {type(error).__name__}: {first_line(error)}"
             return
         seconds = sum(scale.runs_of(model) * each for model, each in runs.items())
         total += seconds
         yield (
-            f"time on this machine{places[name]}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
+            f"time on this machine{where[name]}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
             f"{duration(seconds)} in all{', more if a search goes on' if scale.is_open else ''}"
         )
     if len(plan.scales) > 1:
@@ -78,7 +80,8 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 @environment_of_one_run()
 def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
     """Returns the median seconds of a training step, timed on random tokens."""
-    recipe, arguments, config = variant.recipe, variant.recipe.arguments, copy.deepcopy(variant.recipe.config)
+    recipe, arguments = variant.recipe, variant.recipe.arguments
+    config = copy.deepcopy(recipe.config)
     device, rows = arguments.device, arguments.per_device_train_batch_size
     if device.type == "cpu":
         rows = min(rows, max(1, _CPU_TOKENS // sum(recipe.sample_lengths)))

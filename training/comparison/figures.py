@@ -4,7 +4,7 @@ Each function returns a figure, or `None` if there are no data for it. Means are
 without those that diverged, which the legend counts. A ladder has the intervals of its trend, and FLOPs of a run.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,19 @@ from matplotlib.ticker import EngFormatter, FixedLocator, Formatter, FuncFormatt
 from ..disk import atomic_dir, read_bytes
 from .inference import Interval
 from .render import Section
-from .results import History, Outcome, RunOutcome, ScaleOutcome
+from .results import History, Outcome, ScaleOutcome
 
+
+Style = dict[str, Any]
+Points = list[tuple[float, float]]
 
 # For any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
 # One fewer than the colours, so that pairs differ for many models
 _MARKERS = "osD^vPX*"
 BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
-NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
+_NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
+_NOISE_LABEL = Patch(label="noise floor: ±1 sd of the baseline over seeds", **_NOISE)
 
 # Title of each quantity, its unit, and the function that makes one curve of several layers
 QUANTITIES: dict[str, tuple[str, str, Callable]] = {
@@ -57,15 +61,15 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     figure = Figure(figsize=(9, 8.5), layout="constrained")
     losses, improvements = figure.subplots(2, sharex=True, height_ratios=(3, 2))
 
-    points = []
+    points: Points = []
     for name, runs in finished.items():
+        style = styles[name]
         steps, values = _align(run.history.validation_loss for run in runs)
-        losses.fill_between(
-            steps, values.min(axis=0), values.max(axis=0), color=styles[name]["color"], alpha=0.15, linewidth=0
-        )
-        points += _plot(losses, steps, values.mean(axis=0), styles[name])
+        band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+        losses.fill_between(steps, values.min(axis=0), values.max(axis=0), **band)
+        points += _plot(losses, steps, values.mean(axis=0), style)
         steps, values = _align(run.history.train_loss for run in runs)
-        thin = {**styles[name], "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
+        thin = {**style, "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
         points += _plot(losses, steps, _smooth(values.mean(axis=0)), thin)
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
@@ -76,25 +80,23 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     steps, values = _align(run.history.validation_loss for run in reference)
     points = [(step, 0.0) for step in steps]
     improvements.axhline(0.0, color=BASELINE["color"], linewidth=BASELINE["linewidth"])
+    grey = {"color": "#555555", "linewidth": 1.6}
+    labels = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
     if len(reference) > 1:
         floor = 100 * values.std(axis=0, ddof=1) / values.mean(axis=0)
-        improvements.fill_between(steps, -floor, floor, **NOISE)
+        improvements.fill_between(steps, -floor, floor, **_NOISE)
         points += [*zip(steps, floor), *zip(steps, -floor)]
+        labels.append(_NOISE_LABEL)
     for name, runs in finished.items():
         pairs = [(run, other) for run in runs for other in reference if run.seed == other.seed]
         if pairs and name != results.baseline:
             steps, values = _align(run.history.validation_loss for pair in pairs for run in pair)
-            own, other = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
-            points += _plot(improvements, steps, 100 * (other - own) / other, styles[name])
-    scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
+            model, baseline = values[0::2].mean(axis=0), values[1::2].mean(axis=0)
+            points += _plot(improvements, steps, 100 * (baseline - model) / baseline, styles[name])
+    _scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
     improvements.set(xlabel="optimizer step", title=f"Improvement over {results.baseline}, seed by seed; up is better")
-    grey = {"color": "#555555", "linewidth": 1.6}
-    lines = [Line2D([], [], label="validation", **grey), Line2D([], [], label="training", linestyle="--", **grey)]
-    add_legend(
-        figure, results.baseline, _runs(results), styles, [*lines, noise_patch()] if len(reference) > 1 else lines
-    )
-    return figure
+    return _add_legend(figure, results, styles, labels)
 
 
 def draw_parameters(results: ScaleOutcome) -> Figure | None:
@@ -106,64 +108,63 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
             effects[name] = effect.loss_improvement, effect.loss_improvement_interval
     if len(effects) < 2:
         return None
-    figure, axes = _begin_improvements()
-    floor = results.statistics.noise_floor_percent or 0.0
-    axes.axhspan(-floor, floor, **NOISE)
-    values = [-floor, floor]
+    points = {}
     for index, (name, effect) in enumerate(effects.items()):
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
-        values += draw_interval(axes, results.models[name].size.non_embedding * shift, *effect, styles[name])
-    scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
+        points[name] = [(results.models[name].size.non_embedding * shift, *effect)]
+    floor = results.statistics.noise_floor_percent or 0.0
+    figure, axes = _begin_figure()
+    axes.axhspan(-floor, floor, **_NOISE)
+    label = f"improvement of test {results.objective.loss_name} (%)"
+    _draw_improvements(axes, points, styles, label, [-floor, floor])
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
     axes.set_title(f"{results.name}: improvement over {results.baseline}; up is better", parse_math=False)
-    add_legend(figure, results.baseline, _runs(results), styles, [noise_patch()] if floor else [])
-    return figure
+    return _add_legend(figure, results, styles, [_NOISE_LABEL] if floor else [])
 
 
 def draw_interim(results: ScaleOutcome) -> Figure | None:
-    """Improvement and interval of each model at each interim analysis, of a comparison with `stop: early`."""
-    interims = {name: own for name, own in (results.interim or {}).items() if own}
+    interims = {name: history for name, history in (results.interim or {}).items() if history}
     if not interims:
         return None
     styles = model_styles(results.baseline, results.models)
-    figure, axes = _begin_improvements()
-    values = [0.0]
-    for index, (name, own) in enumerate(interims.items()):
-        shift = 0.6 * ((index + 0.5) / len(interims) - 0.5)
-        for interim in own:
-            if interim.loss_improvement_interval is not None:
-                interval = interim.loss_improvement_interval
-                values += draw_interval(axes, interim.seeds + shift, interim.loss_improvement, interval, styles[name])
-    scale_percent(axes, f"improvement of test {results.objective.loss_name} (%)", values)
-    axes.set_xticks(sorted({interim.seeds for own in interims.values() for interim in own}))
+    points = {
+        name: [
+            (interim.seeds + 0.6 * ((index + 0.5) / len(interims) - 0.5), interim.loss_improvement, interval)
+            for interim in history
+            if (interval := interim.loss_improvement_interval) is not None
+        ]
+        for index, (name, history) in enumerate(interims.items())
+    }
+    figure, axes = _begin_figure()
+    _draw_improvements(axes, points, styles, f"improvement of test {results.objective.loss_name} (%)")
+    axes.set_xticks(sorted({interim.seeds for history in interims.values() for interim in history}))
     axes.set_xlabel("seeds")
     axes.set_title(f"{results.name}: improvement at each interim analysis; up is better", parse_math=False)
-    add_legend(figure, results.baseline, _runs(results), styles)
-    return figure
+    return _add_legend(figure, results, styles)
 
 
 def draw_stability(results: ScaleOutcome) -> Figure | None:
-    """The quantities of `attention_statistics` and the gradient norm over steps; runs that diverged are dotted."""
-    styles, runs = model_styles(results.baseline, results.models), _runs(results)
+    styles = model_styles(results.baseline, results.models)
     curves = {
         quantity: {
-            name: [(run.diverged, over_layers(run.history, quantity)) for run in own] for name, own in runs.items()
+            name: [(run.diverged, over_layers(run.history, quantity)) for run in results.models[name].runs]
+            for name in styles
         }
         for quantity in QUANTITIES
     }
     # A constant is left out, such as the rows without weight under softmax
     panels = [
         quantity
-        for quantity, of in curves.items()
-        if len({value for those in of.values() for _, curve in those for _, value in curve}) > 1
+        for quantity, models in curves.items()
+        if len({value for runs in models.values() for _, curve in runs for _, value in curve}) > 1
     ]
     if panels in ([], ["gradient_norm"]):
         return None
     figure, grid = _begin_panels(len(panels), columns=2, height=2.5, more=1.0, sharex=True)
     for axes, quantity in zip(grid, panels):
-        what, unit, _ = QUANTITIES[quantity]
-        points = []
+        title, unit, _ = QUANTITIES[quantity]
+        points: Points = []
         for name, style in styles.items():
             style = {**style, "linewidth": 0.7 * style["linewidth"], "marker": None}
             steps, values = _align(curve for diverged, curve in curves[quantity][name] if not diverged)
@@ -173,70 +174,55 @@ def draw_stability(results: ScaleOutcome) -> Figure | None:
                     points += _plot(axes, *zip(*curve), {**style, "linestyle": ":"})
                     axes.plot(*curve[-1], marker="x", color=style["color"])
         _compress(axes, [value for _, value in points], 10.0)
-        axes.set_title(what, fontsize=10)
+        axes.set_title(title, fontsize=10)
         axes.set(ylabel=unit)
         axes.grid(alpha=0.25)
-    for axes in grid[max(len(panels) - 2, 0) : len(panels)]:  # the lowest of each column
+    for axes in grid[-2:]:  # the lowest of each column
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
     dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
-    add_legend(figure, results.baseline, runs, styles, [dotted])
     figure.suptitle(f"{results.name}: stability while training, mean over seeds", parse_math=False)
-    return figure
+    return _add_legend(figure, results, styles, [dotted])
 
 
 def draw_losses(outcome: Outcome) -> Figure | None:
-    """Test losses of all seeds over compute, and a line through the means of each model."""
-    styles = _ladder_styles(outcome)
-    figure, axes = begin_figure()
-    is_empty = True
+    styles = model_styles(outcome.baseline, outcome.trend.models)
+    figure, axes = _begin_figure()
     for name, style in styles.items():
         losses = {
-            float(outcome.scales[scale].flops(name)): [run.test_loss for run in results.models[name].finished]
-            for scale, results in outcome.scales.items()
+            float(results.flops(name)): [run.test_loss for run in results.models[name].finished]
+            for results in outcome.scales.values()
         }
-        means = [(place, np.mean(values)) for place, values in losses.items() if values]
-        points = [(place, value) for place, values in losses.items() for value in values]
-        if points:
-            is_empty = False
-            axes.plot(*zip(*means), **{**style, "marker": None, "alpha": 0.8})
-            axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.6, "markersize": 4})
-    if is_empty:
+        _plot_means(axes, losses, {**style, "alpha": 0.8})
+        _plot_runs(axes, losses, {**style, "alpha": 0.6, "markersize": 4})
+    if not any(len(line.get_xdata()) for line in axes.lines):
         return None
     _scale_compute(axes, outcome)
     axes.grid(alpha=0.25)
     axes.set_ylabel(f"test loss (nats per {outcome.largest.objective.loss_unit})")
     axes.set_title(f"{outcome.name}: loss over compute, every seed", parse_math=False)
-    add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles)
-    return figure
+    return _add_legend(figure, outcome, styles)
 
 
 def draw_improvements(outcome: Outcome) -> Figure | None:
-    """Improvement of the test loss over compute, with the models a little apart."""
-    trend, styles = outcome.trend, _ladder_styles(outcome)
-    figure, axes = _begin_improvements()
-    values = [0.0]
-    floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
-    if floors:
-        places, floor = map(np.array, zip(*floors))
-        axes.fill_between(places, -floor, floor, **NOISE)
-        values += [*floor, *-floor]
+    trend, styles = outcome.trend, model_styles(outcome.baseline, outcome.trend.models)
+    points = {}
     for index, (name, model) in enumerate(trend.models.items()):
         shift = 1 + 0.06 * (index - (len(trend.models) - 1) / 2)
-        known = [(step.flops * shift, step) for step in model.steps.values() if step.improvement is not None]
-        for place, step in known:
-            values += draw_interval(axes, place, step.improvement, step.improvement_interval, styles[name])
-        line = [(place, step.improvement) for place, step in known]
-        if line:
-            axes.plot(*zip(*line), **{**styles[name], "marker": None, "alpha": 0.5, "linewidth": 1})
-    if len(values) == 1:
+        steps = (step for step in model.steps.values() if step.improvement is not None)
+        points[name] = [(step.flops * shift, step.improvement, step.improvement_interval) for step in steps]
+    floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
+    if not floors and not any(points.values()):
         return None
+    figure, axes = _begin_figure()
+    flops, floor = np.array(floors).reshape(-1, 2).T
+    axes.fill_between(flops, -floor, floor, **_NOISE)
+    line = {"marker": None, "alpha": 0.5, "linewidth": 1}
+    _draw_improvements(axes, points, styles, "improvement of test loss (%)", [0.0, *floor, *-floor], line)
     _scale_compute(axes, outcome)
-    scale_percent(axes, "improvement of test loss (%)", values)
     axes.set_title(f"{outcome.name}: improvement over {outcome.baseline}; up is better", parse_math=False)
     shown = {name: styles[name] for name in trend.models}
-    add_legend(figure, outcome.baseline, _ladder_runs(outcome), shown, [noise_patch()] if floors else [])
-    return figure
+    return _add_legend(figure, outcome, shown, [_NOISE_LABEL] if floors else [])
 
 
 def draw_bowls(outcome: Outcome) -> Figure | None:
@@ -244,69 +230,63 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
 
     A cross at the top marks a rate at which a run diverged. Losses far above those of reported runs are cut off.
     """
-    styles = _ladder_styles(outcome)
-    tried_at = {
-        scale: {name: results.models[name].losses_by_rate() for name in styles}
+    styles = model_styles(outcome.baseline, outcome.trend.models)
+    panels = {
+        scale: results
         for scale, results in outcome.scales.items()
+        if any(len(results.models[name].losses_by_rate()) > 1 for name in styles)
     }
-    panels = [scale for scale, tried in tried_at.items() if any(len(losses) > 1 for losses in tried.values())]
     if not panels:
         return None
     figure, grid = _begin_panels(len(panels), columns=min(len(panels), 2), height=3.3, more=1.2)
-    for axes, scale in zip(grid, panels):
-        reported = [run.validation_loss for name in styles for run in outcome.scales[scale].models[name].finished]
-        _draw_bowls_at(axes, tried_at[scale], reported, styles)
+    for axes, (scale, results) in zip(grid, panels.items()):
+        _draw_bowls_at(axes, results, styles)
         axes.set_title(scale, fontsize=10, parse_math=False)
         axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.objective.loss_name} (nats)")
     figure.suptitle(f"{outcome.name}: learning rates tried, mean over seeds", parse_math=False)
     cross = Line2D([], [], color="#555555", linestyle="none", marker="x", label="a run diverged")
-    add_legend(figure, outcome.baseline, _ladder_runs(outcome), styles, [cross])
-    return figure
+    return _add_legend(figure, outcome, styles, [cross])
 
 
-def _draw_bowls_at(
-    axes: Axes,
-    tried: dict[str, dict[float, list[float | None]]],
-    reported: list[float],
-    styles: dict[str, dict[str, Any]],
-) -> None:
+def _draw_bowls_at(axes: Axes, results: ScaleOutcome, styles: dict[str, Style]) -> None:
     """Draws the losses of one scale by model and rate, in a range that shows those reported."""
-    means = []
-    for name, losses_at in tried.items():
-        style = {**styles[name], "markersize": 3}
-        line = [(rate, np.mean(losses)) for rate, losses in losses_at.items() if None not in losses]
-        points = [(rate, loss) for rate, losses in losses_at.items() for loss in losses if loss is not None]
-        if points:
-            axes.plot(*zip(*points), **{**style, "linestyle": "none", "alpha": 0.45})
-        if line:
-            axes.plot(*zip(*line), **{**style, "marker": None, "linewidth": 1.2})
-        for rate in (rate for rate, losses in losses_at.items() if None in losses):
+    means, rates = [], set()
+    for name, style in styles.items():
+        tried = results.models[name].losses_by_rate()
+        rates |= tried.keys()
+        _plot_runs(axes, tried, {**style, "alpha": 0.45, "markersize": 3})
+        means += _plot_means(axes, tried, {**style, "linewidth": 1.2})
+        for rate in (rate for rate, losses in tried.items() if None in losses):
             axes.plot(rate, 0.97, marker="x", color=style["color"], transform=axes.get_xaxis_transform())
-        means += [mean for _, mean in line]
     if means:
+        reported = [run.validation_loss for name in styles for run in results.models[name].finished]
         # Rates that are far too large would flatten the bowls
         high = max([*reported, min(max(means), min(means) + 3 * (np.median(means) - min(means)))])
         low = min([*means, *reported])
         margin = 0.1 * (high - low) or 0.1
         axes.set_ylim(low - margin, high + margin)
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(sorted({rate for losses_at in tried.values() for rate in losses_at})))
+    axes.xaxis.set_major_locator(FixedLocator(sorted(rates)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.25)
 
 
-def begin_figure() -> tuple[Figure, Axes]:
-    """A figure of one panel."""
+def _plot_runs(axes: Axes, losses: dict[float, list[float | None]], style: Style) -> None:
+    points = [(x, loss) for x, values in losses.items() for loss in values if loss is not None]
+    axes.plot([x for x, _ in points], [loss for _, loss in points], **{**style, "linestyle": "none"})
+
+
+def _plot_means(axes: Axes, losses: dict[float, list[float | None]], style: Style) -> list[float]:
+    """Draws a line through the means, where no run diverged, and returns them."""
+    means = {x: np.mean(values) for x, values in losses.items() if values and None not in values}
+    axes.plot([*means], [*means.values()], **{**style, "marker": None})
+    return list(means.values())
+
+
+def _begin_figure() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(9, 6), layout="constrained")
     return figure, figure.subplots()
-
-
-def _begin_improvements() -> tuple[Figure, Axes]:
-    """Returns a figure of one panel, in which the baseline is a line at zero."""
-    figure, axes = begin_figure()
-    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
-    return figure, axes
 
 
 def _begin_panels(count: int, columns: int, height: float, more: float, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -319,17 +299,33 @@ def _begin_panels(count: int, columns: int, height: float, more: float, **option
     return figure, grid[:count]
 
 
-def draw_interval(
-    axes: Axes, place: float, value: float, interval: Interval | None, style: dict[str, Any]
-) -> list[float]:
-    """Draws a point with its interval, if it has one, and returns the ends."""
-    low, high = interval or (value, value)
-    style = {**style, "linewidth": 1.5, "markersize": 7, "zorder": 3}
-    axes.errorbar(place, value, yerr=[[value - low], [high - value]], capsize=3, **style)
-    return [low, high]
+def _draw_improvements(
+    axes: Axes,
+    points: dict[str, list[tuple[float, float, Interval | None]]],
+    styles: dict[str, Style],
+    label: str,
+    values: Sequence[float] = (0.0,),
+    line: Style | None = None,
+) -> None:
+    """Draws the improvements `(x, value, interval)` of models, and a line through them if it has a style.
+
+    Args:
+        values: what the axis has to show besides.
+    """
+    axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
+    values = list(values)
+    for name, improvements in points.items():
+        for x, value, interval in improvements:
+            low, high = interval or (value, value)
+            style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
+            axes.errorbar(x, value, yerr=[[value - low], [high - value]], capsize=3, **style)
+            values += [low, high]
+        if line is not None:
+            axes.plot([x for x, *_ in improvements], [value for _, value, _ in improvements], **styles[name] | line)
+    _scale_percent(axes, label, values)
 
 
-def model_styles(baseline: str, models: Iterable[str]) -> dict[str, dict[str, Any]]:
+def model_styles(baseline: str, models: Iterable[str]) -> dict[str, Style]:
     """The style of each model's line, the same in every figure; the baseline is the first."""
     styles = {baseline: BASELINE}
     for index, name in enumerate(name for name in models if name != baseline):
@@ -338,7 +334,7 @@ def model_styles(baseline: str, models: Iterable[str]) -> dict[str, dict[str, An
     return styles
 
 
-def over_layers(history: History, quantity: str) -> list[tuple[int, float]]:
+def over_layers(history: History, quantity: str) -> Points:
     """The curve of a quantity in a run, over the layers that have it at each step."""
     layers = [layer[quantity] for layer in history.stability.values() if quantity in layer]
     values: dict[int, list[float]] = {}
@@ -346,11 +342,7 @@ def over_layers(history: History, quantity: str) -> list[tuple[int, float]]:
         for step, value in curve:
             if value is not None:
                 values.setdefault(step, []).append(value)
-    return [(step, float(QUANTITIES[quantity][2](those))) for step, those in sorted(values.items())]
-
-
-def _runs(results: ScaleOutcome) -> dict[str, list[RunOutcome]]:
-    return {name: model.runs for name, model in results.models.items()}
+    return [(step, float(QUANTITIES[quantity][2](entries))) for step, entries in sorted(values.items())]
 
 
 def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.ndarray, np.ndarray]:
@@ -360,21 +352,20 @@ def _align(curves: Iterable[Sequence[tuple[int, float | None]]]) -> tuple[np.nda
     return np.array(steps), np.array([[curve[step] for step in steps] for curve in values], dtype=float)
 
 
-def _plot(axes: Axes, steps: Sequence[int], values: Sequence[float], style: dict[str, Any]) -> list[tuple[int, float]]:
+def _plot(axes: Axes, steps: Sequence[int], values: Sequence[float], style: Style) -> Points:
     """Draws a curve, with markers where there are few points, and returns its points."""
     axes.plot(steps, values, **{**style, "marker": style["marker"] if len(steps) <= 20 else None, "markersize": 4})
     return list(zip(steps, values))
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Moving average over a twentieth of the points."""
     if not len(values):
         return values
     window = np.ones(len(values) // 20 | 1)  # odd, so that it has a middle
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
-def _show_late_range(axes: Axes, points: list[tuple[int, float]]) -> None:
+def _show_late_range(axes: Axes, points: Points) -> None:
     """Sets the range of the axis by all but the first tenth of training."""
     last = max((step for step, _ in points), default=0)
     values = [value for step, value in points if step >= 0.1 * last]
@@ -394,7 +385,7 @@ def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None
     return limit
 
 
-def scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
+def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
     """Formats the y axis as signed percent, logarithmic beyond a limit if values lie far apart."""
     if limit := _compress(axes, values, 30.0):
         label += f"\n(logarithmic beyond ±{limit:.2g})"
@@ -403,50 +394,32 @@ def scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
     axes.grid(axis="y", alpha=0.25)
 
 
-def noise_patch() -> Patch:
-    """The legend's entry for the band of the noise floor."""
-    return Patch(label="noise floor: ±1 sd of the baseline over seeds", **NOISE)
-
-
-def add_legend(
-    figure: Figure,
-    baseline: str,
-    runs: Mapping[str, Sequence[RunOutcome]],
-    styles: dict[str, dict[str, Any]],
-    others: Sequence[Line2D | Patch] = (),
-) -> None:
-    """Adds the legend below the axes: the models of `styles`, and how many of their runs diverged."""
+def _add_legend(
+    figure: Figure, results: Outcome | ScaleOutcome, styles: dict[str, Style], labels: Sequence[Line2D | Patch] = ()
+) -> Figure:
+    """Adds the models of `styles`, and how many of their runs diverged, in a legend below; returns the figure."""
+    scales = list(results.scales.values()) if isinstance(results, Outcome) else [results]
     handles = []
     for name, style in styles.items():
-        notes = ["baseline"] if name == baseline else []
-        if diverged := sum(run.diverged for run in runs[name]):
-            notes.append(f"{diverged} of {len(runs[name])} diverged")
+        notes = ["baseline"] if name == results.baseline else []
+        runs = [run for scale in scales for run in scale.models[name].runs]
+        if diverged := sum(run.diverged for run in runs):
+            notes.append(f"{diverged} of {len(runs)} diverged")
         handles.append(Line2D([], [], label=f"{name} ({', '.join(notes)})" if notes else name, **style))
-    figure.legend(handles=[*handles, *others], loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-
-
-def _ladder_runs(outcome: Outcome) -> dict[str, list[RunOutcome]]:
-    """The reported runs of each model at all scales, those of the baseline first."""
-    names = [outcome.baseline, *outcome.trend.models]
-    return {name: [run for results in outcome.scales.values() for run in results.models[name].runs] for name in names}
-
-
-def _ladder_styles(outcome: Outcome) -> dict[str, dict[str, Any]]:
-    return model_styles(outcome.baseline, outcome.trend.models)
+    figure.legend(handles=[*handles, *labels], loc="outside lower center", ncols=3, fontsize=9, frameon=False)
+    return figure
 
 
 def _scale_compute(axes: Axes, outcome: Outcome) -> None:
     """A logarithmic axis of compute, with the names of the scales above it."""
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run")
-    flops = outcome.trend.flops
+    names, flops = zip(*outcome.trend.flops.items())
     above = axes.secondary_xaxis("top")
-    above.xaxis.set_major_locator(FixedLocator(list(flops.values())))
-    above.xaxis.set_major_formatter(FuncFormatter(lambda value, index: list(flops)[index]))
+    above.xaxis.set_major_locator(FixedLocator(flops))
+    above.xaxis.set_major_formatter(FuncFormatter(lambda value, index: names[index]))
     above.xaxis.set_minor_locator(NullLocator())
-    axes.vlines(
-        list(flops.values()), 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.2, linewidth=0.8
-    )
+    axes.vlines(flops, 0, 1, transform=axes.get_xaxis_transform(), color="#888888", alpha=0.2, linewidth=0.8)
 
 
 # Title, caption, and the function that draws it; the first of a report's figures stands before its tables

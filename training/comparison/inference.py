@@ -1,18 +1,14 @@
 """The statistics of a comparison: which models differ from the baseline by more than noise.
 
 Runs of one seed saw the same tokens in the same order. So each model is compared with the baseline seed by seed, by
-Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. Losses are in nats per token; standard
-deviations divide by n - 1.
-
-Each test uses the differences of one model alone. It assumes independent seeds and normally distributed differences,
-and errs too often if the differences are skewed.
+Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. The test assumes independent seeds and
+normally distributed differences. Losses are in nats per token; standard deviations divide by n - 1.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -28,8 +24,12 @@ PLAUSIBLE_EFFECT = 4.0
 FIRST_INTERIM = 3
 
 Interval = tuple[float | None, float | None]
+# The final test losses of a model by seed; None, NaN or infinity if the run diverged
+Losses = Mapping[int, float | None]
+# The losses of a model on parts of the test text, `parts[seed][part]`
+Parts = Mapping[int, Sequence[float]]
 
-# Of the test text, each of some 20,000 tokens where the text has 200,000.
+# Of the test text, each of some 20,000 tokens where the text has 200,000
 _TEXT_PARTS = 10
 
 
@@ -61,19 +61,16 @@ _OPEN = (Verdict.WITHIN_NOISE, Verdict.TOO_FEW_SEEDS)
 class Effect:
     """One model against the baseline. Values that cannot be computed are None.
 
-    Intervals are t intervals of level 1 - `Analysis.alpha`. Unlike verdicts, they are not corrected for the number of
-    models, so an interval may exclude 0 where the verdict is "within noise".
+    Unlike verdicts, intervals are not corrected for the number of models, so one may exclude 0 where the verdict is
+    "within noise". Their level is 1 - `Analysis.alpha`.
 
     Attributes:
         pairs: seeds that both the model and the baseline finished.
         mean_difference: model minus baseline over the pairs, in nats; negative is better.
-        difference_deviation: standard deviation of these differences, in nats.
-        loss_improvement: percent of the baseline's mean loss over the pairs; positive is better.
-        perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)); positive is better.
-        t: `mean_difference` in standard errors; None where it is infinite.
+        loss_improvement: percent of the baseline's mean loss over the pairs, which its interval takes as known.
+        perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)).
         p: two-sided, with `pairs` - 1 degrees of freedom.
         holm_p: `p` corrected for the number of models and of interim analyses.
-        loss_improvement_interval: percent, (low, high); the baseline's mean loss counts as known.
     """
 
     verdict: Verdict
@@ -97,8 +94,7 @@ class Analysis:
     """The verdicts of a comparison at one scale, without NaN or infinity.
 
     Attributes:
-        baseline_mean_loss: the baseline's mean loss in nats over the seeds that it finished.
-        noise_floor: standard deviation of the baseline's loss over its seeds, in nats; None below two.
+        baseline_mean_loss, noise_floor: mean and standard deviation over the seeds that the baseline finished.
         alpha: the nominal probability that any model is wrongly called better or worse.
     """
 
@@ -110,7 +106,6 @@ class Analysis:
     effects: dict[str, Effect]
 
     def open_models(self) -> list[str]:
-        """The models about which more seeds may tell more."""
         return [name for name, effect in self.effects.items() if effect.verdict in _OPEN]
 
 
@@ -124,42 +119,39 @@ class Interim:
 
 
 def analyse_early(
-    losses: dict[str, dict[int, float | None]],
+    losses: Mapping[str, Losses],
     baseline: str,
     seeds: Sequence[int],
     boundaries: Mapping[str, Collection[int]],
     alpha: float = 0.05,
-    parts: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
+    parts: Mapping[str, Parts] | None = None,
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
     """Analyses a comparison with `stop: early`, each model at its last interim analysis.
 
-    Returns also what was known at each interim analysis, by model.
-
-    Args:
-        losses, baseline, alpha: as for `analyse`; a model has the first seeds, up to its last analysis.
-        boundaries: the seeds of each model whose best rate is at the boundary of those tried.
+    Returns also what was known at each interim analysis, by model. A model has the first seeds, up to its last
+    analysis. `boundaries` are its seeds whose best rate is the smallest or the largest tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
-    effects: dict[str, Effect] = {}
+    whole = analyse(losses, baseline, alpha, most=len(seeds))
+    effects = dict(whole.effects)
     for number in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:number]
-        first = {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in losses.items()}
+        first, first_parts = (
+            {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in values.items()}
+            for values in (losses, parts or {})
+        )
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
         analysis = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
-        first_parts = {
-            name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in (parts or {}).items()
-        }
         analysis = with_text(analysis, first_parts, most=len(seeds))
         for name, history in interims.items():
             if len(first[name]) == number:
                 effect = effects[name] = analysis.effects[name]
                 history.append(Interim(number, effect.loss_improvement, effect.loss_improvement_interval))
-    whole = analyse(losses, baseline, alpha, most=len(seeds))
-    return dataclasses.replace(whole, effects={**whole.effects, **effects}), interims
+    return replace(whole, effects=effects), interims
 
 
 def analyse(
-    losses: dict[str, dict[int, float | None]],
+    losses: Mapping[str, Losses],
     baseline: str,
     alpha: float = 0.05,
     at_boundary: Collection[str] = (),
@@ -174,48 +166,89 @@ def analyse(
     losses and 0 for others.
 
     Args:
-        losses: `losses[model][seed]`, the final test loss in nats per token; None, NaN or infinity if the run
-            diverged.
         at_boundary: models whose best rate is at the boundary of those tried.
-        resolution: the smallest step of a loss, for shares of counted items. A smaller standard deviation counts as
-            one step.
-        most: with interim analyses, the number of seeds of the last. Each analysis spends its part of `alpha` (see
+        resolution: the smallest step of a loss, which is also the smallest standard deviation.
+        most: with interim analyses, the number of seeds of the last. Each spends its part of `alpha` (see
             `alpha_spent`), and Bonferroni's method corrects for all models. A model is "equivalent" if its corrected
             interval lies within the noise floor.
     """
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
     reference = models.pop(baseline)
-    untested = {
-        name: _reason_untested(runs, reference, name in at_boundary, baseline in at_boundary)
+    effects = {
+        name: _describe(runs, reference, resolution, name in at_boundary, baseline in at_boundary)
         for name, runs in models.items()
     }
-    effects = {name: _describe(untested[name], runs, reference) for name, runs in models.items()}
-    tested = {name: _test(effect, resolution) for name, effect in effects.items() if untested[name] is None}
+    tested = {name: effect for name, effect in effects.items() if effect.p is not None}
     finished = [loss for loss in reference.values() if loss is not None]
     mean_loss, noise_floor = _mean(finished), _deviation(finished)
-    shares = {name: 1.0 if most is None else alpha_spent(effect.pairs, most) for name, effect in tested.items()}
+    shares = [1.0 if most is None else alpha_spent(effect.pairs, most) for effect in tested.values()]
     tests = len(tested) if most is None else len(models)
     p_values = [effect.p for effect in tested.values()]
     if most is None:
         corrected = holm(p_values)
     else:
-        corrected = [min(1.0, p * tests / share) if share else 1.0 for p, share in zip(p_values, shares.values())]
-    for (name, effect), p in zip(tested.items(), corrected):
+        corrected = [min(1.0, p * tests / share) if share else 1.0 for p, share in zip(p_values, shares)]
+    for (name, effect), p, share in zip(tested.items(), corrected, shares):
         paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
-        effect = _judge(dataclasses.replace(effect, holm_p=p), paired_loss, tests, alpha, shares[name])
-        if most is not None and effect.verdict in _OPEN and noise_floor and shares[name]:
-            margin = critical_t(effect.pairs, tests, alpha * shares[name]) * effect.standard_error
-            is_inside = abs(effect.mean_difference) + margin < noise_floor
-            effect = dataclasses.replace(effect, verdict=Verdict.EQUIVALENT) if is_inside else effect
-        effects[name] = effect
-    return Analysis(
-        baseline=baseline,
-        baseline_mean_loss=mean_loss,
-        noise_floor=noise_floor,
-        noise_floor_percent=_percent(noise_floor, mean_loss),
-        alpha=alpha,
-        effects=effects,
+        effect = effects[name] = _judge(replace(effect, holm_p=p), paired_loss, tests, alpha, share)
+        if most is not None and effect.verdict in _OPEN and noise_floor and share:
+            margin = critical_t(effect.pairs, tests, alpha * share) * effect.standard_error
+            if abs(effect.mean_difference) + margin < noise_floor:
+                effects[name] = replace(effect, verdict=Verdict.EQUIVALENT)
+    percent = _plain(100 * noise_floor / abs(mean_loss)) if noise_floor is not None and mean_loss else None
+    return Analysis(baseline, mean_loss, noise_floor, percent, alpha, effects)
+
+
+def _describe(
+    runs: Losses, reference: Losses, resolution: float, is_at_boundary: bool, is_baseline_at_boundary: bool
+) -> Effect:
+    """Describes a model, with p if it has a test; else its verdict says why not."""
+    finished = [loss for loss in runs.values() if loss is not None]
+    pairs = _pairs(runs, reference)
+    differences = np.array([runs[seed] - reference[seed] for seed in pairs])
+    mean, deviation = _mean(differences), _deviation(differences)
+    diverged = len(runs) - len(finished)
+    verdict = None
+    if diverged:
+        verdict = Verdict.SOME_DIVERGED if finished else Verdict.DIVERGED
+    elif any(seed in reference and reference[seed] is None for seed in runs):
+        verdict = Verdict.BASELINE_DIVERGED
+    elif is_baseline_at_boundary:
+        verdict = Verdict.BASELINE_AT_BOUNDARY
+    elif is_at_boundary:
+        verdict = Verdict.AT_BOUNDARY
+    elif len(pairs) < 2:
+        verdict = Verdict.TOO_FEW_SEEDS
+    effect = Effect(
+        verdict=verdict,
+        pairs=len(pairs),
+        diverged=diverged,
+        mean_loss=_mean(finished),
+        mean_difference=mean,
+        difference_deviation=deviation,
+        loss_improvement=_loss_improvement(mean, _mean([reference[seed] for seed in pairs])),
+        perplexity_improvement=_perplexity_improvement(mean),
     )
+    if verdict is not None:
+        return effect
+    standard_error = max(deviation, resolution) / math.sqrt(len(pairs))
+    t = mean / (standard_error or 1.0) if standard_error or not mean else math.copysign(math.inf, mean)
+    p = _plain(2 * stats.t.sf(abs(t), len(pairs) - 1))
+    return replace(effect, standard_error=standard_error, t=_plain(t), p=p)
+
+
+def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: float) -> Effect:
+    """Adds verdict and intervals to a corrected test; this analysis spends `share` of `alpha`."""
+    if not share:
+        return replace(effect, verdict=Verdict.TOO_FEW_SEEDS)
+    if effect.holm_p < alpha:
+        verdict = Verdict.BETTER if effect.mean_difference < 0 else Verdict.WORSE
+    elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
+        verdict = Verdict.TOO_FEW_SEEDS
+    else:
+        verdict = Verdict.WITHIN_NOISE
+    margin = critical_t(effect.pairs, 1, alpha * share) * effect.standard_error
+    return _with_intervals(replace(effect, verdict=verdict), margin, paired_loss)
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
@@ -232,10 +265,7 @@ def holm(p_values: Iterable[float]) -> list[float]:
 
 
 def alpha_spent(seeds: int, most: int) -> float:
-    """Returns the part of alpha that the analysis at a number of seeds spends, of `most` at the last one.
-
-    The last one spends half, and those before it the other half in equal parts.
-    """
+    """Returns the part of alpha that an analysis spends: half at the last one, the rest in equal parts before it."""
     if seeds < FIRST_INTERIM:
         return 0.0
     if most == FIRST_INTERIM:
@@ -259,24 +289,17 @@ def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
 
 
 def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
-    """Returns the smallest true difference that a comparison finds with probability `power`.
+    """Returns the smallest true difference that a comparison finds with probability `power`, by the noncentral t.
 
-    This is by the noncentral t distribution, at the strictest of Holm's steps, for independent runs. Where runs of a
-    seed share noise, smaller differences are found.
-
-    Args:
-        noise_floor: standard deviation of a run over seeds, in the unit of the result.
+    It is in the unit of `noise_floor`, the standard deviation of a run over seeds, at the strictest of Holm's steps,
+    for independent runs. Where runs of a seed share noise, smaller differences are found.
     """
-    critical = critical_t(seeds, models, alpha)
-    freedom = seeds - 1
-
-    def excess(shift: float) -> float:
-        return stats.nct.sf(critical, freedom, shift) - power
-
+    critical, freedom = critical_t(seeds, models, alpha), seeds - 1
     # At the upper bound, half the risk is that the mean is low, the other half that the estimated noise is high
     half = (1 + power) / 2
     largest = critical * math.sqrt(stats.chi2.ppf(half, freedom) / freedom) + stats.norm.ppf(half)
-    return optimize.brentq(excess, 0, largest) * math.sqrt(2 / seeds) * noise_floor
+    shift = optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - power, 0, largest)
+    return shift * math.sqrt(2 / seeds) * noise_floor
 
 
 def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
@@ -300,26 +323,21 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     """Returns the share of the variance between seeds that is due to the choice of the test text.
 
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
-    replication, Fisher 1925). A seed may do well on one part and badly on another, e_sp, and the mean over P parts
-    keeps var(e) / P of this. So the share is 1 / F, the mean square of residuals over that of seeds.
-    Neighbours are merged to `_TEXT_PARTS` parts, because parts of one document are not independent.
+    replication, Fisher 1925). The mean over P parts keeps var(e) / P. So the share is 1 / F, the mean square of
+    residuals over that of seeds.
+    It is at most 1, and None with fewer than two seeds or parts, or if all seeds have the same mean.
 
     Args:
         parts: `parts[seed][part]`, losses in nats per token, of parts of equal size.
-
-    Returns:
-        At most 1; None with fewer than two seeds or parts, or if all seeds have the same mean.
     """
     losses = np.array(parts, dtype=float)
     if losses.ndim != 2 or min(losses.shape) < 2:
         return None
-    squares = _mean_squares(_merged(losses))
-    return min(1.0, squares.rest / squares.seeds) if squares.seeds else None
+    seeds, _, rest = _mean_squares(_merged(losses))
+    return min(1.0, rest / seeds) if seeds else None
 
 
-def with_text(
-    analysis: Analysis, parts: Mapping[str, Mapping[int, Sequence[float]]], most: int | None = None
-) -> Analysis:
+def with_text(analysis: Analysis, parts: Mapping[str, Parts], most: int | None = None) -> Analysis:
     """Widens the intervals of an analysis so that they hold for other test texts too.
 
     The difference of seed s on part p is modelled as in `noise_from_text`, with parts drawn at random. The variance of
@@ -330,152 +348,74 @@ def with_text(
     Args:
         parts: `parts[model][seed][part]`, losses in nats per token; empty if they are not known.
     """
-    if not parts:
-        return analysis
-    effects, reference = dict(analysis.effects), parts[analysis.baseline]
-    for name, effect in effects.items():
+    effects = dict(analysis.effects)
+    for name, effect in effects.items() if parts else ():
         if effect.loss_improvement_interval is None:
             continue
+        reference = parts[analysis.baseline]
         pairs = sorted(parts[name].keys() & reference.keys())
-        squares = _mean_squares(_merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs])))
-        variance = squares.seeds + max(0.0, squares.parts - squares.rest)
-        if variance > squares.seeds:
-            freedom = variance**2 / sum(mean**2 / count for mean, count in squares.with_freedoms)
-            freedom = max(freedom, min(count for _, count in squares.with_freedoms))
+        losses = _merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs]))
+        of_seeds, of_parts, rest = _mean_squares(losses)
+        variance = of_seeds + max(0.0, of_parts - rest)
+        if variance > of_seeds:
+            seeds, columns = (size - 1 for size in losses.shape)
+            freedoms = (seeds, columns, seeds * columns)
+            squares = zip((of_seeds, of_parts, rest), freedoms)
+            freedom = max(variance**2 / sum(mean**2 / freedom for mean, freedom in squares), min(freedoms))
             alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
-            margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / squares.cells)
+            margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / losses.size)
             margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
             effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
-    return dataclasses.replace(analysis, effects=effects)
-
-
-@dataclass(frozen=True)
-class _MeanSquares:
-    """The mean squares of a two-way analysis of variance without replication."""
-
-    seeds: float
-    parts: float
-    rest: float
-    shape: tuple[int, int]
-
-    @property
-    def cells(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def with_freedoms(self) -> list[tuple[float, int]]:
-        seeds, parts = (count - 1 for count in self.shape)
-        return [(self.seeds, seeds), (self.parts, parts), (self.rest, seeds * parts)]
+    return replace(analysis, effects=effects)
 
 
 def _merged(losses: np.ndarray) -> np.ndarray:
-    """`(seeds, parts)` with at most `_TEXT_PARTS` parts, by the mean of neighbours."""
+    """Merges neighbours to at most `_TEXT_PARTS` parts, because parts of one document are not independent."""
     merged = np.array_split(losses, min(_TEXT_PARTS, losses.shape[1]), axis=1)
     return np.stack([part.mean(axis=1) for part in merged], axis=1)
 
 
-def _mean_squares(losses: np.ndarray) -> _MeanSquares:
-    seeds, count = losses.shape
+def _mean_squares(losses: np.ndarray) -> tuple[float, float, float]:
+    """Returns the mean squares of seeds, parts and residuals, of losses `(seeds, parts)`."""
+    seeds, parts = losses.shape
     by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
-    rest = ((losses - by_seed - by_part + losses.mean()) ** 2).sum() / ((seeds - 1) * (count - 1))
+    rest = ((losses - by_seed - by_part + losses.mean()) ** 2).sum() / ((seeds - 1) * (parts - 1))
     between_seeds, between_parts = (_deviation(means.ravel()) ** 2 for means in (by_seed, by_part))
-    return _MeanSquares(count * between_seeds, seeds * between_parts, float(rest), (seeds, count))
-
-
-def _reason_untested(
-    runs: dict[int, float | None], reference: dict[int, float | None], is_at_boundary: bool, is_baseline_there: bool
-) -> Verdict | None:
-    """Returns why a model has no test; `None` if it has one."""
-    diverged = sum(loss is None for loss in runs.values())
-    if diverged:
-        return Verdict.DIVERGED if diverged == len(runs) else Verdict.SOME_DIVERGED
-    if any(seed in reference and reference[seed] is None for seed in runs):
-        return Verdict.BASELINE_DIVERGED
-    if is_at_boundary or is_baseline_there:
-        return Verdict.BASELINE_AT_BOUNDARY if is_baseline_there else Verdict.AT_BOUNDARY
-    return Verdict.TOO_FEW_SEEDS if len(_pairs(runs, reference)) < 2 else None
-
-
-def _describe(verdict: Verdict | None, runs: dict[int, float | None], reference: dict[int, float | None]) -> Effect:
-    """Describes a model without a test, whose verdict is `None` if a test follows."""
-    finished = [loss for loss in runs.values() if loss is not None]
-    pairs = _pairs(runs, reference)
-    differences = np.array([runs[seed] - reference[seed] for seed in pairs])
-    mean_difference = _mean(differences)
-    return Effect(
-        verdict=verdict,
-        pairs=len(pairs),
-        diverged=len(runs) - len(finished),
-        mean_loss=_mean(finished),
-        mean_difference=mean_difference,
-        difference_deviation=_deviation(differences),
-        loss_improvement=_loss_improvement(mean_difference, _mean([reference[seed] for seed in pairs])),
-        perplexity_improvement=_perplexity_improvement(mean_difference),
-    )
-
-
-def _test(effect: Effect, resolution: float) -> Effect:
-    standard_error = max(effect.difference_deviation, resolution) / math.sqrt(effect.pairs)
-    if standard_error:
-        t = effect.mean_difference / standard_error
-    else:
-        t = math.copysign(math.inf, effect.mean_difference) if effect.mean_difference else 0.0
-    p = _plain(2 * stats.t.sf(abs(t), effect.pairs - 1))
-    return dataclasses.replace(effect, standard_error=standard_error, t=_plain(t), p=p)
-
-
-def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: float) -> Effect:
-    """Adds verdict and intervals to a corrected test; this analysis spends `share` of `alpha`."""
-    if not share:
-        return dataclasses.replace(effect, verdict=Verdict.TOO_FEW_SEEDS)
-    if effect.holm_p < alpha:
-        verdict = Verdict.BETTER if effect.mean_difference < 0 else Verdict.WORSE
-    elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
-        verdict = Verdict.TOO_FEW_SEEDS
-    else:
-        verdict = Verdict.WITHIN_NOISE
-    margin = critical_t(effect.pairs, 1, alpha * share) * effect.standard_error
-    return _with_intervals(dataclasses.replace(effect, verdict=verdict), margin, paired_loss)
+    return parts * between_seeds, seeds * between_parts, float(rest)
 
 
 def _with_intervals(effect: Effect, margin: float, paired_loss: float) -> Effect:
     ends = (effect.mean_difference + margin, effect.mean_difference - margin)
-    return dataclasses.replace(
+    return replace(
         effect,
         loss_improvement_interval=tuple(_loss_improvement(end, paired_loss) for end in ends),
-        perplexity_improvement_interval=tuple(_perplexity_improvement(end) for end in ends),
+        perplexity_improvement_interval=tuple(map(_perplexity_improvement, ends)),
     )
 
 
-def _pairs(runs: dict[int, float | None], reference: dict[int, float | None]) -> list[int]:
+def _pairs(runs: Losses, reference: Losses) -> list[int]:
     return sorted(seed for seed, loss in runs.items() if loss is not None and reference.get(seed) is not None)
 
 
-def _mean(values) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return _plain(np.mean(values)) if len(values) else None
 
 
-def _deviation(values) -> float | None:
+def _deviation(values: Sequence[float]) -> float | None:
     if len(values) < 2:
         return None
     # The mean of equal numbers may differ from them by rounding
     return _plain(np.std(values, ddof=1)) if np.ptp(values) else 0.0
 
 
-def _percent(part: float | None, whole: float | None) -> float | None:
-    return _plain(100 * part / abs(whole)) if part is not None and whole else None
-
-
 def _loss_improvement(difference: float | None, paired_loss: float | None) -> float | None:
-    return _percent(None if difference is None else -difference, paired_loss)
+    return _plain(-100 * difference / abs(paired_loss)) if difference is not None and paired_loss else None
 
 
 def _perplexity_improvement(difference: float | None) -> float | None:
     """100 (1 - exp(difference)); None also where it overflows."""
-    if difference is None:
-        return None
     with np.errstate(over="ignore"):
-        return _plain(-100 * np.expm1(difference))
+        return None if difference is None else _plain(-100 * np.expm1(difference))
 
 
 def _plain(value: float | None) -> float | None:

@@ -1,7 +1,6 @@
 """Makes the runs of a comparison on this machine, each in a process, and some side by side.
 
-Several processes may share a folder, such as one for each GPU by `accelerate launch`. A run belongs to the process
-that holds its lock.
+Several processes may share a folder, as under `accelerate launch`: a run belongs to the one that holds its lock.
 """
 
 import gc
@@ -65,18 +64,15 @@ class LocalEngine:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._threads = self.cpus_per_run or torch.get_num_threads()
         if self.jobs is None:
-            has_one = self.cpus_per_run is None or torch.accelerator.is_available()
-            self.jobs = 1 if has_one else max(1, cores // self._threads)
+            is_serial = self.cpus_per_run is None or torch.accelerator.is_available()
+            self.jobs = 1 if is_serial else max(1, cores // self._threads)
         elif self.jobs > 1 and self.jobs * self._threads > cores:
-            logger.warning(
-                f"jobs={self.jobs} with {self._threads} threads each take more than the {cores} cores of this machine"
-            )
+            logger.warning(f"jobs={self.jobs} with {self._threads} threads each need more than {cores} cores")
         self._processes: dict[str, multiprocessing.Process] = {}
         self._progress: dict[str, RunProgress] = {}
 
     @contextmanager
     def connected(self, scales: Sequence[Scale]) -> Iterator[None]:
-        """Starts the threads that wait for the processes of runs."""
         self._is_cancelled = False
         # The server imports once, and every run is still a fresh process
         self._context = multiprocessing.get_context("forkserver")
@@ -97,22 +93,17 @@ class LocalEngine:
         return folder / _TOKENIZER, fingerprint
 
     def room(self, running: int) -> int:
-        """Returns the number of runs that may be submitted now."""
         return self.jobs - running
 
     def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
-        """Makes a run in a new process, which a thread waits for."""
         with environment_of_one_run():  # which the processes of runs get from the server
             ensure_running()
         return self._pool.submit(self._make_run, name, recipe, data)
 
     def progress(self) -> dict[str, RunProgress]:
-        """Returns the progress of the runs at work, by name."""
         return dict(self._progress)
 
-    def describe_error(self, error: BaseException) -> str:
-        """Says in a line why a run is not finished."""
-        return describe_failure(error)
+    describe_error = staticmethod(describe_failure)
 
     def cancel(self, names: list[str]) -> None:
         """Ends the processes of runs. They can resume from their last checkpoints."""

@@ -1,13 +1,31 @@
-"""Learning rates: a list, or a search that finds its own range, and the best of them."""
+"""Learning rates: a list, or a search that finds its own range, and the choice that each seed makes."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ..result import RunResult
 
 
 # The most rates that a search tries unless the file says otherwise
 LIMIT = 8
+
+# Finished runs, by their names
+Results = Mapping[str, RunResult]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    model: str
+    learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Unique in its comparison; also its folder's path there."""
+        return f"{self.model}/rate-{self.learning_rate:g}-seed-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +49,6 @@ class Rates:
 
     @property
     def is_search(self) -> bool:
-        """Whether the rates are searched for."""
         return self.start is not None
 
     @property
@@ -51,8 +68,8 @@ class Rates:
         boundary = self.boundary(losses)
         if not self.is_search or boundary is None or len(losses) >= self.limit:
             return []
-        powers = list(map(self._power, losses))
-        return [self._at(min(powers) - 1 if boundary == "smallest" else max(powers) + 1)]
+        beyond = self._power(min(losses)) - 1 if boundary == "smallest" else self._power(max(losses)) + 1
+        return [self._at(beyond)]
 
     def best(self, losses: Mapping[float, float]) -> float | None:
         """The rate with the lowest loss, the smaller of equals; `None` if all diverged."""
@@ -66,9 +83,9 @@ class Rates:
             return "smallest"
         return "largest" if len(losses) > 1 and best == max(losses) else None
 
-    def starting_at(self, rate: float) -> "Rates":
+    def starting_at(self, rate: float | None) -> "Rates":
         """Returns a search that begins at the rate of its grid nearest to this one; a list stays as it is."""
-        return dataclasses.replace(self, shift=self._power(rate)) if self.is_search else self
+        return self if rate is None or not self.is_search else replace(self, shift=self._power(rate))
 
     def __str__(self) -> str:
         rates = " ".join(f"{rate:g}" for rate in self.first)
@@ -80,3 +97,44 @@ class Rates:
     def _at(self, power: int) -> float:
         # Six digits, which the names of run folders have
         return float(f"{self.start * self.factor**power:.6g}")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The choice of a model's learning rate by a seed.
+
+    Attributes:
+        losses: validation loss of each rate tried, in nats per token; infinity if the run diverged.
+        finished: the number of finished runs, also of a step of the search that is not complete.
+        ready: runs that the choice waits for.
+        rate: the rate chosen; `None` before, or if every rate diverged.
+        boundary: whether the rate chosen is the `smallest` or the `largest` of several.
+    """
+
+    model: str
+    seed: int
+    losses: dict[float, float]
+    finished: int
+    ready: list[Run]
+    rate: float | None = None
+    boundary: str | None = None
+
+    @property
+    def reported(self) -> Run:
+        """The run that the seed reports. A seed that diverges at each of its rates reports the smallest rate."""
+        return Run(self.model, min(self.losses) if self.rate is None else self.rate, self.seed)
+
+
+def tune(model: str, seed: int, rates: Rates, results: Results) -> Tuning:
+    """Follows the choice of a seed as far as its runs are finished."""
+    losses: dict[float, float] = {}
+    while next_rates := rates.next(losses):
+        runs = [Run(model, rate, seed) for rate in next_rates]
+        if ready := [run for run in runs if run.name not in results]:
+            return Tuning(model, seed, losses, len(losses) + len(runs) - len(ready), ready)
+        for run in runs:
+            measured = results[run.name].losses
+            loss = None if measured.diverged else measured.validation.loss
+            losses[run.learning_rate] = math.inf if loss is None else loss
+    rate = rates.best(losses)
+    return Tuning(model, seed, losses, len(losses), [], rate, None if rate is None else rates.boundary(losses))

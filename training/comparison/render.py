@@ -8,22 +8,15 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
+from ..disk import write_text
 from ..text import Markdown, plain
 
 
 # Columns of words; columns of numbers are aligned at the right
-_WORDS = {
-    "factor",
-    "interactions",
-    "survives",
-    "model",
-    "task",
-    "metric",
-    "verdict",
-    "learning rate",
-    "kind",
-    "outcome",
-}
+_WORDS = ("factor", "interactions", "survives", "model", "task", "metric", "verdict")
+_WORDS += ("learning rate", "kind", "outcome")
+
+Rows = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -31,25 +24,31 @@ class Section:
     """A part of a report.
 
     Attributes:
-        parts: its sentences as text, and its lists and tables as `Markdown`.
+        parts: sentences as text or `Markdown`, and the rows of tables.
         is_folded: whether a page shows the heading alone until a reader opens it.
         figure: the name and the content of a figure that this report drew, in `figures/NAME.png`.
     """
 
     title: str
-    parts: list[str]
+    parts: list[str | Rows]
     is_folded: bool = False
     figure: tuple[str, bytes] | None = None
 
 
+def to_text(parts: Iterable[str | Rows]) -> Markdown:
+    """Returns sentences and tables as paragraphs of Markdown."""
+    return Markdown("\n\n".join(_table(part) if isinstance(part, list) else plain(part) for part in parts))
+
+
 def to_markdown(name: str, sections: Iterable[Section]) -> str:
-    """Returns a report as one Markdown document with the heading `name`."""
-    parts = [f"# {plain(name)}"]
+    """Returns a report as one document."""
+    parts = [Markdown(f"# {plain(name)}")]
     for section in sections:
-        parts += [f"## {plain(section.title)}"] if section.title else []
-        parts += [f"![{plain(section.title)}](figures/{section.figure[0]}.png)"] if section.figure else []
-        parts += map(plain, section.parts)
-    return "\n\n".join(parts) + "\n"
+        title = plain(section.title)
+        parts += [Markdown(f"## {title}")] if title else []
+        parts += [Markdown(f"![{title}](figures/{section.figure[0]}.png)")] if section.figure else []
+        parts += section.parts
+    return to_text(parts) + "\n"
 
 
 def to_page(name: str, sections: Iterable[Section]) -> str:
@@ -59,9 +58,11 @@ def to_page(name: str, sections: Iterable[Section]) -> str:
     renderer.add_render_rule("table_close", lambda *_: "</table></div>\n")
     body = []
     for section in sections:
-        title, text = html.escape(section.title), renderer.render("\n\n".join(map(plain, section.parts)))
+        title, text = html.escape(section.title), renderer.render(to_text(section.parts))
         if section.figure:
-            text = _image(title, section.figure[1]) + text
+            data = base64.b64encode(section.figure[1]).decode()
+            image = f'<img src="data:image/png;base64,{data}" alt="{title}">'
+            text = f'<p><span class="figure scroll">{image}</span></p>\n{text}'
         if section.is_folded:
             text = f"<details>\n<summary>{title}</summary>\n{text}</details>\n"
         elif title:
@@ -78,22 +79,22 @@ def to_page(name: str, sections: Iterable[Section]) -> str:
     )
 
 
-def _image(title: str, content: bytes) -> str:
-    data = base64.b64encode(content).decode()
-    return f'<p><span class="figure scroll"><img src="data:image/png;base64,{data}" alt="{title}"></span></p>\n'
+def write_sections(folder: Path, name: str, sections: list[Section], link: Markdown | None = None) -> None:
+    """Writes a report as `results.md` and `report.html`; the page alone has the link, behind the first section."""
+    write_text(folder / "results.md", to_markdown(name, sections))
+    links = [] if link is None else [Section("", [link])]
+    write_text(folder / "report.html", to_page(name, [*sections[:1], *links, *sections[1:]]))
 
 
 def warning(text: str) -> Markdown:
-    """Returns a sentence as a warning."""
     return Markdown(f"> **Warning:** {plain(text)}")
 
 
 def bullets(sentences: Iterable[str]) -> Markdown:
-    """Returns sentences as a list."""
     return Markdown("\n".join(f"* {plain(sentence)}" for sentence in sentences))
 
 
-def markdown_table(rows: list[dict[str, str]]) -> Markdown:
+def _table(rows: Rows) -> Markdown:
     """Returns rows as a table; columns of words are aligned at the left."""
     columns = list(rows[0])
     lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]

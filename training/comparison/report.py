@@ -1,20 +1,21 @@
 """The report of a comparison, made from its outcome alone, and parts of it for terminals and cards."""
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import singledispatch
 from pathlib import Path
 
 import yaml
 from matplotlib import rc_context, rcParamsDefault
 
-from ..disk import delete, read_bytes, write_text
+from ..disk import delete, read_bytes
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, Verdict, alpha_of_last, power_warning
-from .render import Section, bullets, markdown_table, to_markdown, to_page, warning
-from .results import ModelOutcome, Outcome, ScaleOutcome, read_outcome
+from .render import Section, bullets, to_text, warning, write_sections
+from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,
@@ -31,6 +32,10 @@ from .tables import (
 )
 from .trend import TrendVerdict
 
+
+PROTOCOL = "How this was measured and judged"
+# The verdicts that stand first in a sentence
+_CLEAR = (Verdict.BETTER, Verdict.WORSE, Verdict.EQUIVALENT, Verdict.WITHIN_NOISE)
 
 _TERMINAL_WIDTH = 120
 # Columns of the table in the terminal, with their titles there
@@ -56,7 +61,6 @@ _TASKS_CAPTION = (
     "accuracies and probabilities (the rate of errors). Holm's method corrects p over the models, for each metric by "
     "itself: with many metrics, some verdicts are chance."
 )
-
 _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and standard deviation over seeds."
 
 # One of these stands beside every p-value and interval
@@ -67,9 +71,6 @@ _ONE_RATE = (
     "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it "
     "better: a difference may be one between rates and not between models."
 )
-
-PROTOCOL = "How this was measured and judged"
-
 _EARLY = (
     "A model leaves when its difference looks large, so the improvement of a model that left early is too large on "
     "average: after 3 seeds by 84, 27 and 13 % of a true difference of 1, 2 and 3 standard deviations, if runs of a "
@@ -84,47 +85,47 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     Args:
         has_page: whether `nlq explore` has a page there, which the report links to.
     """
-    results, of_figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
+    results, figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
     drawn = []
-    for name, (title, caption, draw) in of_figures.items():
-        if (drawing := draw(results)) is not None:
-            drawn.append(figure_section(folder, name, title, caption, drawing))
+    for name, (title, caption, draw) in figures.items():
+        if (figure := draw(results)) is not None:
+            drawn.append(figure_section(folder, name, title, caption, figure))
         else:
             delete(folder / "figures" / f"{name}.png")  # of results that had more runs
-    sections = _sections(outcome, drawn)
-    write_text(folder / "results.md", to_markdown(outcome.name, sections))
-    if has_page:
-        link = f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})"
-        sections.insert(1, Section("", [Markdown(link)]))
-    write_text(folder / "report.html", to_page(outcome.name, sections))
+    link = Markdown(f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})")
+    write_sections(folder, outcome.name, _sections(outcome, drawn), link if has_page else None)
 
 
+@singledispatch
 def describe(outcome: Outcome) -> str:
     """The outcome for a terminal: warnings, a line for each model, then notes."""
     if outcome.trend:
         rows, notes = improvement_rows(outcome.trend), outcome_sentences(outcome)
     else:
-        results = outcome.largest
         rows = [
             {title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row}
-            for row in summary_rows(results)
+            for row in summary_rows(outcome.largest)
         ]
-        notes = [noise_floor_sentence(results), *selection_sentences(results), *early_sentences(results)]
-    warnings = [f"warning: {text}" for text in warning_sentences(outcome)]
+        notes = _notes(outcome.largest)
+
+    def wrap(sentences: Iterable[str]) -> list[str]:
+        return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in sentences]
+
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
-    before, after = (
-        [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in part] for part in (warnings, notes)
-    )
-    return "\n".join([*before, *table, *after])
+    return "\n".join([*wrap(f"warning: {text}" for text in warning_sentences(outcome)), *table, *wrap(notes)])
+
+
+def _notes(results: ScaleOutcome) -> list[str]:
+    return [noise_floor_sentence(results), *selection_sentences(results), *early_sentences(results)]
 
 
 def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> Markdown:
     """The outcome for a model card, as Markdown.
 
     Args:
-        model: the model of the card, whose row is marked; `None` if it is not part of the comparison.
+        model: the model of the card, if it is part of the comparison. Its row is marked.
         run: the name of its run's folder. If it is not among the reported ones, no row is marked.
-        scale: that of the model, if there are several; by default the largest.
+        scale: that of the model, by default the largest.
     """
     scale = scale or list(outcome.scales)[-1]
     results = outcome.scales[scale]
@@ -145,18 +146,16 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
             f"tokens a run{chosen}{same}."
         ),
         outcome_sentence(results),
-        noise_floor_sentence(results),
-        *selection_sentences(results),
-        *early_sentences(results),
-        markdown_table(rows),
+        *_notes(results),
+        rows,
     ]
     if outcome.trend:
         parts += [
             f"This is the scale {scale} of a ladder of {len(outcome.scales)} scales: {', '.join(outcome.scales)}.",
             trend_sentence(outcome),
-            markdown_table(improvement_rows(outcome.trend)),
+            improvement_rows(outcome.trend),
         ]
-    return Markdown("\n\n".join(map(plain, parts)))
+    return to_text(parts)
 
 
 def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
@@ -168,27 +167,17 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     if "design" in read_json(folder / RESULTS_FILE):
         raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
     outcome = read_outcome(folder / RESULTS_FILE)
-    if folder in run.parents:
-        text = verdicts(outcome, run.parent.name, run.name, run.parents[2].name if outcome.trend else None)
-    else:
-        text = verdicts(outcome)
+    names = (run.parent.name, run.name, run.parents[2].name if outcome.trend else None)
+    text = verdicts(outcome, *names) if folder in run.parents else verdicts(outcome)
     text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
     return Markdown(without_folders(text)), contents
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
-    head = Section("", [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)])
-    first, others = figures[:1], figures[1:]
+    sections = [Section("", [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)]), *figures[:1]]
     if outcome.trend:
-        tables = [part for rows, caption in trend_tables(outcome) for part in (markdown_table(rows), caption)]
-        trend = Section("The trend over scales", tables)
-        sections = [
-            head,
-            *first,
-            trend,
-            *others,
-            Section(PROTOCOL, [bullets(trend_protocol(outcome))], is_folded=True),
-        ]
+        tables = [part for rows, caption in trend_tables(outcome) for part in (rows, caption)]
+        sections += [Section("The trend over scales", tables), *figures[1:], _protocol(trend_protocol(outcome))]
         for name, results in outcome.scales.items():
             parts = [cost_sentence(results), bullets(protocol_sentences(results))]
             for section in (_models(results), *_runs(results)):
@@ -196,23 +185,25 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
             sections.append(Section(f"Scale {name}", parts, is_folded=True))
     else:
         results = outcome.largest
-        protocol = Section(PROTOCOL, [bullets(protocol_sentences(results))], is_folded=True)
-        sections = [head, *first, _models(results), *others, *_runs(results), protocol]
+        sections += [_models(results), *figures[1:], *_runs(results), _protocol(protocol_sentences(results))]
     configuration = [
         Markdown(f"{code(outcome.command)}, which is after the command line:"),
         code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
-        markdown_table(provenance(outcome.largest)),
+        provenance(outcome.largest),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]
 
 
+def _protocol(sentences: list[str]) -> Section:
+    return Section(PROTOCOL, [bullets(sentences)], is_folded=True)
+
+
 def _models(results: ScaleOutcome) -> Section:
-    given = {name: given_fields(model) for name, model in results.models.items()}
-    differences = [
-        Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's"))
-        for name, fields in given.items()
-    ]
-    parts = [markdown_table(summary_rows(results)), *early_sentences(results), "What differs between them:"]
+    differences = []
+    for name, model in results.models.items():
+        fields = given_fields(model)
+        differences.append(Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's")))
+    parts = [summary_rows(results), *early_sentences(results), "What differs between them:"]
     return Section("Models", [*parts, bullets(differences)])
 
 
@@ -222,15 +213,14 @@ def _runs(results: ScaleOutcome) -> list[Section]:
         "Learning rates": (_RATES_CAPTION.format(results.objective.loss_unit), rate_rows(results)),
         "Stability at the end": (_STABILITY_CAPTION, stability_rows(results)),
     }
-    sections = [Section(title, [text, markdown_table(rows)]) for title, (text, rows) in tables.items() if rows]
-    return [*sections, Section("Every run", [markdown_table(run_rows(results))], is_folded=True)]
+    sections = [Section(title, [text, rows]) for title, (text, rows) in tables.items() if rows]
+    return [*sections, Section("Every run", [run_rows(results)], is_folded=True)]
 
 
 # Sentences
 
 
 def outcome_sentences(outcome: Outcome) -> list[str]:
-    """The verdicts at the largest scale in one line, and the trend in another if there is one."""
     name, results = list(outcome.scales.items())[-1]
     if outcome.trend is None:
         return [outcome_sentence(results)]
@@ -238,21 +228,22 @@ def outcome_sentences(outcome: Outcome) -> list[str]:
 
 
 def trend_sentence(outcome: Outcome) -> str:
-    """The verdicts of the trend in one line."""
-    verdicts: dict[TrendVerdict, list[str]] = {verdict: [] for verdict in TrendVerdict}
-    for name, trend in outcome.trend.models.items():
-        verdicts[trend.verdict].append(name)
-    parts = [f"{verdict} ({in_line(names)})" for verdict, names in verdicts.items() if names]
+    verdicts = _by_text((trend.verdict, name) for name, trend in outcome.trend.models.items())
+    parts = [f"{verdict} ({in_line(verdicts[verdict])})" for verdict in TrendVerdict if verdict in verdicts]
     return f"Trend of the improvement over the scales: {', '.join(parts)}."
 
 
+def _by_text(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for text, name in names:
+        groups.setdefault(text, []).append(name)
+    return groups
+
+
 def trend_protocol(outcome: Outcome) -> list[str]:
-    """How the trend was judged."""
     trend = outcome.trend
     tested = sum(model.p is not None for model in trend.models.values())
-    meanings: dict[str, list[str]] = {}
-    for name, model in trend.models.items():
-        meanings.setdefault(model.meaning, []).append(name)
+    meanings = _by_text((model.meaning, name) for name, model in trend.models.items())
     return [
         "The verdict at the largest scale is the judgement. The trend explains it.",
         "No model is tested over the scales."
@@ -265,7 +256,6 @@ def trend_protocol(outcome: Outcome) -> list[str]:
 
 
 def cost_sentence(results: ScaleOutcome) -> str:
-    """What a run of the baseline costs at one scale."""
     parameters = results.models[results.baseline].size.non_embedding
     return (
         f"{parameters:,} non-embedding parameters, {results.tokens_per_run:,} tokens "
@@ -273,21 +263,19 @@ def cost_sentence(results: ScaleOutcome) -> str:
     )
 
 
-def in_line(names: Iterable[str]) -> str:
+def in_line(names: Sequence[str]) -> str:
     """Names of models in a sentence, between semicolons if a name has a comma."""
-    names = list(names)
     return ("; " if any("," in name for name in names) else ", ").join(names)
 
 
 def outcome_sentence(results: ScaleOutcome) -> str:
     """All verdicts in one line, the clear ones first."""
-    clear = (Verdict.BETTER, Verdict.WORSE, Verdict.EQUIVALENT, Verdict.WITHIN_NOISE)
-    models: dict[str, list[str]] = {str(verdict): [] for verdict in clear}
-    for name, effect in results.statistics.effects.items():
-        models.setdefault(describe_verdict(effect, len(results.models[name].runs)), []).append(name)
-    verdicts = [
-        f"{verdict.replace(':', ',').capitalize()}: {in_line(names)}." for verdict, names in models.items() if names
-    ]
+    effects = results.statistics.effects.items()
+    models = _by_text((describe_verdict(effect, len(results.models[name].runs)), name) for name, effect in effects)
+    clear = [verdict for verdict in _CLEAR if verdict in models]
+    verdicts = (
+        f"{text.replace(':', ',').capitalize()}: {in_line(models[text])}." for text in dict.fromkeys([*clear, *models])
+    )
     return " ".join([f"Baseline: {results.baseline}.", *verdicts])
 
 
@@ -301,7 +289,6 @@ def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
 
 
 def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
-    """Other tokens, best rates at the boundary, diverged runs, too few seeds, and seeds that were added."""
     warnings = []
     if results.same_tokens is False:
         warnings.append(
@@ -311,7 +298,15 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
     for name, model in results.models.items():
         if len(model.kernels) > 1:
             warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(model.kernels)}.")
-        warnings += _boundary_warnings(name, model, " from these seeds on" if results.interim else "")
+        since = " from these seeds on" if results.interim else ""
+        for end, seeds in sorted(
+            _by_text((end, seed) for seed, end in model.boundaries.items()).items(), reverse=True
+        ):
+            rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
+            warnings.append(
+                f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in "
+                f"{len(seeds)} of {len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
+            )
         if diverged := len(model.runs) - len(model.finished):
             consequence = (
                 "models get no verdict from these seeds"
@@ -332,31 +327,15 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
     return warnings
 
 
-def _boundary_warnings(name: str, model: ModelOutcome, since: str) -> list[str]:
-    """Warns if a model's best rate is the smallest or the largest tried."""
-    warnings = []
-    for end in dict.fromkeys(sorted(model.boundaries.values(), reverse=True)):
-        seeds = [seed for seed, boundary in model.boundaries.items() if boundary == end]
-        rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
-        warnings.append(
-            f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in "
-            f"{len(seeds)} of {len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
-        )
-    return warnings
-
-
 def selection_sentences(results: ScaleOutcome) -> list[str]:
-    """Whether tests and intervals include the risk of a wrong learning rate."""
     return [_EACH_SEED if results.has_choice else _ONE_RATE] if results.tested else []
 
 
 def early_sentences(results: ScaleOutcome) -> list[str]:
-    """What interim analyses do to estimates and intervals."""
     return [_EARLY] if results.interim else []
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:
-    """How much the losses of the baseline vary, and how much of it is due to the choice of the test text."""
     statistics = results.statistics
     if statistics.noise_floor is None:
         return f"Noise floor: unknown; it needs at least two finished seeds of the baseline {results.baseline}."
@@ -371,31 +350,24 @@ def noise_floor_sentence(results: ScaleOutcome) -> str:
 
 
 def protocol_sentences(results: ScaleOutcome) -> list[str]:
-    """How the numbers were measured."""
-    statistics, seeds, tested = results.statistics, results.seeds, results.tested
-    most = "up to " if results.interim else ""
+    alpha, seeds, tested = results.statistics.alpha, results.seeds, len(results.tested)
     sentences = [
         noise_floor_sentence(results),
-        f"{len(results.models)} models, {most}{count(len(seeds), 'seed')} "
+        f"{len(results.models)} models, {'up to ' if results.interim else ''}{count(len(seeds), 'seed')} "
         f"({', '.join(map(str, seeds))}), {results.tokens_per_run:,} tokens a run.",
+        results.objective.loss_note,
+        results.same_tokens
+        and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]
-    if results.objective.loss_note:
-        sentences.append(results.objective.loss_note)
-    if results.same_tokens:
-        sentences.append(
-            "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed."
-        )
     if results.has_choice:
-        sentences.append(
+        sentences += [
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "
-            "validation split. The reported loss is that of the same run on the test split, which was not "
-            "used to choose."
-        )
-        if any(model.search for model in results.models.values()):
-            sentences.append(
-                "The rates were searched for, until the best one had a worse neighbour on both sides or the limit was "
-                "reached."
-            )
+            "validation split. The reported loss is that of the same run on the test split, which was not used to "
+            "choose.",
+            any(model.search for model in results.models.values())
+            and "The rates were searched for, until the best one had a worse neighbour on both sides or the limit was "
+            "reached.",
+        ]
     else:
         sentences.append("No learning rate was chosen. The losses are measured on the test split.")
     if results.interim:
@@ -404,26 +376,23 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
             f"From {FIRST_INTERIM} seeds on, each model still in question was compared with the baseline after every "
             "seed, by a paired t-test. It left as soon as there was a verdict: better, worse, or equivalent, which "
             "means that its interval, corrected for the number of models, lies within the noise floor. Half of the "
-            f"probability of an error, {statistics.alpha:g}, belongs to the last analysis, the other half in equal "
-            f"parts to those before it. Bonferroni's method corrects p for all models and analyses. {made} of at most "
+            f"probability of an error, {alpha:g}, belongs to the last analysis, the other half in equal parts to "
+            f"those before it. Bonferroni's method corrects p for all models and analyses. {made} of at most "
             f"{len(seeds) * len(results.models)} runs are reported."
         )
     elif tested:
         sentences.append(
             "Each model is tested by a paired t-test on its differences from the baseline, seed by seed. Holm's "
-            f"method corrects p for {count(len(tested), 'test')}; better or worse means a corrected p "
-            f"below {statistics.alpha:g}. Intervals are 95 % t intervals of one model each, not corrected, so an "
-            "interval may exclude 0 where the verdict is within noise."
+            f"method corrects p for {count(tested, 'test')}; better or worse means a corrected p below {alpha:g}. "
+            "Intervals are 95 % t intervals of one model each, not corrected, so an interval may exclude 0 where the "
+            "verdict is within noise."
         )
-    if tested and results.counts_text:
+    if tested:
         sentences.append(
             "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same "
             "kind. The tests are about this text."
+            if results.counts_text
+            else "Tests and intervals are about this test text: it is too short to tell how much its choice matters."
         )
-    elif tested:
-        sentences.append(
-            "Tests and intervals are about this test text: it is too short to tell how much its choice matters."
-        )
-    sentences += selection_sentences(results)
-    sentences.append("Speed and time are the median of the reported runs, and memory the most of any.")
-    return sentences
+    speed = "Speed and time are the median of the reported runs, and memory the most of any."
+    return [text for text in (*sentences, *selection_sentences(results), speed) if text]

@@ -16,7 +16,7 @@ from ..values import from_json
 from .comparison import Comparison, Run, ScaleProgress
 from .config import SINGLE
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
-from .store import RunStore, run_folder
+from .store import RunStore
 from .trend import ScaleLosses, Trend, analyse_trend
 
 
@@ -31,10 +31,9 @@ Curve = list[tuple[int, float | None]]
 
 @dataclass(frozen=True)
 class History:
-    """The curves of a run, of points `(step, value)`; `None` is a value that is not finite.
+    """The curves of a run, of points `(step, value)`: losses in nats per token, and the norm before clipping.
 
-    Attributes:
-        train_loss, validation_loss, gradient_norm: in nats per token, and before clipping.
+    `None` is a value that is not finite.
     """
 
     train_loss: Curve = field(default_factory=list)
@@ -61,17 +60,15 @@ class RunOutcome:
 
     @property
     def test_loss(self) -> float | None:
-        """The loss on the test split, in nats per token; `None` if the run diverged."""
+        """In nats per token; `None` if the run diverged."""
         return self.result.test_loss
 
     @property
     def test_loss_parts(self) -> list[float] | None:
-        """The loss on each of several parts of the test split, whose mean it is."""
         return self.result.losses.test.loss_parts
 
     @property
     def validation_loss(self) -> float | None:
-        """The loss on the validation split, in nats per token."""
         return self.result.losses.validation.loss
 
     @property
@@ -85,11 +82,10 @@ class ModelOutcome:
     """One model at one scale.
 
     Attributes:
-        given: its entry in the comparison's file: the switches and training arguments that differ.
-        search: the settings of a search for them; `None` for a list.
+        given: its entry in the comparison's file.
+        search: the settings of a search for a learning rate; `None` for a list.
         boundaries: `smallest` or `largest`, for the seeds whose rate is at the boundary of those tried.
-        tried: the runs that were made only to choose a rate.
-        runs: the runs that are reported.
+        tried: the runs that were made only to choose a rate; `runs` are reported.
     """
 
     given: dict[str, Any]
@@ -103,17 +99,10 @@ class ModelOutcome:
 
     @property
     def size(self) -> Size:
-        """The number of parameters, and their cost."""
         return self.runs[0].result.size
 
     @property
-    def is_at_boundary(self) -> bool:
-        """Whether the best rate of any seed is the smallest or the largest of several that were tried."""
-        return bool(self.boundaries)
-
-    @property
     def finished(self) -> list[RunOutcome]:
-        """The reported runs that did not diverge."""
         return [run for run in self.runs if not run.diverged]
 
     @property
@@ -122,7 +111,7 @@ class ModelOutcome:
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
     def losses_by_rate(self) -> dict[float, list[float | None]]:
-        """The validation losses of the runs that chose a learning rate; `None` for a run that diverged."""
+        """The validation losses of the runs that chose a learning rate."""
         losses: dict[float, list[float | None]] = {}
         for run in sorted([*self.tried, *self.runs], key=lambda run: run.learning_rate):
             losses.setdefault(run.learning_rate, []).append(None if run.diverged else run.validation_loss)
@@ -154,7 +143,6 @@ class ScaleOutcome:
         same_tokens: whether models saw the same tokens in the same order; `None` if every run was stopped early.
         statistics: of the test losses; with `stop: early` at each model's last analysis.
         interim: with `stop: early`, the interim analyses by model.
-        noise_from_text: of the baseline's reported runs, see the function; `None` if a run has no parts.
     """
 
     name: str
@@ -185,18 +173,16 @@ class ScaleOutcome:
 
     @property
     def sample(self) -> RunResult:
-        """The result of one run, for the data, device and versions that all runs share."""
         model = next(iter(self.models.values()))
         return [*model.tried, *model.runs][0].result
 
     @property
     def at_boundary(self) -> list[str]:
-        """The models whose best rate is at the boundary of those tried, for any seed."""
-        return [name for name, model in self.models.items() if model.is_at_boundary]
+        return [name for name, model in self.models.items() if model.boundaries]
 
     @property
     def losses(self) -> dict[str, dict[int, float | None]]:
-        """The test losses of the reported runs, by model and seed, in nats per token; `None` where a run diverged."""
+        """The test losses of the reported runs, by model and seed."""
         return {name: {run.seed: run.test_loss for run in model.runs} for name, model in self.models.items()}
 
     @property
@@ -206,24 +192,18 @@ class ScaleOutcome:
 
     @property
     def has_choice(self) -> bool:
-        """Whether any model had several rates to choose among."""
         return any(len(model.learning_rates) > 1 for model in self.models.values())
 
     @property
     def counts_text(self) -> bool:
-        """Whether all intervals count the choice of the test text."""
-        return all(
-            run.result.losses.test.loss_parts is not None for model in self.models.values() for run in model.finished
-        )
+        return all(run.test_loss_parts is not None for model in self.models.values() for run in model.finished)
 
     @property
     def objective(self) -> type[Objective]:
-        """The objective of all models."""
         recipe = self.comparison.get("recipe")
         return objective_in(recipe if isinstance(recipe, dict) else {})
 
     def flops(self, model: str) -> int:
-        """The FLOPs of a run of a model."""
         return self.models[model].size.flops_per_token * self.tokens_per_run
 
 
@@ -250,7 +230,6 @@ class Outcome:
 
     @property
     def largest(self) -> ScaleOutcome:
-        """The results at the largest scale."""
         return list(self.scales.values())[-1]
 
 
@@ -265,42 +244,39 @@ def read_outcome(file: Path) -> Outcome:
 
 
 def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOutcome:
-    """Gathers the results of one scale from its finished runs.
-
-    Args:
-        progress: no run of it is ready.
-    """
-    scale, models, runs = progress.scale, {}, []
+    """Gathers the results of a scale whose runs are all finished."""
+    scale, models = progress.scale, {}
     for name, variant in scale.variants.items():
         tunings = progress.tunings[name]
-        tried, reported = progress.tried(name), progress.reported(name)
-        runs += [*tried, *reported]
+        tried = [_read_run(finished, run) for run in progress.tried(name)]
+        reported = [_read_run(finished, run) for run in progress.reported(name)]
         models[name] = ModelOutcome(
             given=without_folders(variant.config.to_dict()),
             intermediate_size=variant.intermediate_size,
             learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
             search=variant.rates.search,
-            boundaries={tuning.seed: tuning.boundary for tuning in tunings if tuning.is_at_boundary},
-            kernels=sorted({finished[run.name].attention.kernels or "not recorded" for run in (*tried, *reported)}),
-            tried=[_read_run(finished, run) for run in tried],
-            runs=[_read_run(finished, run) for run in reported],
+            boundaries={tuning.seed: tuning.boundary for tuning in tunings if tuning.boundary},
+            kernels=sorted({run.result.attention.kernels or "not recorded" for run in (*tried, *reported)}),
+            tried=tried,
+            runs=reported,
         )
+    runs = [run for model in models.values() for run in (*model.tried, *model.runs)]
     # A run that was stopped early saw only the first tokens
-    whole = [run for run in runs if finished[run.name].losses.diverged_at is None]
+    whole = [run for run in runs if run.result.losses.diverged_at is None]
     streams: dict[int, set[str]] = {}
     for run in whole:
-        streams.setdefault(run.seed, set()).add(finished[run.name].data.token_stream)
-    same_tokens = len({finished[run.name].data.fingerprint for run in runs}) == 1
-    same_tokens = same_tokens and all(len(stream) == 1 for stream in streams.values())
+        streams.setdefault(run.seed, set()).add(run.result.data.token_stream)
+    has_same_documents = len({run.result.data.fingerprint for run in runs}) == 1
+    has_same_order = all(len(stream) == 1 for stream in streams.values())
     analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
     return ScaleOutcome(
         name=scale.name,
         baseline=scale.baseline,
         seeds=scale.seeds,
-        tokens_per_run=max((finished[run.name].data.tokens_seen for run in whole), default=scale.tokens_per_run),
+        tokens_per_run=max((run.result.data.tokens_seen for run in whole), default=scale.tokens_per_run),
         comparison=without_folders(scale.config.to_dict()),
         token_streams={seed: min(stream) for seed, stream in sorted(streams.items())},
-        same_tokens=same_tokens if streams else None,
+        same_tokens=has_same_documents and has_same_order if streams else None,
         models=models,
         statistics=analysis,
         interim=interims,
@@ -317,17 +293,15 @@ def judge(
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
     parts = {} if any(None in by_seed.values() for by_seed in parts.values()) else parts
     share = noise_from_text(list(parts.get(baseline, {}).values()))
-    boundaries = {name: model.boundaries for name, model in models.items()}
-    if stop is None:
-        at_boundary = [name for name, found in boundaries.items() if found]
-        return with_text(analyse(losses, baseline, at_boundary=at_boundary), parts), None, share
-    return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
+    boundaries = {name: model.boundaries for name, model in models.items() if model.boundaries}
+    if stop is not None:
+        return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
+    return with_text(analyse(losses, baseline, at_boundary=boundaries), parts), None, share
 
 
 def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:
-    """Gathers the results of a comparison from those of its scales."""
-    given = without_folders(comparison.config.to_dict())
-    return Outcome(comparison.name, comparison.baseline, comparison.command, given, scales, trend_of(scales))
+    config = without_folders(comparison.config.to_dict())
+    return Outcome(comparison.name, comparison.baseline, comparison.command, config, scales, trend_of(scales))
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
@@ -341,33 +315,31 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     trend = analyse_trend(losses, next(iter(scales.values())).baseline)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
-            step = trend.models[model].steps[name]
-            if step.improvement_interval is not None and effect.loss_improvement_interval is not None:
-                trend.models[model].steps[name] = replace(step, improvement_interval=effect.loss_improvement_interval)
+            steps, interval = trend.models[model].steps, effect.loss_improvement_interval
+            if steps[name].improvement_interval is not None and interval is not None:
+                steps[name] = replace(steps[name], improvement_interval=interval)
     return trend
 
 
 def _read_run(finished: RunStore, run: Run) -> RunOutcome:
     result = finished[run.name]
-    log = read_json(run_folder(finished.folder, run) / STATE_FILE)["log_history"]
-    curves = {
-        name: [(entry["step"], entry[key]) for entry in log if key in entry]
-        for name, key in (("train_loss", "loss"), ("validation_loss", "eval_loss"), ("gradient_norm", "grad_norm"))
-    }
-    stability = read_stability(log)
-    return RunOutcome(
-        folder=f"runs/{run.name}",
-        seed=run.seed,
-        learning_rate=run.learning_rate,
-        result=replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on))),
-        history=History(
-            **{name: _without_nan(curve) for name, curve in curves.items()},
-            loss_spikes=loss_spikes(curves["train_loss"]),
-            stability={
-                layer: {name: _without_nan(curve) for name, curve in of.items()} for layer, of in stability.items()
-            },
-        ),
+    log = read_json(finished.folder_of(run) / STATE_FILE)["log_history"]
+
+    def curve(key: str) -> list[tuple[int, float]]:
+        return [(entry["step"], entry[key]) for entry in log if key in entry]
+
+    history = History(
+        train_loss=_without_nan(curve("loss")),
+        validation_loss=_without_nan(curve("eval_loss")),
+        gradient_norm=_without_nan(curve("grad_norm")),
+        loss_spikes=loss_spikes(curve("loss")),
+        stability={
+            layer: {name: _without_nan(values) for name, values in curves.items()}
+            for layer, curves in read_stability(log).items()
+        },
     )
+    result = replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on)))
+    return RunOutcome(f"runs/{run.name}", run.seed, run.learning_rate, result, history)
 
 
 def _without_nan(curve: Iterable[tuple[int, float]]) -> Curve:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,16 +21,15 @@ from ..run.recipe import Recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..text import bar_options
 from ..values import to_json
-from .comparison import Comparison, Run, Scale, ScaleProgress, progress_of
+from .comparison import Comparison, Run, Scale, ScaleProgress
 from .config import SINGLE, ComparisonConfig, read_made_from
 from .downstream import read_scores, score_runs
 from .local import LocalEngine
 from .report import write_report
-from .results import Outcome, gather, gather_scales
-from .store import RunStore, run_folder, scale_folder
+from .results import Outcome, gather, gather_scales, read_outcome
+from .store import RunStore, scale_folder
 
 
-ADDED_SEEDS_FILE = "added_seeds.json"
 FINGERPRINT_FILE = "dataset_fingerprint.txt"
 
 
@@ -40,21 +40,14 @@ class Engine(Workers, Protocol):
         """Returns a context for making runs. Raises `ValueError`, before it writes, if they cannot be made."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
-        """Returns a context inside `connected` that keeps other processes out unless the engine allows them."""
+        """Returns a context that keeps other processes out of the folder, unless the engine allows them."""
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
-        """Makes tokenizer and data once for all runs, and returns their folder and the fingerprint of the documents.
-
-        All scales share `folder`, and so their tokenizer.
-        """
+        """Makes tokenizer and data once for all scales. Returns their folder and the documents' fingerprint."""
 
 
 def make_engine(name: str = "local", **options: Any) -> Engine:
-    """Makes an engine.
-
-    Args:
-        options: the fields of `LocalEngine` or `RayEngine`; `None` is the default.
-    """
+    """Makes an engine; options are the fields of `LocalEngine` or `RayEngine`, and `None` is the default."""
     options = {option: value for option, value in options.items() if value is not None}
     if name == "ray":
         if "jobs" in options:
@@ -69,8 +62,9 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
     return LocalEngine(**options)
 
 
+@singledispatch
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
-    """Makes all runs that are not finished, writes the report, and returns the results."""
+    """Makes all runs of a plan that are not finished, writes the report, and returns the results."""
     outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
@@ -83,9 +77,7 @@ def is_main_process() -> bool:
 
 
 def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
-    """Makes all runs that are not finished, writes `results.json`, and returns its content, without a report.
-
-    The scales are made one after another, the smallest first.
+    """Makes all runs that are not finished, the smallest scale first, and writes and returns the results.
 
     Raises:
         ValueError: if the folder holds another comparison or something else; nothing in it is touched.
@@ -94,114 +86,114 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file needs no bars of the data
-    gathered = {}
+    scales = {}
     with engine.connected(list(comparison.scales.values())):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, comparison.scales)
+            added = _added_seeds(folder, comparison.scales)
             stores = {name: RunStore(scale_folder(folder, name)) for name in comparison.scales}
             for name, store in stores.items():
-                progress = comparison.progress(stores)[name]
-                data, fingerprint = engine.prepare_data(progress.scale, folder)
+                data, fingerprint = engine.prepare_data(comparison.scales[name], folder)
                 _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
-                progress = _make_runs(progress.scale, store, engine, data)
+                progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
                 score_runs(progress, store)
-                tasks, added = read_scores(progress, store.folder), _added_seeds(folder).get(name, [])
-                gathered[name] = gather(progress, store, tasks=tasks, added_seeds=added)
-            outcome = gather_scales(comparison, gathered)
+                tasks = read_scores(progress, store)
+                scales[name] = gather(progress, store, tasks=tasks, added_seeds=added.get(name, []))
+            outcome = gather_scales(comparison, scales)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
 
 
-def _make_runs(scale: Scale, store: RunStore, engine: Engine, data: Path) -> ScaleProgress:
+def _make_runs(
+    comparison: Comparison, name: str, stores: dict[str, RunStore], engine: Engine, data: Path
+) -> ScaleProgress:
     """Makes the runs of a scale that are not finished, and returns its progress."""
+    scale, store = comparison.scales[name], stores[name]
 
     def ready() -> tuple[dict[str, Recipe], int]:
-        progress = progress_of(scale, store)
-        finished = sum(progress.finished.values())
-        bar.total = (finished + len(progress.ready)) * scale.steps_per_run
-        return {run.name: scale.recipe_of(run, run_folder(store.folder, run)) for run in progress.ready}, finished
+        progress = comparison.progress(stores)[name]
+        recipes = {run.name: scale.recipe_of(run, store.folder_of(run)) for run in progress.ready}
+        bar.total = (progress.finished + len(recipes)) * scale.steps_per_run
+        return recipes, progress.finished
 
     with tqdm(desc=scale.name, unit="step", **bar_options()) as bar:
-        for name, result in make_runs(engine, ready, data, bar, scale.steps_per_run):
-            store.add(name, result)
-            for checkpoint in Path(store.folder, "runs", name).glob(f"{CHECKPOINT}*"):
+        for run, result in make_runs(engine, ready, data, bar, scale.steps_per_run):
+            store.add(run, result)
+            for checkpoint in Path(store.folder, "runs", run).glob(f"{CHECKPOINT}*"):
                 delete(checkpoint)  # many runs would fill the disk
-    return progress_of(scale, store)
+    return comparison.progress(stores)[name]
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
     """Writes the page of the best model and the baseline if the recipe asks for it. Returns whether it was written."""
-    (name, found), scale = list(outcome.scales.items())[-1], comparison.largest
+    name, results = list(outcome.scales.items())[-1]
+    scale = comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
     if not recipe.explore:
         return False
     delete(folder / PAGE_FILE)
-    finished = {model: content.runs for model, content in found.models.items() if content.finished == content.runs}
+    finished = {
+        model: content.runs[0] for model, content in results.models.items() if content.finished == content.runs
+    }
     if scale.baseline not in finished:
         return False
-    effects = found.statistics.effects.items()
-    difference = {model: effect.mean_difference for model, effect in effects if model in finished}
-    best = min({scale.baseline: 0.0, **difference}.items(), key=lambda item: item[1])[0]
-    shown = {model: finished[model][0] for model in dict.fromkeys((scale.baseline, best))}
+    effects = results.statistics.effects.items()
+    differences = {model: effect.mean_difference for model, effect in effects if model in finished}
+    best = min({scale.baseline: 0.0, **differences}.items(), key=lambda item: item[1])[0]
+    shown = {model: finished[model] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())
-    return explore_runs(
-        recipe, runs, "test", folder, [f"One run of each model: {seeds}. The report compares all seeds."]
-    )
+    note = f"One run of each model: {seeds}. The report compares all seeds."
+    return explore_runs(recipe, runs, "test", folder, [note])
 
 
 def _claim_folder(folder: Path, comparison: Comparison) -> None:
     """Writes the comparison into a new folder, or checks that the folder has the same, perhaps with fewer seeds."""
-    place, config = RunFolder(folder, COMPARISON_FILE), comparison.config
-    with place.held(CLAIM_PATIENCE):
-        written = place.made_from()
-        changes = ""
+    claimed, config = RunFolder(folder, COMPARISON_FILE), comparison.config
+    with claimed.held(CLAIM_PATIENCE):
+        written, changes = claimed.made_from(), ""
         if written is not None:
             before = read_made_from(written, str(folder / COMPARISON_FILE))
             changes = differences(before.to_dict(), config.to_dict())
         if changes:
-            added = _added_to(before, config)
-            if added is None:
-                place.refuse(changes)
+            if not _adds_seeds(before, config):
+                claimed.refuse(changes)
             if config.stop:
-                raise ValueError(
-                    f"{folder} was planned with other seeds ({changes}), and stop: early needs the plan of its "
-                    "interim analyses"
-                )
-            if (folder / RESULTS_FILE).is_file():
-                known = _added_seeds(folder)
-                added = {scale: list(dict.fromkeys([*known.get(scale, []), *seeds])) for scale, seeds in added.items()}
-                write_text(folder / ADDED_SEEDS_FILE, json.dumps(added) + "\n")
-        place.begin_manifest()
+                reason = "stop: early needs the plan of its interim analyses"
+                raise ValueError(f"{folder} was planned with other seeds ({changes}), and {reason}")
+        claimed.begin_manifest()
         if written is None or changes:
-            place.write(config.to_dict())
+            claimed.write(config.to_dict())
 
 
-def _added_to(before: ComparisonConfig, now: ComparisonConfig) -> dict[str, list[int]] | None:
-    """Returns the seeds that a comparison adds to the one in its folder, by scale; `None` if more has changed."""
+def _adds_seeds(before: ComparisonConfig, now: ComparisonConfig) -> bool:
+    """Tells whether a comparison has more seeds than the one in its folder, and differs in nothing else."""
+    known, seeds = (
+        {name: set(scale.seeds or config.seeds) for name, scale in config.scale_configs.items()}
+        for config in (before, now)
+    )
     if differences(before.without_seeds().to_dict(), now.without_seeds().to_dict()):
-        return None
-    added = {}
-    for name in now.scale_configs:
-        known, seeds = (config.at_scale(name, COMPARISON_FILE).seeds for config in (before, now))
-        if not set(known) <= set(seeds):
-            return None
-        added[name] = [seed for seed in seeds if seed not in known]
-    return added if any(added.values()) else None
+        return False
+    return known != seeds and all(known[name] <= seeds[name] for name in seeds)
 
 
-def _added_seeds(folder: Path) -> dict[str, list[int]]:
-    """The seeds that were added after a finished report, by scale."""
-    file = folder / ADDED_SEEDS_FILE
-    return _by_scale(read_json(file)) if file.is_file() else {}
+def _added_seeds(folder: Path, scales: Mapping[str, Scale]) -> dict[str, list[int]]:
+    """Returns the seeds that the results in the folder did not have at first, by scale."""
+    file = folder / RESULTS_FILE
+    before = read_outcome(file).scales if file.is_file() else {}
+    return {
+        name: [*before[name].added_seeds, *(seed for seed in scale.seeds if seed not in before[name].seeds)]
+        for name, scale in scales.items()
+        if name in before
+    }
 
 
-def _by_scale(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns a record by scale; older versions called a single scale ""."""
-    return {name or SINGLE: value for name, value in content.items()}
+def _by_scale(file: Path) -> dict[str, Any]:
+    """Reads a record by scale; older versions called a single scale ""."""
+    return {name or SINGLE: value for name, value in read_json(file).items()}
 
 
 def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
@@ -218,25 +210,21 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     if not file.is_file():
         write_text(file, json.dumps(now) + "\n")
         return
-    for name, models in _by_scale(read_json(file)).items():
+    for name, models in _by_scale(file).items():
         for model, before in models.items():
             try:
                 after = now[name][model]
                 changes = config_differences(before["config"], after["config"])
                 is_same = not changes and before["weights"] == after["weights"]
             except (KeyError, TypeError, AttributeError):
-                raise ValueError(
-                    f"{file}: {model!r} is no model of this comparison, or its fields are wrong"
-                ) from None
+                raise ValueError(f"{file}: {model!r} is no model of this comparison, or has wrong fields") from None
             if not is_same:
                 where = f"model {model!r} of scale {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 
 
 def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
-    """Raises `ValueError` if earlier runs had another dataset."""
     if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
-        raise ValueError(
-            f"the dataset has changed since {file.parent} was begun (fingerprint {before} then, {fingerprint} now)"
-        )
+        change = f"fingerprint {before} then, {fingerprint} now"
+        raise ValueError(f"the dataset has changed since {file.parent} was begun ({change})")
     write_text(file, f"{fingerprint}\n")

@@ -36,32 +36,25 @@ def describe_status(folder: Path) -> list[str]:
 
 
 def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
-    """Returns the lines about one scale."""
     rows = [["model", "runs finished", "seeds", "rates chosen"]]
-    count = total = 0
     for model, tunings in progress.tunings.items():
-        ended = progress.finished[model]
-        planned = ended + sum(len(tuning.ready) for tuning in tunings)
-        chosen = " ".join(f"{rate:g}" for rate in sorted({tuning.rate for tuning in tunings} - {None})) or "none"
+        finished = sum(tuning.finished for tuning in tunings)
+        planned = finished + sum(len(tuning.ready) for tuning in tunings)
+        rates = " ".join(f"{rate:g}" for rate in sorted({tuning.rate for tuning in tunings} - {None}))
         seeds = f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}"
-        rows.append([model, f"{ended} of {planned}", seeds, chosen])
-        count += ended
-        total += planned
+        rows.append([model, f"{finished} of {planned}", seeds, rates or "none"])
     begun = []
     for path in sorted(folder.glob(f"runs/*/*{PROGRESS}")):
         name = f"{path.parent.name}/{path.name.removesuffix(PROGRESS)}"
         with suppress(FileNotFoundError):  # the run was finished just now
             if not (folder / "runs" / name / METRICS_FILE).is_file():
                 begun.append(_describe_run(name, from_json(RunProgress, read_json(path), f"{path}: ")))
-    return [
-        *align(rows),
-        f"{count} of {total} runs finished, {len(begun)} begun, {total - count - len(begun)} waiting",
-        *begun,
-    ]
+    finished, left = progress.finished, len(progress.ready)
+    counts = f"{finished} of {finished + left} runs finished, {len(begun)} begun, {left - len(begun)} waiting"
+    return [*align(rows), counts, *begun]
 
 
 def _describe_run(name: str, progress: RunProgress) -> str:
-    """Describes a run that has begun and is not finished."""
     silence = max(0.0, time.time() - progress.updated)
     is_lost = progress.state == "running" and silence > _SILENCE
     parts = [

@@ -1,6 +1,5 @@
 """The finished runs in the folder of a comparison."""
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ..files import METRICS_FILE
@@ -14,32 +13,23 @@ def scale_folder(folder: Path, name: str) -> Path:
     return folder if name == SINGLE else folder / "scales" / name
 
 
-def run_folder(folder: Path, run: Run) -> Path:
-    """The folder of a run in that of its scale."""
-    return folder / "runs" / run.name
-
-
-class RunStore(Mapping[str, RunResult]):
+class RunStore:
     """The results of the finished runs in the folder of a scale, by the names of the runs."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._results: dict[str, RunResult] = {}
 
+    def folder_of(self, run: Run) -> Path:
+        return self.folder / "runs" / run.name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._results or (self.folder / "runs" / name / METRICS_FILE).is_file()
+
     def __getitem__(self, name: str) -> RunResult:
         if name not in self._results:
-            folder = self.folder / "runs" / name
-            if not (folder / METRICS_FILE).is_file():
-                raise KeyError(name)
-            self._results[name] = RunResult.load(folder)
+            self._results[name] = RunResult.load(self.folder / "runs" / name)
         return self._results[name]
-
-    def __iter__(self) -> Iterator[str]:
-        files = self.folder.glob(f"runs/*/*/{METRICS_FILE}")
-        return iter({*self._results, *(f"{file.parent.parent.name}/{file.parent.name}" for file in files)})
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
     def add(self, run: str, result: RunResult) -> None:
         """Adds the result of a run that was finished just now, which a shared folder may show later."""

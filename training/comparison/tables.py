@@ -1,15 +1,16 @@
 """The tables of a report: rows of texts by column, the same in every file."""
 
 import statistics
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
 
 import yaml
 
 from ..run.tasks import is_guessable
+from .config import SECTIONS
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
-from .results import ModelOutcome, Outcome, RunOutcome, ScaleOutcome
+from .render import Rows
+from .results import ModelOutcome, Outcome, ScaleOutcome
 from .trend import ModelTrend, Trend
 
 
@@ -18,67 +19,62 @@ _MEBIBYTE = 2**20
 # Width of an interval in percent from which on it says nothing
 _ABSURD = 100.0
 
-Rows = list[dict[str, str]]
-
-
 # With interim analyses: p times the number of models over the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"
 
 
 def summary_rows(results: ScaleOutcome) -> Rows:
-    """A row for each model at one scale."""
-    finished = {name: model.finished for name, model in results.models.items()}
-    scores = {name: [run.result.losses.validation.chrf for run in runs] for name, runs in finished.items()}
-    scores = {name: [score for score in values if score is not None] for name, values in scores.items()}
+    objective = results.objective
     has_frozen = any(model.size.trained < model.size.total for model in results.models.values())
+    scores = {
+        name: [score for run in model.finished if (score := run.result.losses.validation.chrf) is not None]
+        for name, model in results.models.items()
+    }
     rows = []
     for name, model in results.models.items():
-        runs = finished[name]
-        cells = _verdict_cells(results.statistics, name, len(model.runs))
-        machines = [run.result.machine for run in runs]
+        machines = [run.result.machine for run in model.finished]
+        verdict, improvement, of_perplexity, p = _verdict_cells(results.statistics, name, len(model.runs))
         row = {
             "model": name,
-            "verdict": cells.pop("verdict"),
-            "test loss (nats)": _mean_and_deviation([run.test_loss for run in runs]),
-            **cells,
-            **({"chrF (validation)": _mean_and_deviation(scores[name], ".1f")} if any(scores.values()) else {}),
-            **({"seeds": str(len(model.runs))} if results.interim else {}),
-            "learning rate": _chosen_rate(model),
-            "parameters": f"{model.size.total:,}",
-            **({"trained": f"{model.size.trained:,}"} if has_frozen else {}),
-            "non-embedding": f"{model.size.non_embedding:,}",
-            "MLP width": number(model.intermediate_size, ","),
-            "FLOPs per token": f"{model.size.flops_per_token:,}",
-            "tokens/s": _median((machine.tokens_per_second for machine in machines), ",.0f"),
-            "peak memory (MiB)": _memory(machine.peak_memory for machine in machines),
-            "training time (s)": _median((machine.seconds for machine in machines), ",.1f"),
-            "diverged": f"{len(model.runs) - len(runs)} of {len(model.runs)}",
+            "verdict": verdict,
+            f"test {objective.loss_name} (nats)": _mean_and_deviation([run.test_loss for run in model.finished]),
+            "loss improvement (%)": improvement,
+            f"{objective.perplexity.replace('_', '-')} improvement (%)": of_perplexity,
+            BONFERRONI if results.interim else "Holm p": p,
         }
-        rows.append(row)
-    names = {
-        "test loss (nats)": f"test {results.objective.loss_name} (nats)",
-        "perplexity improvement (%)": f"{results.objective.perplexity.replace('_', '-')} improvement (%)",
-        **({"Holm p": BONFERRONI} if results.interim else {}),
-    }
-    return [{names.get(title, title): cell for title, cell in row.items()} for row in rows]
+        if any(scores.values()):
+            row["chrF (validation)"] = _mean_and_deviation(scores[name], ".1f")
+        if results.interim:
+            row["seeds"] = str(len(model.runs))
+        row |= {"learning rate": _chosen_rate(model), "parameters": f"{model.size.total:,}"}
+        if has_frozen:
+            row["trained"] = f"{model.size.trained:,}"
+        rows.append(
+            row
+            | {
+                "non-embedding": f"{model.size.non_embedding:,}",
+                "MLP width": number(model.intermediate_size, ","),
+                "FLOPs per token": f"{model.size.flops_per_token:,}",
+                "tokens/s": _median([machine.tokens_per_second for machine in machines], ",.0f"),
+                "peak memory (MiB)": _memory([machine.peak_memory for machine in machines]),
+                "training time (s)": _median([machine.seconds for machine in machines], ",.1f"),
+                "diverged": f"{len(model.runs) - len(model.finished)} of {len(model.runs)}",
+            }
+        )
+    return rows
 
 
 def describe_verdict(effect: Effect, runs: int) -> str:
-    """Returns a verdict in words. The model has so many runs."""
     if effect.verdict is Verdict.SOME_DIVERGED:
         return f"diverged in {effect.diverged} of {runs} runs"
     return str(effect.verdict)
 
 
-def _verdict_cells(analysis: Analysis, model: str, runs: int) -> dict[str, str]:
-    """What the test says of a model; the baseline has none."""
-    effect = analysis.effects.get(model)
-    return {
-        "verdict": describe_verdict(effect, runs) if effect else "baseline",
-        "loss improvement (%)": _improvement(effect, "loss_improvement"),
-        "perplexity improvement (%)": _improvement(effect, "perplexity_improvement"),
-        "Holm p": p_value(effect and effect.holm_p),
-    }
+def _verdict_cells(analysis: Analysis, model: str, runs: int) -> tuple[str, str, str, str]:
+    if (effect := analysis.effects.get(model)) is None:
+        return "baseline", NOTHING, NOTHING, NOTHING
+    improvements = (_improvement(effect, name) for name in ("loss_improvement", "perplexity_improvement"))
+    return describe_verdict(effect, runs), *improvements, p_value(effect.holm_p)
 
 
 def rate_rows(results: ScaleOutcome) -> Rows:
@@ -101,55 +97,57 @@ def rate_rows(results: ScaleOutcome) -> Rows:
 def task_rows(results: ScaleOutcome) -> Rows:
     """A row for each model, downstream task and metric; empty if the comparison has no tasks."""
     rows = []
-    for task, metrics in results.tasks.items():
-        for metric, entry in metrics.items():
-            for name, scores in entry.scores.items():
-                cells = _verdict_cells(entry.statistics, name, len(scores))
-                row = {
-                    "task": task,
-                    "metric": f"{metric} ({'higher' if entry.higher_is_better else 'lower'} is better)",
-                    "model": name,
-                    "verdict": cells["verdict"],
-                    "score": _mean_and_deviation([value for value in scores.values() if value is not None]),
-                    "improvement (%)": cells["loss improvement (%)"],
-                    "Holm p": cells["Holm p"],
-                    "chance": number(entry.chance, ".3f") if is_guessable(metric) else NOTHING,
-                    "items": number(entry.items, ","),
-                }
-                rows.append(row)
+    metrics = ((task, *item) for task, metrics in results.tasks.items() for item in metrics.items())
+    for task, metric, entry in metrics:
+        for name, scores in entry.scores.items():
+            verdict, improvement, _, p = _verdict_cells(entry.statistics, name, len(scores))
+            row = {
+                "task": task,
+                "metric": f"{metric} ({'higher' if entry.higher_is_better else 'lower'} is better)",
+                "model": name,
+                "verdict": verdict,
+                "score": _mean_and_deviation([value for value in scores.values() if value is not None]),
+                "improvement (%)": improvement,
+                "Holm p": p,
+                "chance": number(entry.chance, ".3f") if is_guessable(metric) else NOTHING,
+                "items": number(entry.items, ","),
+            }
+            rows.append(row)
     return rows
 
 
 def stability_rows(results: ScaleOutcome) -> Rows:
     """A row for each model: its stability at the last recorded step; empty if none was recorded."""
-    finished = {name: model.finished for name, model in results.models.items()}
-    if not any(run.history.stability for runs in finished.values() for run in runs):
+    if not any(run.history.stability for model in results.models.values() for run in model.finished):
         return []
     rows = []
-    for name, runs in finished.items():
-        curves = {title: [over_layers(run.history, of) for run in runs] for of, (title, *_) in QUANTITIES.items()}
-        ends = {title: [curve[-1][1] for curve in those if curve] for title, those in curves.items()}
-        rows.append({"model": name, **{title: _mean_and_deviation(values, ".3g") for title, values in ends.items()}})
+    for name, model in results.models.items():
+        row = {"model": name}
+        for quantity, (title, *_) in QUANTITIES.items():
+            curves = [over_layers(run.history, quantity) for run in model.finished]
+            row[title] = _mean_and_deviation([curve[-1][1] for curve in curves if curve], ".3g")
+        rows.append(row)
     return rows
 
 
 def run_rows(results: ScaleOutcome) -> Rows:
-    """A row for each run."""
     rows, loss = [], results.objective.loss_name
     for name, model in results.models.items():
-        for kind, run in [*(("tried", run) for run in model.tried), *(("reported", run) for run in model.runs)]:
+        for run in (*model.tried, *model.runs):
+            losses, machine = run.result.losses, run.result.machine
+            diverged = "diverged" if losses.diverged_at is None else f"diverged at step {losses.diverged_at:,}"
             row = {
                 "model": name,
-                "kind": kind,
+                "kind": "reported" if run in model.runs else "tried",
                 "learning rate": f"{run.learning_rate:g}",
                 "seed": str(run.seed),
-                "outcome": _ending(run),
-                f"train {loss}": number(run.result.losses.train, ".4f"),
+                "outcome": diverged if run.diverged else "finished",
+                f"train {loss}": number(losses.train, ".4f"),
                 f"validation {loss}": number(run.validation_loss, ".4f"),
                 f"test {loss}": number(run.test_loss, ".4f"),
-                "tokens/s": number(run.result.machine.tokens_per_second, ",.0f"),
-                "seconds": number(run.result.machine.seconds, ",.1f"),
-                "peak memory (MiB)": _memory([run.result.machine.peak_memory]),
+                "tokens/s": number(machine.tokens_per_second, ",.0f"),
+                "seconds": number(machine.seconds, ",.1f"),
+                "peak memory (MiB)": _memory([machine.peak_memory]),
                 "loss spikes": str(len(run.history.loss_spikes)),
             }
             rows.append(row)
@@ -157,7 +155,6 @@ def run_rows(results: ScaleOutcome) -> Rows:
 
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
-    """The tables of a trend, each with its caption."""
     tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
     if rows := family_rows(outcome):
         tables.append((rows, _FAMILY_CAPTION))
@@ -170,22 +167,20 @@ def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
 
 def family_rows(outcome: Outcome) -> Rows:
     """A row for each model: p at each scale, corrected for all tests of all scales."""
-    tests = [
-        (scale, model, effect.p)
+    tests = {
+        (scale, model): effect.p
         for scale, results in outcome.scales.items()
         for model, effect in results.statistics.effects.items()
         if effect.p is not None
-    ]
-    corrected = {test[:2]: p for test, p in zip(tests, holm([p for *_, p in tests]))}
-    models = dict.fromkeys(model for _, model, _ in tests)
+    }
+    corrected = dict(zip(tests, holm(tests.values())))
     return [
         {"model": name, **{f"{scale}, p": p_value(corrected.get((scale, name))) for scale in outcome.scales}}
-        for name in models
+        for name in dict.fromkeys(model for _, model in tests)
     ]
 
 
 def improvement_rows(trend: Trend) -> Rows:
-    """A row for each model: improvement at each scale, slope and verdict."""
     return [
         {
             "model": name,
@@ -199,14 +194,12 @@ def improvement_rows(trend: Trend) -> Rows:
 
 
 def _steps(model: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
-    """A quantity of a model at each scale, or the note that says why it is missing."""
+    """A quantity of a model at each scale, or the note that says why it has no multiplier."""
     cells = {}
     for scale, step in model.steps.items():
-        value = getattr(step, quantity)
-        is_missing = quantity == "multiplier" and value is None
-        cells[f"{scale}{unit}"] = (
-            step.note if is_missing else with_interval(value, getattr(step, f"{quantity}_interval"), form)
-        )
+        value, interval = getattr(step, quantity), getattr(step, f"{quantity}_interval")
+        has_note = quantity == "multiplier" and value is None
+        cells[f"{scale}{unit}"] = step.note if has_note else with_interval(value, interval, form)
     return cells
 
 
@@ -228,15 +221,13 @@ _MULTIPLIERS_CAPTION = (
 
 
 def provenance(results: ScaleOutcome) -> Rows:
-    """Corpus, device, versions, and what computed the runs of each model."""
     data, machine = results.sample.data, results.sample.machine
     values = {
         "corpus": str(results.comparison["recipe"].get("dataset", "python-stdlib")),
         "fingerprint": data.fingerprint or NOTHING,
-        **{
-            f"{split} tokens": number(getattr(data, f"{split}_tokens"), ",")
-            for split in ("train", "validation", "test")
-        },
+        "train tokens": number(data.train_tokens, ","),
+        "validation tokens": number(data.validation_tokens, ","),
+        "test tokens": number(data.test_tokens, ","),
         "device": machine.device,
         **machine.versions,
         **{f"kernels of {name}": " | ".join(model.kernels) for name, model in results.models.items() if model.kernels},
@@ -246,9 +237,8 @@ def provenance(results: ScaleOutcome) -> Rows:
 
 def given_fields(model: ModelOutcome) -> str:
     """The entry of a model in the comparison, in one line."""
-    sections: dict[str, Any] = {name: model.given.get(name) or {} for name in ("switches", "training")}
-    flat = {name: value for name, value in model.given.items() if name not in sections}
-    flat.update(sections["switches"], **sections["training"])
+    sections = [model.given.get(name) or {} for name in SECTIONS]
+    flat = {name: value for name, value in model.given.items() if name not in SECTIONS} | sections[0] | sections[1]
     return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
@@ -267,7 +257,6 @@ def p_value(p: float | None) -> str:
 
 
 def number(value: float | None, form: str) -> str:
-    """Formats a number; a dash stands for a missing one."""
     return NOTHING if value is None else format(value, form)
 
 
@@ -277,20 +266,11 @@ def _mean_and_deviation(values: list[float], form: str = ".4f") -> str:
     return f"{statistics.fmean(values):{form}}" + (f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else "")
 
 
-def _improvement(effect: Effect | None, name: str) -> str:
-    if effect is None:
-        return NOTHING
-    interval, value = getattr(effect, f"{name}_interval"), getattr(effect, name)
+def _improvement(effect: Effect, name: str) -> str:
+    value, interval = getattr(effect, name), getattr(effect, f"{name}_interval")
     if value is not None and interval is not None and (None in interval or interval[1] - interval[0] > _ABSURD):
         return f"{value:+.2f} [wider than {_ABSURD:g}]"
     return with_interval(value, interval, "+.2f")
-
-
-def _ending(run: RunOutcome) -> str:
-    if not run.diverged:
-        return "finished"
-    step = run.result.losses.diverged_at
-    return "diverged" if step is None else f"diverged at step {step:,}"
 
 
 def _chosen_rate(model: ModelOutcome) -> str:
@@ -303,11 +283,10 @@ def _chosen_rate(model: ModelOutcome) -> str:
     return text + (" (boundary)" if model.boundaries else "" if len(model.learning_rates) > 1 else " (no choice)")
 
 
-def _median(values: Iterable[float | None], form: str) -> str:
+def _median(values: Sequence[float | None], form: str) -> str:
     known = [value for value in values if value is not None]
     return number(statistics.median(known) if known else None, form)
 
 
-def _memory(values: Iterable[int | None]) -> str:
-    """The most memory of several runs."""
+def _memory(values: Sequence[int | None]) -> str:
     return number(max((value / _MEBIBYTE for value in values if value is not None), default=None), ",.0f")

@@ -1,31 +1,38 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
-Runs of one seed at one scale saw the same tokens, so they are paired; seeds of different scales are independent.
-Losses are in nats per token, and compute is in FLOPs of a run of the baseline.
-
-An improvement, its slope over log10 of compute, and to first order the compute multiplier are weighted sums of means
-over the seeds of a scale. So `noise.welch_sum` gives all tests and intervals.
+Runs of one seed at one scale are paired; seeds of different scales are independent. Losses are in nats per token, and
+compute is in FLOPs of a run of the baseline. An improvement, its slope over log10 of compute, and to first order the
+compute multiplier are weighted sums of means over the seeds of a scale. So `welch_sum` gives all tests and intervals.
 """
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
+from scipy import special
+from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
 from .inference import Interval, holm
-from .multiplier import LossCurve
-from .noise import welch_sum
+
+
+# In nats or percent. Smaller differences are rounding
+_ROUNDING = 1e-10
+
+# In decades of compute beyond the ladder, where the curve is read
+REACH = 1.0
+
+# Relative step of a mean loss for the derivatives of the delta method
+_STEP = 1e-5
 
 
 @dataclass(frozen=True)
 class ScaleLosses:
-    """The losses of all models at one scale, with the same seeds for each.
+    """The losses `losses[model][seed]` of all models at one scale, with the same seeds for each.
 
-    Attributes:
-        losses: `losses[model][seed]`, the final test loss; None, NaN or infinity if the run diverged.
-        at_boundary: models whose best learning rate is at the boundary of those tried.
+    A loss is None, NaN or infinity if the run diverged.
     """
 
     name: str
@@ -39,11 +46,10 @@ class Step:
     """One model at one scale. Values that cannot be computed are None.
 
     Attributes:
-        improvement: percent of the baseline's mean loss, over the seeds that both finished.
-        improvement_interval: a paired t interval; the baseline's mean loss counts as known.
+        improvement: percent of the baseline's mean loss over the seeds that both finished, which counts as known.
         multiplier: how many times the model's FLOPs the baseline would need to be as good.
-        multiplier_interval: an end is None if it lies more than `REACH` decades beyond the ladder.
-        note: "beyond" if the multiplier or an end lies there; else the reason for no multiplier, or empty.
+        note: "beyond" if the multiplier or an end of its interval lies more than `REACH` decades beyond the ladder,
+            and is None; else the reason for no multiplier, or empty.
     """
 
     flops: float
@@ -88,7 +94,6 @@ class Trend:
 
     Attributes:
         alpha: the nominal probability that any model wrongly grows or shrinks.
-        flops: of a run of the baseline at each scale, ascending.
         noise_floor_percent: standard deviation of the baseline's loss over seeds, in percent of its mean.
     """
 
@@ -103,71 +108,63 @@ class Trend:
 def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
-    The test is on the slope of the least-squares line through the improvements in percent, where all scales count
-    equally. It is left out if the model or the baseline has a diverged run or is `at_boundary` at a scale.
-
-    Args:
-        scales: two or more, in any order, with the same models and no two of the same compute.
+    The test is on the slope of the least-squares line through the improvements in percent. It is left out if the model
+    or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
     """
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
-    names, flops = [scale.name for scale in scales], [float(scale.flops[baseline]) for scale in scales]
-    losses = [{model: _array(scale, model) for model in scale.losses} for scale in scales]
-
-    def whole(model: str) -> list[int]:
-        """The scales at which all runs of a model finished at settled rates."""
-        return [
-            index
-            for index, (scale, found) in enumerate(zip(scales, losses))
-            if np.isfinite(found[model]).all() and model not in scale.at_boundary
-        ]
-
-    curve, multiplier_note, measured = None, "", whole(baseline)
+    flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
+    losses = {scale.name: {model: _array(runs) for model, runs in scale.losses.items()} for scale in scales}
+    settled = [scale.name for scale in scales if not _obstacle(scale, baseline, baseline, losses[scale.name])]
+    curve, multiplier_note = None, ""
     try:
-        curve = LossCurve(
-            names=[names[index] for index in measured],
-            flops=[flops[index] for index in measured],
-            losses=[losses[index][baseline] for index in measured],
-        )
+        curve = LossCurve(settled, [flops[name] for name in settled], [losses[name][baseline] for name in settled])
     except ValueError as error:
         multiplier_note = str(error)
 
-    decades, models = np.log10(flops), {}
+    decades, models = np.log10(list(flops.values())), {}
     for model in (name for name in scales[0].losses if name != baseline):
-        steps, notes = {}, []
-        for index, (scale, found) in enumerate(zip(scales, losses)):
-            step = _step(found[baseline], found[model], float(scale.flops[model]), 1 - alpha)
-            note = _obstacle(scale, baseline, model, found)
+        steps, obstacles = {}, []
+        for scale in scales:
+            at_scale = losses[scale.name]
+            step = _step(at_scale[baseline], at_scale[model], float(scale.flops[model]), 1 - alpha)
+            note = _obstacle(scale, baseline, model, at_scale)
             if note:
                 step = replace(step, note=note, improvement_interval=None)
             elif curve is None:
                 step = replace(step, note="no multiplier")
             else:
-                multiplier, interval = curve.multiplier(
-                    measured.index(index), found[baseline] - found[model], step.flops, 1 - alpha
-                )
-                is_beyond = multiplier is None or None in (interval or ())
-                step = replace(
-                    step, multiplier=multiplier, multiplier_interval=interval, note="beyond" if is_beyond else ""
-                )
+                differences = at_scale[baseline] - at_scale[model]
+                value, interval = curve.multiplier(settled.index(scale.name), differences, step.flops, 1 - alpha)
+                where = "beyond" if value is None or None in (interval or ()) else ""
+                step = replace(step, multiplier=value, multiplier_interval=interval, note=where)
             steps[scale.name] = step
-            if note or len(found[model]) < 2:
-                notes.append(f"{note or 'a single seed'} at {scale.name}")
-        if notes:
-            models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(notes)}", steps)
-        else:
-            percents = [100 * (found[baseline] - found[model]) / found[baseline].mean() for found in losses]
-            models[model] = _test(steps, decades, percents, 1 - alpha)
+            if note or len(at_scale[model]) < 2:
+                obstacles.append(f"{note or 'a single seed'} at {scale.name}")
+        models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
+        if not obstacles:
+            percents = [100 * (runs[baseline] - runs[model]) / runs[baseline].mean() for runs in losses.values()]
+            models[model] = _test(models[model], decades, percents, 1 - alpha)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
         models[name] = _judge(replace(trend, holm_p=holm_p), alpha)
-    return Trend(
-        baseline=baseline,
-        alpha=alpha,
-        flops=dict(zip(names, flops)),
-        noise_floor_percent={name: _noise_floor(found[baseline]) for name, found in zip(names, losses)},
-        multiplier_note=multiplier_note,
-        models=models,
-    )
+    floors = {name: _noise_floor(runs[baseline]) for name, runs in losses.items()}
+    return Trend(baseline, alpha, flops, floors, multiplier_note, models)
+
+
+def _array(runs: dict[int, float | None]) -> np.ndarray:
+    """The losses of a model in order of seeds; NaN if diverged."""
+    losses = np.array([math.nan if loss is None else loss for _, loss in sorted(runs.items())], dtype=float)
+    return np.where(np.isfinite(losses), losses, math.nan)
+
+
+def _obstacle(scale: ScaleLosses, baseline: str, model: str, losses: dict[str, np.ndarray]) -> str:
+    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at the boundary."""
+    for name, who, whose in ((model, "", "its"), (baseline, "the baseline ", "the baseline's")):
+        if diverged := int(np.isnan(losses[name]).sum()):
+            return f"{who}diverged in {diverged} of {len(losses[name])} runs"
+        if name in scale.at_boundary:
+            return f"{whose} best rate is at the boundary"
+    return ""
 
 
 def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) -> Step:
@@ -183,42 +180,24 @@ def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) 
     return Step(flops, improvement, interval)
 
 
-def _obstacle(scale: ScaleLosses, baseline: str, model: str, found: dict[str, np.ndarray]) -> str:
-    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at the boundary."""
-    for name, who, whose in ((model, "", "its"), (baseline, "the baseline ", "the baseline's")):
-        if diverged := int((~np.isfinite(found[name])).sum()):
-            return f"{who}diverged in {diverged} of {len(found[name])} runs"
-        if name in scale.at_boundary:
-            return f"{whose} best rate is at the boundary"
-    return ""
-
-
-def _test(steps: dict[str, Step], decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
+def _test(trend: ModelTrend, decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
     """Tests the slope of the improvements in percent, each `(seed,)`, before Holm's correction and the verdict."""
     centred = decades - decades.mean()
     weights = centred / (centred @ centred)
     slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
-    return ModelTrend(
-        verdict=TrendVerdict.CANNOT_TELL,
-        meaning="",
-        steps=steps,
-        slope=slope.value,
-        slope_interval=slope.interval(confidence),
-        p=slope.p(),
-    )
+    return replace(trend, slope=slope.value, slope_interval=slope.interval(confidence), p=slope.p())
 
 
 def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
-    top = list(trend.steps.values())[-1].improvement
-    verdict = TrendVerdict.CANNOT_TELL
-    if trend.holm_p < alpha:
-        verdict = TrendVerdict.GROWS if trend.slope > 0 else TrendVerdict.SHRINKS
-    meaning = {
-        TrendVerdict.GROWS: "pulls ahead of the baseline" if top > 0 else "catches up with the baseline",
-        TrendVerdict.SHRINKS: "loses some of its lead over the baseline" if top > 0 else "falls behind the baseline",
-        TrendVerdict.CANNOT_TELL: "the noise hides whether the distance from the baseline changes",
-    }
-    return replace(trend, verdict=verdict, meaning=meaning[verdict])
+    is_ahead = list(trend.steps.values())[-1].improvement > 0
+    if trend.holm_p >= alpha:
+        verdict, meaning = TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
+    elif trend.slope > 0:
+        verdict, meaning = TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
+    else:
+        lost = "loses some of its lead over" if is_ahead else "falls behind"
+        verdict, meaning = TrendVerdict.SHRINKS, f"{lost} the baseline"
+    return replace(trend, verdict=verdict, meaning=meaning)
 
 
 def _noise_floor(losses: np.ndarray) -> float | None:
@@ -226,9 +205,144 @@ def _noise_floor(losses: np.ndarray) -> float | None:
     return float(100 * finished.std(ddof=1) / finished.mean()) if len(finished) > 1 else None
 
 
-def _array(scale: ScaleLosses, model: str) -> np.ndarray:
-    """The losses of a model in order of seeds; NaN if diverged."""
-    losses = np.array(
-        [math.nan if loss is None else loss for _, loss in sorted(scale.losses[model].items())], dtype=float
-    )
-    return np.where(np.isfinite(losses), losses, math.nan)
+@dataclass(frozen=True)
+class Estimate:
+    """A sum of means, each over the seeds of one scale, and its noise (see `welch_sum`)."""
+
+    value: float
+    standard_error: float
+    degrees_of_freedom: float
+
+    def p(self) -> float:
+        """The two-sided p-value of a sum of 0; without any noise its limit, 0 or 1."""
+        if self.standard_error <= _ROUNDING:
+            return float(abs(self.value) <= _ROUNDING)
+        return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
+
+    def interval(self, confidence: float) -> tuple[float, float]:
+        margin = 0.0
+        if self.standard_error > _ROUNDING:
+            margin = -float(special.stdtrit(self.degrees_of_freedom, (1 - confidence) / 2)) * self.standard_error
+        return self.value - margin, self.value + margin
+
+
+def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estimate | None:
+    """Adds the means of several scales, each with the noise of its own seeds.
+
+    The sum of `mean(z_s)` has the variance V = sum v_s, v_s = var(z_s) / n_s, with n_s seeds at scale s. Welch (1947)
+    and Satterthwaite (1946) give it V^2 / sum(v_s^2 / (n_s - 1)) degrees of freedom, too many with few seeds. So the
+    mean of this number and the smallest n_s - 1 is used (Banerjee 1960). A test of a single scale is Student's.
+    Returns `None` if a scale has a single seed.
+
+    Args:
+        parts: z_s, a value for each seed, with the weight of the scale.
+        value: the estimate, if the parts give only its noise (delta method).
+    """
+    if any(len(part) < 2 for part in parts):
+        return None
+    total = float(sum(part.mean() for part in parts)) if value is None else value
+    noisy = [part for part in parts if np.ptp(part) > _ROUNDING]
+    if not noisy:
+        return Estimate(total, 0.0, math.inf)
+    variances, freedoms = np.array([(part.var(ddof=1) / len(part), len(part) - 1) for part in noisy]).T
+    satterthwaite = variances.sum() ** 2 / (variances**2 / freedoms).sum()
+    return Estimate(total, math.sqrt(variances.sum()), float(satterthwaite + freedoms.min()) / 2)
+
+
+class LossCurve:
+    """The loss of the baseline over compute, for the compute multipliers.
+
+    The curve interpolates log loss over log compute by a monotone cubic through the means of the scales (Fritsch and
+    Butland 1984). Its slopes at both ends assume that slopes change by the same factor from scale to scale, as in a
+    power law: s_1 (s_1 / s_2)^(h_1 / (h_1 + h_2)). Here s_1 and h_1 are the slope and length of the line through the
+    last two means; s_2 and h_2 belong to the line before it. Beyond the ends the curve is a line.
+    """
+
+    def __init__(self, names: Sequence[str], flops: Sequence[float], losses: Sequence[np.ndarray]):
+        """Makes the curve from the baseline's test losses `(seed,)` in nats, at the FLOPs of each scale, rising.
+
+        Raises:
+            ValueError: if there are too few scales, or the mean loss does not fall; the message is a sentence.
+        """
+        if len(losses) < 2:
+            raise ValueError(
+                "There are no compute multipliers: they need 2 scales at which every run of the baseline finished "
+                f"and no best rate is at the boundary, not {len(losses)}."
+            )
+        self.log_flops = np.log(flops)
+        self.losses = losses
+        means = np.array([values.mean() for values in losses])
+        for (name, loss), (next_name, next_loss) in itertools.pairwise(zip(names, means)):
+            if next_loss >= loss:
+                raise ValueError(
+                    f"There are no compute multipliers: the baseline's loss does not fall from {name} to {next_name}."
+                )
+        self._curve = _Curve(self.log_flops, means)
+        self._step = min(_STEP, -np.diff(np.log(means)).max() / 10)
+        # With each mean a little lower and higher
+        self._shifted = [
+            [_Curve(self.log_flops, means + sign * shift) for sign in (-1, 1)] for shift in self._step * np.diag(means)
+        ]
+
+    def multiplier(
+        self, scale: int, differences: np.ndarray, flops: float, confidence: float
+    ) -> tuple[float | None, Interval | None]:
+        """Returns the multiplier C' / `flops` of a model and its interval, by the delta method.
+
+        At C' the curve has the mean loss of the model. A value is None if C' lies more than `REACH` decades beyond the
+        ladder, and the interval is None if a scale has a single seed.
+
+        Args:
+            differences: the baseline's loss minus the model's `(seed,)`, in nats, for the seeds of the baseline.
+        """
+        difference = float(differences.mean())
+        log_compute, slope = self._curve.solve(scale, difference)
+        # What each seed adds to log(C' / C_k), at each scale
+        parts = []
+        for values, mean, (below, above) in zip(self.losses, self._curve.means, self._shifted):
+            change = above.solve(scale, difference)[0] - below.solve(scale, difference)[0]
+            parts.append(change / (2 * self._step * mean) * values)
+        parts[scale] = parts[scale] - differences / (slope * (self._curve.means[scale] - difference))
+        start, reach = self.log_flops[scale], REACH * math.log(10)
+        rise = log_compute - float(start)
+        estimate = welch_sum(parts, rise)
+
+        def relative(rise: float) -> float | None:
+            is_within = self.log_flops[0] - reach <= start + rise <= self.log_flops[-1] + reach
+            return math.exp(start + rise) / flops if is_within else None
+
+        return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
+
+
+class _Curve:
+    """The monotone curve through some means."""
+
+    def __init__(self, log_flops: np.ndarray, means: np.ndarray):
+        self.log_flops, self.means, self.log_means = log_flops, means, np.log(means)
+        self.log_loss = CubicHermiteSpline(log_flops, self.log_means, _slopes(log_flops, self.log_means))
+
+    def solve(self, scale: int, difference: float) -> tuple[float, float]:
+        """Returns log C and the slope where the loss is lower than the mean of a scale by `difference`."""
+        log_loss = math.log(self.means[scale] - difference)
+        for end, is_beyond in ((0, log_loss >= self.log_means[0]), (-1, log_loss <= self.log_means[-1])):
+            if is_beyond:
+                slope, start = float(self.log_loss(self.log_flops[end], 1)), float(self.log_flops[end])
+                return start + (log_loss - float(self.log_means[end])) / slope, slope
+        roots = self.log_loss.solve(log_loss, extrapolate=False)
+        # At the mean of a scale, rounding may put the root just outside the pieces on both sides
+        root = float(roots[0] if len(roots) else self.log_flops[np.abs(self.log_means - log_loss).argmin()])
+        return root, float(self.log_loss(root, 1))
+
+
+def _slopes(log_flops: np.ndarray, log_means: np.ndarray) -> np.ndarray:
+    """The slopes of the curve at the scales (see `LossCurve`)."""
+    lengths = np.diff(log_flops)
+    secants = np.diff(log_means) / lengths
+    if len(secants) == 1:
+        return np.repeat(secants, 2)
+    slopes = PchipInterpolator(log_flops, log_means)(log_flops, 1)
+    for end, first, second in ((0, 0, 1), (-1, -1, -2)):
+        power = lengths[first] / (lengths[first] + lengths[second])
+        # Three times the slope of the line is as steep as a monotone cubic may be (Fritsch and Carlson 1980)
+        slopes[end] = max(secants[first] * (secants[first] / secants[second]) ** power, 3 * secants[first])
+    return slopes

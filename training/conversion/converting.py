@@ -41,14 +41,14 @@ from ..run.data import check_vocabulary
 from ..run.provenance import read_trained_on
 from ..run.run_folder import RunFolder
 from ..sharing.card import base_model_of, render
-from ..size import size_of
+from ..size import empty_model, size_of
 from ..text import one_line
 from .draft import Draft, LossyConversion, nlq_config
 from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
 from .sources import find_checkpoint, load_gguf, load_model, read_source
-from .streaming import empty_model, find_weights, write_weights
+from .streaming import find_weights, write_weights
 from .upcycling import changed, largest_difference
 
 
@@ -70,9 +70,8 @@ class Conversion:
         base_model: the model on the Hub that the weights come from, if it is known.
         lost: differences between both models in words; empty if they compute the same.
         dequantised: the type of a quantised source's weights, as llama.cpp names it.
-        difference: largest difference of the outputs on random tokens, in float32, relative to the largest output;
-            `None` if the source is a checkpoint or too large.
-        not_compared: why the outputs were not compared.
+        difference: largest difference of the outputs on random tokens, in float32, relative to the largest output.
+        not_compared: why the outputs were not compared, if the source is too large.
         added: names of the parameters that the source did not have when it was last trained.
         enlarged: names of the parameters that have grown since then.
         before: the record of an earlier conversion, after which the model was not trained.
@@ -95,6 +94,20 @@ class Conversion:
     before: dict[str, Any] | None = None
     trained_on: list[dict[str, Any]] = field(default_factory=list)
 
+    def describe(self) -> str:
+        """Returns what became of the model, in a line, and lines for what was lost."""
+        facts = [f"{self.target_class} from {self.source_class}", f"{self.parameters:,} parameters"]
+        if self.difference is not None:
+            within = f"within {self.difference:.1e} of" if self.difference else "equal to"
+            facts.append(f"outputs on random tokens {within} the source's")
+        if self.not_compared is not None:
+            facts.append(f"outputs were not compared: {self.not_compared}")
+        facts.append("tokenizer beside it" if self.has_tokenizer else "no tokenizer: give one by --tokenizer")
+        lines = [", ".join(facts)]
+        if self.dequantised is not None:
+            lines.append(f"weights of type {self.dequantised} became float32: the model is no longer quantised")
+        return "\n".join([*lines, *(f"lost: {text}" for text in self.lost)])
+
 
 def convert(
     source: str | Path,
@@ -116,13 +129,13 @@ def convert(
         to: `"nlq"`, or one of `FAMILIES`.
         upcycle: make the queries `upcycled`, which compute the same at first.
         switches: other fields of `NLQConfig` to change without changing the outputs.
-        tokenizer: folder or Hub name; by default the source's own tokenizer.
+        tokenizer: folder or Hub name; by default the source's own.
         allow_lossy: convert even if something is lost.
         overwrite: replace a model in the target; other files stay.
 
     Raises:
         ImportError: for a GGUF file without the package gguf.
-        ValueError: if the source cannot be converted so, or the target is not empty. Nothing has been written then.
+        ValueError: if the source cannot be converted so, or the target is not empty. Nothing is written then.
         LossyConversion: if something would be lost and `allow_lossy` is not set.
     """
     source = str(source)
@@ -138,58 +151,74 @@ def convert(
     check_model_folder(source)
     with RunFolder(target, plan=None).held():
         card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
-        model = {path.relative_to(target).as_posix() for path in files_in(target, (*_MODEL, *card))}
-        return _convert(source, target, to, switches, tokenizer, allow_lossy, model)
+        older = {path.relative_to(target).as_posix() for path in files_in(target, (*_MODEL, *card))}
+        try:
+            opened, gguf = _open(source)
+            draft = _change(opened, to, switches).check_exact(allow_lossy)
+        except LossyConversion:
+            raise
+        except (ValueError, OSError, RuntimeError, EOFError, SafetensorError, StrictDataclassError) as error:
+            text = one_line(error)
+            raise ValueError(text if source in text else f"{source!r}: {text}") from error
+        draft.model.config.dtype = opened.model.config.dtype or draft.weights.dtype
+        loaded_tokenizer = _load_tokenizer(source, tokenizer, draft.model, gguf)
+        record = _make_record(source, opened.model, draft, switches)
+        record.dequantised = gguf and gguf.quantised
+        record.has_tokenizer = loaded_tokenizer is not None
+        _write(target, source, opened, draft, loaded_tokenizer, record, older)
+    return record
 
 
-def _convert(
-    source: str,
-    target: Path,
-    to: str,
-    switches: dict[str, Any],
-    tokenizer: str | None,
-    allow_lossy: bool,
-    existing: set[str],
-) -> Conversion:
-    """Converts as `convert` does, while the lock of the target is held, and deletes files of the older model.
-
-    `existing` lists the files there that a model may have. Those that are missing in a manifest are the user's: the
-    new model may replace them, but they are not deleted.
-    """
-    try:
-        opened, gguf = _open(source, allow_lossy)
-        draft = _change(opened, to, switches, allow_lossy)
-    except LossyConversion:
-        raise
-    except (ValueError, OSError, RuntimeError, EOFError, SafetensorError, StrictDataclassError) as error:
-        text = one_line(error)
-        raise ValueError(text if source in text else f"{source!r}: {text}") from error
-    old, new = opened.model, draft.model
-    new.config.dtype = old.config.dtype or draft.weights.dtype
+def _make_record(source: str, old: PreTrainedModel, draft: Draft, switches: dict[str, Any]) -> Conversion:
+    """Returns the record of a conversion before the models are compared."""
+    is_local = Path(source).exists()
     is_checkpoint = find_checkpoint(source) is not None
     is_nlq = old.config.model_type == "nlq" and not is_checkpoint
     is_untrained = is_nlq and read_record(source, RECIPE_FILE) is None
-    earlier = read_record(source, CONVERSION_FILE) if is_untrained else None
-    loaded_tokenizer = _load_tokenizer(source, tokenizer, new, gguf)
     record = Conversion(
-        source=source if not Path(source).exists() else Path(source).resolve().name,
+        source=Path(source).resolve().name if is_local else source,
         source_class="checkpoint" if is_checkpoint else type(old).__name__,
-        target_class=type(new).__name__,
+        target_class=type(draft.model).__name__,
         base_model=base_model_of(source),
         switches=switches,
         lost=draft.lost,
-        dequantised=gguf.weights if gguf is not None and gguf.is_quantised else None,
-        parameters=new.num_parameters(),
-        has_tokenizer=loaded_tokenizer is not None,
-        before=earlier,
+        parameters=draft.model.num_parameters(),
+        before=read_record(source, CONVERSION_FILE) if is_untrained else None,
         trained_on=read_trained_on(source) if is_nlq or Path(source).is_dir() else [],
     )
-    if to == "nlq":
-        if earlier is not None:
-            record.added = earlier.get("added", [])
-            record.enlarged = earlier.get("enlarged", [])
+    if draft.model.config.model_type == "nlq":
+        earlier = record.before or {}
+        record.added = earlier.get("added", [])
+        record.enlarged = earlier.get("enlarged", [])
         if switches:
-            _add_new_parameters(record, empty_model(type(new), nlq_config(old.config)), new)
+            before = _shapes(empty_model(nlq_config(old.config), model_class=type(draft.model)))
+            after = _shapes(draft.model)
+            record.added = [name for name in after if name in record.added or name not in before]
+            grown = {*record.enlarged, *(name for name in before if name in after and before[name] != after[name])}
+            record.enlarged = [name for name in after if name in grown and name not in record.added]
+    return record
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    # A tied LM head counts as a parameter, so that untying does not add one
+    return {name: value.shape for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def _write(
+    target: Path,
+    source: str,
+    opened: Draft,
+    draft: Draft,
+    tokenizer: PreTrainedTokenizerBase | None,
+    record: Conversion,
+    older: set[str],
+) -> None:
+    """Writes the new model with its record and card, and deletes other files of an older model.
+
+    `older` lists the files in the target that a model may have. Those that are missing in a manifest are the user's:
+    the new model may replace them, but they are not deleted.
+    """
+    old, new = opened.model, draft.model
     # config.json is last: a folder without it is not a model
     with atomic_dir(target, last="config.json") as folder:
         new.config.architectures = [type(new).__name__]
@@ -197,13 +226,18 @@ def _convert(
         if new.can_generate():
             new.generation_config.save_pretrained(folder)
         write_weights(folder, new, draft.weights)
-        if loaded_tokenizer is not None:
-            loaded_tokenizer.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
         if opened.weights.nbytes >= COMPARED_BELOW:
             record.not_compared = f"the weights take {opened.weights.nbytes / 2**30:.1f} GiB"
-        elif not is_checkpoint and (switches or type(new) is not type(old)):
+        elif record.source_class != "checkpoint" and (record.switches or type(new) is not type(old)):
             old = old if opened.weights.are_in_memory else load_model(source, old.config, type(old))
-            record.difference = _compare(source, old, load_model(str(folder), new.config, type(new)), draft.lost)
+            loaded = load_model(str(folder), new.config, type(new))
+            record.difference = largest_difference(old, loaded)
+            # Computed matrices, such as W - I, are rounded to the precision of the weights
+            if not draft.lost and not record.difference <= max(_TOLERANCE, torch.finfo(loaded.dtype).eps):
+                text = f"the outputs would differ by {record.difference:.1e} of the largest"
+                raise ValueError(f"{source}: {text}: these weights cannot be moved")
         content = asdict(record)
         write_text(folder / CONVERSION_FILE, json.dumps(content, indent=2) + "\n")
         name = target.resolve().name
@@ -211,26 +245,22 @@ def _convert(
         card.save(folder / CARD_FILE)
         written = files_below(folder)
         known = read_manifest(target)
-        older = existing if known is None else existing.intersection(known)
-        add_to_manifest(target, sorted(not_in_manifest(target, older | existing.intersection(written))))
-    for file in older.difference(written):
+        deletable = older if known is None else older.intersection(known)
+        add_to_manifest(target, sorted(not_in_manifest(target, deletable | older.intersection(written))))
+    for file in deletable.difference(written):
         delete(target / file)
-    return record
 
 
-def _open(source: str, allow_lossy: bool) -> tuple[Draft, GGUF | None]:
-    """Opens the files of a source, or loads the model if it cannot be converted shard by shard.
-
-    Returns the model, and the header of a GGUF file.
-    """
+def _open(source: str) -> tuple[Draft, GGUF | None]:
+    """Returns the model of a source, in memory if it cannot be converted shard by shard, and a GGUF file's header."""
     if (checkpoint := find_checkpoint(source)) is not None:
         with source_named(str(checkpoint)):
             return Draft.of(from_paper(read_checkpoint(checkpoint))), None
     if (path := find_gguf(source)) is not None:
         gguf = read_gguf(path)
-        return Draft.of(*load_gguf(gguf, allow_lossy)), gguf
+        return Draft.of(*load_gguf(gguf)), gguf
     config, model_class = read_source(source)
-    model = empty_model(model_class, config)
+    model = empty_model(config, model_class=model_class)
     weights = find_weights(source, model)
     if weights is None:
         return Draft.of(load_model(source, config, model_class)), None
@@ -239,29 +269,16 @@ def _open(source: str, allow_lossy: bool) -> tuple[Draft, GGUF | None]:
     return Draft(model, weights), None
 
 
-def _change(draft: Draft, to: str, switches: dict[str, Any], allow_lossy: bool) -> Draft:
+def _change(draft: Draft, to: str, switches: dict[str, Any]) -> Draft:
     """Converts an opened source to NLQ, to other switches, and to another family."""
     if draft.model.config.model_type in FAMILIES:
-        draft = draft.to_nlq(allow_lossy)
+        draft = draft.to_nlq()
     if switches:
         if changed(draft.model.config, switches).to_dict() == draft.model.config.to_dict():
             values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
             raise ValueError(f"the model has {values} already")
         draft = draft.with_switches(switches)
-    return draft if to == "nlq" else draft.from_nlq(to, allow_lossy)
-
-
-def _add_new_parameters(record: Conversion, before: PreTrainedModel, after: PreTrainedModel) -> None:
-    """Adds to a record the parameters that a change of switches added and enlarged."""
-    # A tied LM head counts as a parameter, so that untying does not add one
-    old = {name: value.shape for name, value in before.named_parameters(remove_duplicate=False)}
-    added, enlarged = [], []
-    for name, value in after.named_parameters(remove_duplicate=False):
-        if name in record.added or name not in old:
-            added.append(name)
-        elif name in record.enlarged or old[name] != value.shape:
-            enlarged.append(name)
-    record.added, record.enlarged = added, enlarged
+    return draft if to == "nlq" else draft.from_nlq(to)
 
 
 def _load_tokenizer(
@@ -275,10 +292,11 @@ def _load_tokenizer(
     else:
         tokenizer = load_tokenizer(name or source)
     check_vocabulary(tokenizer, name or source, model.config)
-    # A sequence classifier reads its answer off the last token that is not padding, so it keeps its padding token
-    is_classifier = type(model).__name__.endswith("ForSequenceClassification")
-    kinds = ("bos_token_id", "eos_token_id", *(() if is_classifier else ("pad_token_id",)))
     if name is not None:
+        kinds = ["bos_token_id", "eos_token_id"]
+        # A sequence classifier reads its answer off the last token that is not padding, so it keeps its padding token
+        if not type(model).__name__.endswith("ForSequenceClassification"):
+            kinds.append("pad_token_id")
         for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
             for kind in kinds:
                 setattr(settings, kind, getattr(tokenizer, kind))
@@ -286,27 +304,14 @@ def _load_tokenizer(
 
 
 def _check_target(source: str, target: Path, overwrite: bool) -> None:
-    problem = None
     if Path(source).exists() and target.exists() and os.path.samefile(source, target):
-        problem = "is the source itself"
+        problem = "is the source itself;"
     elif is_nonempty(target) and not overwrite:
-        raise ValueError(
-            f"{target} exists and is not empty; choose another target, or replace its model by --overwrite"
-        )
+        problem = "exists and is not empty; replace its model by --overwrite, or"
     elif is_nonempty(target) and not (target / "config.json").is_file():
-        problem = "does not hold a model that --overwrite could replace"
+        problem = "does not hold a model that --overwrite could replace;"
     elif (target / METRICS_FILE).exists() or any(target.glob("checkpoint-*")):
-        problem = "holds a training run, which --overwrite does not replace"
-    if problem is not None:
-        raise ValueError(f"{target} {problem}; choose another target")
-
-
-def _compare(source: str, old: PreTrainedModel, new: PreTrainedModel, lost: list[str]) -> float:
-    """Returns the largest difference of the outputs; raises `ValueError` if it is neither rounding nor `lost`."""
-    difference = largest_difference(old, new)
-    # Computed matrices, such as W - I, are rounded to the precision of the weights
-    if not lost and not difference <= max(_TOLERANCE, torch.finfo(new.dtype).eps):
-        raise ValueError(
-            f"{source}: the outputs would differ by {difference:.1e} of the largest: these weights cannot be moved"
-        )
-    return difference
+        problem = "holds a training run, which --overwrite does not replace;"
+    else:
+        return
+    raise ValueError(f"{target} {problem} choose another target")

@@ -22,11 +22,11 @@ from transformers.initialization import no_init_weights
 
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
-from ..size import check_parameters
+from ..size import check_parameters, empty_model
 from ..text import one_line
 from .families import FAMILIES, Family
-from .streaming import LazyTensor, Weights, empty_model, saved_state
-from .upcycling import changed, only_adds, problems, restructure, upcycle
+from .streaming import Load, Weights, saved_state
+from .upcycling import changed, check_change, only_adds, restructure, upcycle
 
 
 # The classes of each head by configuration; the first head is the default
@@ -43,26 +43,21 @@ _HEADS = (
 class LossyConversion(ValueError):
     """Raised if a conversion would lose something, which the message names."""
 
-    def __init__(self, lost: list[str]):
-        super().__init__(f"the model cannot be converted exactly: {'; '.join(lost)}; --allow-lossy goes on without")
-        self.lost = lost
-
 
 def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     """Returns the classes of a configuration that can be converted, by name; the first is the default."""
-    classes = [head[type(config)] for head in _HEADS if type(config) in head]
-    return {each.__name__: each for each in classes}
+    return {head[type(config)].__name__: head[type(config)] for head in _HEADS if type(config) in head}
 
 
 def class_with_same_head(
     model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]
-) -> type[PreTrainedModel] | None:
-    """Returns the class of another configuration with the same head as a class, or `None`."""
+) -> type[PreTrainedModel]:
+    """Returns the class of another configuration with the same head as a class; raises `ValueError` without one."""
     known = (model_class.config_class, NLQConfig)  # the second of a derived class that is not registered
     for head in _HEADS:
-        if any(config in head and issubclass(model_class, head[config]) for config in known):
-            return head.get(config_class, None)
-    return None
+        if any(config in head and issubclass(model_class, head[config]) for config in known) and config_class in head:
+            return head[config_class]
+    raise ValueError(f"{config_class.model_type} has no model with the head of {model_class.__name__}")
 
 
 def nlq_config(config: PreTrainedConfig) -> NLQConfig:
@@ -78,8 +73,7 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
     try:
         theirs = FAMILIES[family].write(config)
         plain = FAMILIES[family].read(theirs)
-        if reasons := problems(config, plain):
-            raise ValueError("; ".join(reasons))
+        check_change(config, plain)
     except (ValueError, StrictDataclassError) as error:
         raise ValueError(f"{family} has no model of this shape: {one_line(error)}") from error
     return theirs, plain
@@ -89,10 +83,7 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
 class Draft:
     """A model before its weights are made: it changes in steps, and is then built, or written shard by shard.
 
-    Attributes:
-        model: its class and configuration; its parameters are not read.
-        weights: the weights that it will have.
-        lost: differences from the source, in words.
+    `model` has its class and configuration, but other parameters. `lost` are differences from the source, in words.
     """
 
     model: PreTrainedModel
@@ -104,9 +95,16 @@ class Draft:
         """Wraps a model in memory."""
         return cls(model, Weights.of(saved_state(model)), [*lost])
 
+    def check_exact(self, allow_lossy: bool) -> "Draft":
+        """Returns the draft itself; raises `LossyConversion` if something is lost, unless that is allowed."""
+        if self.lost and not allow_lossy:
+            lost = "; ".join(self.lost)
+            raise LossyConversion(f"the model cannot be converted exactly: {lost}; --allow-lossy goes on without")
+        return self
+
     def build(self, copied: bool = True) -> PreTrainedModel:
         """Makes the model in memory, in evaluation mode. Without a copy, it may share parameters with the source."""
-        state = {name: tensor.load().detach() for name, tensor in self.weights.tensors.items()}
+        state = {name: load().detach() for name, load in self.weights.tensors.items()}
         if copied:
             state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
         with no_init_weights():  # buffers get their values
@@ -118,61 +116,48 @@ class Draft:
         _take_generation_config(model, self.model)
         return model.eval()
 
-    def to_nlq(self, allow_lossy: bool = False) -> "Draft":
-        """Converts a model of a family to NLQ; raises as the function `to_nlq` does."""
-        old, family = self.model, FAMILIES[self.model.config.model_type]
-        lost = family.not_read(old.config)
-        if lost and not allow_lossy:
-            raise LossyConversion(lost)
-        if (our_class := class_with_same_head(type(old), NLQConfig)) is None:
-            raise ValueError(f"NLQ has no model with the head of {type(old).__name__}")
-        new = empty_model(our_class, family.read(old.config))
+    def to_nlq(self) -> "Draft":
+        """Converts a model of a family to NLQ; raises `ValueError` as the function `to_nlq`."""
+        old = self.model
+        family = FAMILIES[old.config.model_type]
+        new = empty_model(family.read(old.config), model_class=class_with_same_head(type(old), NLQConfig))
         _check_counterparts(old, names_of(family, old, new))
         tensors = to_nlq_tensors(family, old, new, self.weights.tensors)
-        return self._with(new, tensors, [*self.lost, *lost])
+        return self._changed(new, tensors, family.not_read(old.config))
 
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
-        """Changes switches of an NLQ model; raises `ValueError` as `upcycle` does."""
+        """Changes switches of an NLQ model; raises `ValueError` as `upcycle`."""
         config = changed(self.model.config, switches)
         if self.weights.are_in_memory or not only_adds(self.model.config, config):
             return Draft.of(upcycle(self.build(copied=False), switches), self.lost)
-        new, dtype = empty_model(type(self.model), config), self.weights.dtype
-        initial = {name: LazyTensor(dtype, partial(_initial_value, new, name, dtype)) for name in saved_state(new)}
-        return self._with(new, {**initial, **self.weights.tensors}, self.lost)
+        new = empty_model(config, model_class=type(self.model))
+        initial = {name: partial(_initial_value, new, name, self.weights.dtype) for name in saved_state(new)}
+        return self._changed(new, {**initial, **self.weights.tensors})
 
-    def from_nlq(self, family: str, allow_lossy: bool = False) -> "Draft":
-        """Converts an NLQ model to a family; raises as the function `from_nlq` does."""
+    def from_nlq(self, family: str) -> "Draft":
+        """Converts an NLQ model to a family; raises `ValueError` as the function `from_nlq`."""
         their_class = class_with_same_head(type(self.model), FAMILIES[family].config_class)
-        if their_class is None:
-            raise ValueError(f"{family} has no model with the head of {type(self.model).__name__}")
         config, plain = nearest_in_family(family, self.model.config)
         draft = self
         if not only_adds(self.model.config, plain):
             model, lost = restructure(self.build(copied=False), plain)
-            if lost and not allow_lossy:
-                raise LossyConversion(lost)
             draft = Draft.of(model, [*self.lost, *lost])
-        new = empty_model(their_class, config)
+        new = empty_model(config, model_class=their_class)
         tensors = from_nlq_tensors(FAMILIES[family], new, draft.model, draft.weights.tensors)
         _check_counterparts(new, tensors)
-        return draft._with(new, tensors, draft.lost)
+        return draft._changed(new, tensors)
 
-    def _with(self, model: PreTrainedModel, tensors: dict[str, LazyTensor], lost: list[str]) -> "Draft":
+    def _changed(self, model: PreTrainedModel, tensors: dict[str, Load], lost: Collection[str] = ()) -> "Draft":
         _take_generation_config(model, self.model)
-        return Draft(model, replace(self.weights, tensors=tensors), lost)
+        return Draft(model, replace(self.weights, tensors=tensors), [*self.lost, *lost])
 
 
+@torch.no_grad()
 def _initial_value(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the initial value of a parameter of an empty model."""
-    module_name, _, kind = name.rpartition(".")
-    # The attention part around a module may initialise it
-    path, inside, rest = module_name.partition(".parts.")
-    owner_name = path + inside + rest.partition(".")[0]
-    owner = copy.deepcopy(model.get_submodule(owner_name)).to_empty(device="cpu")
-    module = owner.get_submodule(module_name[len(owner_name) + 1 :])
-    with torch.no_grad():
-        for each in dict.fromkeys((module, owner)):
-            model._init_weights(each)
+    """Returns the initial value of a parameter that `only_adds` allows in an empty model: of a bottleneck."""
+    path, _, kind = name.rpartition(".")
+    module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+    model._init_weights(module)
     return getattr(module, kind).detach().to(dtype)
 
 
@@ -187,36 +172,34 @@ def _take_generation_config(model: PreTrainedModel, source: PreTrainedModel) -> 
 
 
 def to_nlq_tensors(
-    family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
+    family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, Load]
+) -> dict[str, Load]:
     """Converts the parameters of a model of a family to NLQ. The models may be on the meta device."""
 
     def read(their_name: str, index: int) -> torch.Tensor:
-        return family.layout(their_name).read(tensors[their_name].load(), theirs.config)[index]
+        return family.layout(their_name).read(tensors[their_name](), theirs.config)[index]
 
     return {
-        name: LazyTensor(tensors[their_name].dtype, partial(read, their_name, index))
+        name: partial(read, their_name, index)
         for their_name, our_names in names_of(family, theirs, ours).items()
         for index, name in enumerate(our_names)
     }
 
 
 def from_nlq_tensors(
-    family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
+    family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, Load]
+) -> dict[str, Load]:
     """Converts the parameters of an NLQ model to a family: the inverse of `to_nlq_tensors`."""
 
     def write(their_name: str, our_names: list[str]) -> torch.Tensor:
-        return family.layout(their_name).write([tensors[name].load() for name in our_names], theirs.config)
+        return family.layout(their_name).write([tensors[name]() for name in our_names], theirs.config)
 
-    converted = {
-        their_name: LazyTensor(tensors[our_names[0]].dtype, partial(write, their_name, our_names))
-        for their_name, our_names in names_of(family, theirs, ours).items()
-    }
+    names = names_of(family, theirs, ours)
+    converted = {their_name: partial(write, their_name, our_names) for their_name, our_names in names.items()}
     bias = f"{family.classifier}.bias"
     if bias in saved_state(theirs) and bias not in converted:  # `token_classification_bias=False`
         weight = converted[f"{family.classifier}.weight"]
-        converted[bias] = LazyTensor(weight.dtype, lambda: torch.zeros_like(weight.load()[:, 0]))
+        converted[bias] = lambda: torch.zeros_like(weight()[:, 0])
     return converted
 
 
@@ -226,37 +209,33 @@ def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) 
     names: dict[str, list[str]] = {}
     for name in saved_state(ours):
         module, _, kind = name.rpartition(".")
-        body = module.removeprefix(f"{ours.base_model_prefix}.") if has_head else module
-        if has_head and body == module:
+        body = module.removeprefix(f"{ours.base_model_prefix}.")
+        if not has_head:
+            renamed = family.module_name(module)
+        elif body == module:
             renamed = module if hasattr(theirs, module) else family.classifier
         else:
-            renamed = family.module_name(body)
-            renamed = f"{theirs.base_model_prefix}.{renamed}" if has_head else renamed
+            renamed = f"{theirs.base_model_prefix}.{family.module_name(body)}"
         names.setdefault(f"{renamed}.{kind}", []).append(name)
     return names
 
 
 def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
-    """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, with the same head.
+    """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, which stays as it is.
 
-    The model stays unchanged. `allow_lossy` ignores fields that NLQ does not have.
-
-    Raises:
-        ValueError: for another family, or a value of the configuration that NLQ does not support.
-        LossyConversion: if it has fields that NLQ does not have, without `allow_lossy`.
+    Raises `ValueError` for another family, or a value that NLQ does not support, and `LossyConversion` for fields that
+    NLQ does not have, which `allow_lossy` ignores.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
-    return Draft.of(model).to_nlq(allow_lossy).build()
+    return Draft.of(model).to_nlq().check_exact(allow_lossy).build()
 
 
 def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
-    """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, with the same head.
+    """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, which stays as it is.
 
-    The model stays unchanged. For GPT-2, grouped queries are expanded, and `"residual"` projections become matrices.
-
-    Raises:
-        ValueError: if the family does not have a model of this shape.
-        LossyConversion: if the family cannot compute the same, without `allow_lossy`.
+    For GPT-2, grouped queries are expanded, and `"residual"` projections become matrices. Raises `ValueError` if the
+    family does not have a model of this shape, and `LossyConversion` if it cannot compute the same, unless
+    `allow_lossy` is set.
     """
-    return Draft.of(model).from_nlq(family, allow_lossy).build()
+    return Draft.of(model).from_nlq(family).check_exact(allow_lossy).build()

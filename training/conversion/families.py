@@ -1,7 +1,7 @@
 """Families of Transformers' models that are special cases of NLQ, with their names for fields and parameters.
 
-`FAMILIES` has a row for each. A row is made of parts, because families share most of them. A field that no part reads
-cannot be converted unless it has its default value.
+`FAMILIES` has a row for each, made of parts, because families share most of them. A field that no part reads cannot be
+converted unless it has its default value.
 """
 
 import math
@@ -43,27 +43,17 @@ def _equal(*same: str, **renamed: str) -> Part:
     )
 
 
-def _read_rope(config: PreTrainedConfig, is_partial: bool = False) -> dict[str, Any]:
+def _read_rope(config: PreTrainedConfig, is_partial: bool = False, has_norm_after: bool = False) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
+    kind = parameters.get("rope_type")
     factor = parameters.get("partial_rotary_factor", 1.0)
     # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
-    if factor != 1.0 and not is_partial and parameters.get("rope_type") != "proportional":
-        raise ValueError(
-            f"rope_parameters: partial_rotary_factor={factor!r}: Transformers' {config.model_type} rotates whole heads"
-        )
+    if factor != 1.0 and not is_partial and kind != "proportional":
+        raise ValueError(f"rope_parameters: partial_rotary_factor={factor!r}: {config.model_type} rotates whole heads")
+    # `yarn` scales rotated queries and keys, and a norm after that takes the factor back
+    if kind == "yarn" and has_norm_after and (scaling := ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]) != 1.0:
+        raise ValueError(f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0 for this type")
     return {"position_embedding": "rope", "rope_parameters": parameters}
-
-
-def _read_rope_before_norm(config: PreTrainedConfig) -> dict[str, Any]:
-    # `yarn` scales rotated queries and keys; a norm behind that would take the factor back
-    if config.rope_parameters.get("rope_type") == "yarn":
-        scaling = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
-        if scaling != 1.0:
-            raise ValueError(
-                f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0: {config.model_type} "
-                "normalizes queries and keys after their rotation, and NLQ before it"
-            )
-    return _read_rope(config)
 
 
 def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[str, Any]:
@@ -75,12 +65,7 @@ def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[s
     return {"rope_parameters": parameters}
 
 
-def _read_no_rope_layers(config: PreTrainedConfig) -> dict[str, Any]:
-    has_rope = config.no_rope_layers[: config.num_hidden_layers]  # 1 where a layer has rotary positions
-    return {"position_embedding": ["rope" if has else "none" for has in has_rope]}
-
-
-def _head_dim(config: PreTrainedConfig) -> dict[str, Any]:
+def _read_head_dim(config: PreTrainedConfig) -> dict[str, Any]:
     # All classes with this part read the field, even if they do not declare it
     return {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
 
@@ -118,18 +103,17 @@ def _write_windows(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 def _read_scaling(config: PreTrainedConfig) -> dict[str, Any]:
     usual = 1.0 / math.sqrt(config.n_embd // config.n_head)
     scaling = usual if config.scale_attn_weights else 1.0
-    if config.scale_attn_by_inverse_layer_idx:
-        scalings = [scaling / (index + 1) for index in range(config.n_layer)]
-        return {"attention_scaling": [None if value == usual else value for value in scalings]}
-    return {"attention_scaling": None if scaling == usual else scaling}
+    divisors = [index + 1 if config.scale_attn_by_inverse_layer_idx else 1 for index in range(config.n_layer)]
+    scalings = [scaling / divisor for divisor in divisors]
+    return {"attention_scaling": [None if value == usual else value for value in scalings]}
 
 
 def _write_scaling(layers: Sequence[NLQConfig]) -> dict[str, Any]:
     scalings = [layer.score_scaling for layer in layers]
+    by_inverse_index = [scalings[0] / (index + 1) for index in range(len(scalings))]
     return {
         "scale_attn_weights": scalings[0] != 1.0,  # any other factor is moved into the weights
-        "scale_attn_by_inverse_layer_idx": len(scalings) > 1
-        and scalings == [scalings[0] / (index + 1) for index in range(len(scalings))],
+        "scale_attn_by_inverse_layer_idx": len(scalings) > 1 and scalings == by_inverse_index,
     }
 
 
@@ -139,12 +123,7 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """How a family stores a tensor.
-
-    Attributes:
-        read: splits its tensor into one or several tensors of NLQ; it also takes the family's configuration.
-        write: the inverse.
-    """
+    """How a family stores a tensor: `read` splits it into one or several tensors of NLQ, `write` is the inverse."""
 
     read: Callable[[torch.Tensor, PreTrainedConfig], Sequence[torch.Tensor]]
     write: Callable[[Sequence[torch.Tensor], PreTrainedConfig], torch.Tensor]
@@ -157,7 +136,7 @@ _FUSED_CONV1D = Layout(lambda tensor, _: tensor.t().chunk(3), lambda tensors, _:
 
 
 def _swapped_halves(heads: str) -> Layout:
-    """Swaps the halves of each head, because NanoChat rotates queries and keys in the other direction."""
+    """Returns the layout of NanoChat, which rotates queries and keys in the other direction."""
 
     def swap(tensor: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
         return tensor.unflatten(0, (getattr(config, heads), 2, -1)).flip(1).flatten(0, 2)
@@ -183,8 +162,7 @@ class Family:
         switches: fields of `NLQConfig` with the same value in the whole family.
         parts: the fields of its configuration.
         without_effect: further fields, which do not change the outputs.
-        block_names: names of a block's modules, NLQ's -> the family's, if they differ. The family fuses modules that
-            share a name.
+        block_names: names of a block's modules, NLQ's -> the family's, if they differ. It fuses those with one name.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a token classifier.
         layouts: for modules that the family stores differently, by the last part of their names.
@@ -212,21 +190,19 @@ class Family:
             raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it")
         is_causal = self.switches.get("is_causal", True)
         if getattr(config, "is_causal", is_causal) != is_causal:
-            raise ValueError(
-                f"is_causal={not is_causal}: models of type {self.name} are converted with is_causal={is_causal}"
-            )
+            raise ValueError(f"is_causal={not is_causal} must be {is_causal} for a model of type {self.name}")
         values = {"query_projection": "linear", **self.switches, **_library_fields(config)}
         for part in self.parts:
             values.update(part.read(config))
         values["attention_dropout"] = values["attention_dropout"] or 0.0  # some families allow `None`
         by_layer = {name: values[name] for name in PER_LAYER_SWITCHES if isinstance(values.get(name), list)}
         values.update({name: layers[0] for name, layers in by_layer.items()})
-        overrides: dict[int, dict[str, Any]] = {}
-        for name, layers in by_layer.items():
-            for index, value in enumerate(layers):
-                if value != values[name]:
-                    overrides.setdefault(index, {})[name] = value
-        return NLQConfig(**values, per_layer_config=dict(sorted(overrides.items())) or None)
+        overrides = {}
+        for index in range(values["num_hidden_layers"]):
+            switches = {name: layers[index] for name, layers in by_layer.items() if layers[index] != layers[0]}
+            if switches:
+                overrides[index] = switches
+        return NLQConfig(**values, per_layer_config=overrides or None)
 
     def write(self, config: NLQConfig) -> PreTrainedConfig:
         """Makes the nearest configuration of the family."""
@@ -247,12 +223,11 @@ class Family:
             "quantization_config",  # which `read` refuses
         }
         default = self.config_class()
+        values = {name: value for name, value in config.to_dict().items() if name not in known and name[0] != "_"}
         return [
             f"{name}={value!r}: NLQ models have no such field"
-            for name, value in config.to_dict().items()
-            if name not in known
-            and not name.startswith("_")
-            and value not in (None, False, [], {}, "", getattr(default, name, None))
+            for name, value in values.items()
+            if value not in (None, False, [], {}, "", getattr(default, name, None))
         ]
 
     def layout(self, name: str) -> Layout:
@@ -313,15 +288,15 @@ _COMMON = _equal(
 )
 _KEY_HEADS = _equal("num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
-_ROPE_BEFORE_NORM = Part(("rope_parameters",), _read_rope_before_norm, _write_rope)
+_ROPE_BEFORE_NORM = Part(("rope_parameters",), partial(_read_rope, has_norm_after=True), _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
 _NO_ROPE_LAYERS = Part(
-    ("no_rope_layers",),
-    _read_no_rope_layers,
+    ("no_rope_layers",),  # 1 where a layer has rotary positions
+    lambda config: {"position_embedding": [("none", "rope")[has_rope] for has_rope in config.no_rope_layers]},
     lambda layers: {"no_rope_layers": [int(layer.position_embedding == "rope") for layer in layers]},
 )
-_HEAD_DIM = Part(("head_dim",), _head_dim, lambda layers: {"head_dim": layers[0].head_dim})
-_UNDECLARED_HEAD_DIM = Part(("head_dim",), _head_dim, _write_head_dim_unless_usual)
+_HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda layers: {"head_dim": layers[0].head_dim})
+_UNDECLARED_HEAD_DIM = Part(("head_dim",), _read_head_dim, _write_head_dim_unless_usual)
 _HIDDEN_DROPOUT = Part(
     ("hidden_dropout",),
     lambda config: {"embedding_dropout": config.hidden_dropout, "residual_dropout": config.hidden_dropout},
@@ -338,8 +313,7 @@ _LLAMA_PARTS = (_TOKENS, _COMMON, _KEY_HEADS, _equal(rms_norm_eps="layer_norm_ep
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def _fused(name: str) -> dict[str, str]:
-    return dict.fromkeys((f"self_attn.{kind}_proj" for kind in "qkv"), name)
+_QKV = tuple(f"self_attn.{kind}_proj" for kind in "qkv")
 
 
 def _like_llama(name: str, *parts: Part, switches: dict[str, Any] | None = None, **others: Any) -> Family:
@@ -420,7 +394,7 @@ _ROWS = (
         ),
         block_names={
             **_LLAMA_NAMES,
-            **_fused("attention.query_key_value"),
+            **dict.fromkeys(_QKV, "attention.query_key_value"),
             "self_attn.o_proj": "attention.dense",
             "mlp.fc1": "mlp.dense_h_to_4h",
             "mlp.fc2": "mlp.dense_4h_to_h",
@@ -451,18 +425,13 @@ _ROWS = (
         ),
         # They set the order of operations and the second head of a class; `n_ctx` is an old name
         without_effect=(
-            "reorder_and_upcast_attn",
-            "summary_type",
-            "summary_use_proj",
-            "summary_activation",
-            "summary_first_dropout",
-            "summary_proj_to_labels",
-            "n_ctx",
+            *("reorder_and_upcast_attn", "n_ctx"),
+            *(f"summary_{name}" for name in ("type", "use_proj", "activation", "first_dropout", "proj_to_labels")),
         ),
         block_names={
             "self_attn_norm": "ln_1",
             "mlp_norm": "ln_2",
-            **_fused("attn.c_attn"),
+            **dict.fromkeys(_QKV, "attn.c_attn"),
             "self_attn.o_proj": "attn.c_proj",
             "mlp.fc1": "mlp.c_fc",
             "mlp.fc2": "mlp.c_proj",

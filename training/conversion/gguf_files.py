@@ -38,30 +38,23 @@ class GGUF:
     """The header of a file.
 
     Attributes:
-        weights: the type of most of its quantised weights, or else of most weights, as llama.cpp names it.
+        quantised: the type of most of its quantised weights, as llama.cpp names it; `None` without any.
         tensors: names of the tensors.
         tokenizer: fields below `tokenizer.ggml`, without its lists.
         not_read: fields of the model that Transformers does not read, in words.
     """
 
     path: Path
-    weights: str
+    quantised: str | None
     architecture: str
     tensors: list[str]
     head_size: int
     tokenizer: dict[str, Any]
     not_read: list[str]
 
-    @property
-    def is_quantised(self) -> bool:
-        return self.weights not in _NOT_QUANTISED
-
 
 def find_gguf(source: str) -> Path | None:
-    """Returns the GGUF file that a source is or contains, or `None`, as for a folder with safetensors files.
-
-    Raises `ValueError` for a folder with several GGUF files.
-    """
+    """Returns the GGUF file that a source is or contains, or `None`, as for a folder with safetensors files."""
     path = Path(source)
     if path.is_file() and path.suffix == ".gguf":
         return path
@@ -73,10 +66,7 @@ def find_gguf(source: str) -> Path | None:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """Reads the header of a file.
-
-    Raises `ImportError` without the package gguf, and `ValueError` for a damaged file or another kind of model.
-    """
+    """Reads the header of a file; raises `ValueError` if it is damaged, or holds another kind of model."""
     if not is_gguf_available():
         raise ImportError(f'{path} needs the package gguf: pip install "modeling-nlq[gguf]"')
     from gguf import GGUFReader
@@ -94,8 +84,7 @@ def read_gguf(path: Path) -> GGUF:
     prefix = f"{architecture}."
     values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     if values.get("attention.causal") is False:
-        text = "encoders are converted from EuroBERT's safetensors, not from GGUF"
-        raise ValueError(f"{path}: {prefix}attention.causal=False: {text}")
+        raise ValueError(f"{path}: {prefix}attention.causal=False: encoders are converted from safetensors alone")
     head_size = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}
     read = (*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ)
@@ -106,11 +95,11 @@ def read_gguf(path: Path) -> GGUF:
     ]
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
-    quantised = [name for name in sizes if name not in _NOT_QUANTISED]
+        if tensor.tensor_type.name not in _NOT_QUANTISED:
+            sizes[tensor.tensor_type.name] += int(tensor.n_elements)
     return GGUF(
         path,
-        weights=max(quantised or sizes, key=sizes.get),
+        quantised=max(sizes, key=sizes.get, default=None),
         architecture=architecture,
         tensors=[tensor.name for tensor in reader.tensors],
         head_size=head_size,

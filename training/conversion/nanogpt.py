@@ -14,10 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
-from ..size import check_shapes
+from ..size import check_shapes, empty_model
 from .draft import Draft, from_nlq_tensors, to_nlq_tensors
 from .families import FAMILIES, Layout
-from .streaming import Weights, empty_model, saved_state
+from .streaming import Weights, saved_state
 
 
 # `query_mode` of the paper's code -> `query_projection`
@@ -46,34 +46,26 @@ _DEFAULTS = {
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint without executing anything in it.
-
-    Raises `UnpicklingError` if it is damaged or would run code, and `ValueError` for another kind of file.
-    """
+    """Reads a checkpoint; raises `UnpicklingError` if it is damaged or would run code, or `ValueError`."""
     # Mapped, because the file also holds the optimizer's state
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        kinds = "the paper's code or of nanoGPT"
-        raise ValueError(f"{path} is not a checkpoint of {kinds}: it does not hold 'model' and 'model_args'")
+        raise ValueError(f"{path} is not a checkpoint of nanoGPT: it does not hold 'model' and 'model_args'")
     return checkpoint
 
 
 def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
-    """Makes the model of a checkpoint.
-
-    Raises `ValueError` for an unknown field or mode, and for weights that are missing, unknown, of another shape, or
-    tied but different.
-    """
+    """Makes the model of a checkpoint; raises `ValueError` for fields or weights that do not fit."""
     config = _to_config(checkpoint["model_args"])
     state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
     # Attention without a kernel saves the causal mask, which is not a parameter
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
-    ours = empty_model(NLQForCausalLM, config)
-    theirs = empty_model(GPT2LMHeadModel, GPT2Config(n_layer=1))
-    names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
+    ours = empty_model(config, model_class=NLQForCausalLM)
+    theirs = empty_model(GPT2Config(n_layer=1), model_class=GPT2LMHeadModel)
     # The linear layers are not transposed, and the fused layer lacks queries without a matrix
     parts = 3 if config.query_projection in ("linear", "residual") else 2
     fused = Layout(lambda tensor, _: tensor.chunk(parts), lambda tensors, _: torch.cat(list(tensors)))
+    names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
     family = replace(FAMILIES["gpt2"], block_names=names, layouts={"c_attn": fused})
     head, embedding = "lm_head.weight", "transformer.wte.weight"
     if config.tie_word_embeddings and head in state:
@@ -81,7 +73,7 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
             raise ValueError(f"tie_weights=True, and yet {head} differs from {embedding}")
         del state[head]
     expected = from_nlq_tensors(family, theirs, ours, Weights.of(saved_state(ours)).tensors)
-    shapes = {name: tensor.load().shape for name, tensor in expected.items()}
+    shapes = {name: load().shape for name, load in expected.items()}
     check_shapes(shapes, {name: value.shape for name, value in state.items()})
     weights = Weights.of(state)
     return Draft(ours, replace(weights, tensors=to_nlq_tensors(family, theirs, ours, weights.tensors))).build()
@@ -96,7 +88,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
             raise ValueError(f"model_args: nanoGPT has no field {', '.join(unknown)}")
     if values["query_mode"] not in _QUERY_MODES:
         raise ValueError(f"model_args: query_mode={values['query_mode']!r} must be one of {', '.join(_QUERY_MODES)}")
-    head_size = values["n_embd"] // values["num_heads"]
+    usual_scale = 1.0 / math.sqrt(values["n_embd"] // values["num_heads"])
     return NLQConfig(
         vocab_size=values["vocab_size"],
         hidden_size=values["n_embd"],
@@ -106,9 +98,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
         max_position_embeddings=values["block_size"],
         use_bias=values["bias"],
         query_projection=_QUERY_MODES[values["query_mode"]],
-        attention_scaling=1.0 / math.sqrt(head_size) if values["scale"] is None else values["scale"],
-        embedding_dropout=values["dropout"],
-        residual_dropout=values["dropout"],
-        attention_dropout=values["dropout"],
+        attention_scaling=usual_scale if values["scale"] is None else values["scale"],
         tie_word_embeddings=values["tie_weights"],
+        **{f"{place}_dropout": values["dropout"] for place in ("embedding", "residual", "attention")},
     )

@@ -7,11 +7,10 @@ from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedMod
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ..loading import source_named
-from ..size import check_names
-from .draft import LossyConversion, classes_of
+from ..size import check_names, empty_model
+from .draft import classes_of
 from .families import FAMILIES
 from .gguf_files import GGUF, tensors_not_read
-from .streaming import empty_model
 
 
 PAPER_CHECKPOINT = "ckpt.pt"
@@ -56,13 +55,11 @@ def load_model(
     return model.eval()
 
 
-def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Loads the model of a GGUF file in float32, and lists what Transformers does not read.
-
-    Raises `LossyConversion` if the list is not empty, without `allow_lossy`.
-    """
+def load_gguf(gguf: GGUF) -> tuple[PreTrainedModel, list[str]]:
+    """Loads the model of a GGUF file in float32, and lists what Transformers does not read."""
     # The whole path: Transformers would look for a bare name in the current directory first
-    folder, file = str(gguf.path.parent), str(gguf.path.resolve())
+    folder = str(gguf.path.parent)
+    file = str(gguf.path.resolve())
     config, model_class = read_source(folder, gguf_file=file)
     if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
         config.head_dim = gguf.head_size
@@ -70,9 +67,7 @@ def load_gguf(gguf: GGUF, allow_lossy: bool) -> tuple[PreTrainedModel, list[str]
     if gguf.tokenizer.get("model") != "llama":
         for kind in ("bos", "eos"):
             setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
-    names = empty_model(model_class, config).state_dict()
+    names = empty_model(config, model_class=model_class).state_dict()
     lost = [*gguf.not_read, *tensors_not_read(gguf, names, config.num_hidden_layers)]
-    if lost and not allow_lossy:
-        raise LossyConversion(lost)
     quantization = GgufConfig(dequantize=True)
     return load_model(folder, config, model_class, gguf_file=file, quantization_config=quantization), lost

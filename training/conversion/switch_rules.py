@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import attrgetter
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,25 @@ from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 # Parts of a model that have a field for their biases
 BIASED_PARTS = ("query_key_value", "attention_output", "mlp")
+# The fields of `carry_model`; `check_change` refuses smaller sizes
+MODEL_FIELDS = (
+    *("num_key_value_heads", "max_position_embeddings", "intermediate_size"),
+    *("tie_word_embeddings", "use_bias", *(f"{part}_bias" for part in BIASED_PARTS)),
+)
+# Fields that decide what a layer computes from its weights, which no other weights could make up for
+FUNCTIONS = (
+    "attention_activation",
+    "attention_output_activation",
+    "final_logit_softcapping",
+    "hidden_act",
+    "layer_norm_eps",
+    "linear_attention_decay",
+    "qk_norm",
+    "residual_activation",
+    "sliding_window",
+    "sublayer_activation",
+)
+OTHER_OUTPUTS = "the outputs would change"
 # Names of the matrices before and after the inner units of an MLP
 _MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "down_proj")}
 
@@ -38,10 +57,11 @@ class LayerChange:
         """Tells whether a field changes its value."""
         return getattr(self.before, field) != getattr(self.after, field)
 
-    def heads(self, kind: str) -> tuple[int, int]:
-        """Returns the numbers of heads of queries, keys or values before and after."""
+    def more_heads(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
+        """Repeats the rows of each head of queries, keys or values, as often as the change repeats the head."""
         field = "num_query_heads" if kind == "query" else "num_key_value_heads"
-        return getattr(self.before, field), getattr(self.after, field)
+        before, after = getattr(self.before, field), getattr(self.after, field)
+        return rows.unflatten(0, (before, -1)).repeat_interleave(after // before, dim=0).flatten(0, 1)
 
 
 def refusal(field: str, before: Any, after: Any, reason: str) -> str:
@@ -55,76 +75,22 @@ def refusals(before: NLQConfig, after: NLQConfig, reasons: dict[str, str]) -> li
     return [refusal(field, old, new, reasons[field]) for field, (old, new) in values.items() if old != new]
 
 
-def lost_queries(before: NLQConfig, after: NLQConfig) -> list[str]:
-    """Refuses the parts that take query heads away from a layer."""
-    if after.num_query_heads >= before.num_query_heads:
-        return []
-    reason = "heads of queries that the model has learned would be lost"
-    return refusals(before, after, dict.fromkeys(ATTENTION_PARTS, reason))
-
-
-# Rules for the whole model: they take the old and the new model, and return what is lost
-
-
-def _num_key_value_heads(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
-    before, after = model.config.num_key_value_heads, new.config.num_key_value_heads
-    if after % before:
-        reason = "only a multiple gives every group of query heads the keys it had"
-        raise ValueError(refusal("num_key_value_heads", before, after, reason))
-    return []  # the projections do the rest
-
-
-def _biases(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
-    """Refuses to drop learned biases; new ones start at 0."""
-    before, after, modules = model.config, new.config, dict(new.named_modules())
-    is_lost = any(
-        getattr(module, "bias", None) is not None and name in modules and getattr(modules[name], "bias", None) is None
-        for name, module in model.named_modules()
-    )
-    if not is_lost:
-        return []
-    parts = [f"{part}_bias" for part in BIASED_PARTS if before.has_bias(part) and not after.has_bias(part)]
-    names = ["use_bias"] if before.use_bias and not after.use_bias else parts
-    return [refusal(name, True, False, "the biases would be lost") for name in names]
-
-
-def _tie_word_embeddings(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+def carry_model(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
+    """Sets the parameters of a new model outside attention, and returns what is lost, in words."""
+    before, after = model.config, new.config
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not new.config.tie_word_embeddings or model.config.tie_word_embeddings:
-        return []
-    if torch.equal(head.weight, embedding.weight):
-        return []
-    raise ValueError(refusal("tie_word_embeddings", False, True, "the LM head differs from the token embeddings"))
-
-
-def _max_position_embeddings(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
-    before, after = model.base_model.embed_positions, new.base_model.embed_positions
-    if before is None:
-        return []
-    if len(after.weight) < len(before.weight):
-        text = "positions that the model has learned would be lost"
-        raise ValueError(refusal("max_position_embeddings", len(before.weight), len(after.weight), text))
-    after.weight[: len(before.weight)] = before.weight
-    return []
-
-
-def _intermediate_size(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
-    before, after = model.config.intermediate_size, new.config.intermediate_size
-    if after < before:
-        raise ValueError(refusal("intermediate_size", before, after, "inner units of the MLPs would be lost"))
-    inner, outer = _MLP_LAYERS[new.config.mlp_type]
+    if head is not None and after.tie_word_embeddings and not torch.equal(head.weight, embedding.weight):
+        raise ValueError(refusal("tie_word_embeddings", False, True, "the LM head differs from the token embeddings"))
+    if (positions := model.base_model.embed_positions) is not None:
+        new.base_model.embed_positions.weight[: len(positions.weight)] = positions.weight
     for old_layer, new_layer in zip(model.base_model.layers, new.base_model.layers):
-        _widen(old_layer.mlp, new_layer.mlp, inner, outer)
-    return []
-
-
-MODEL_RULES = {
-    "num_key_value_heads": _num_key_value_heads,
-    **dict.fromkeys(("use_bias", *(f"{part}_bias" for part in BIASED_PARTS)), _biases),
-    "tie_word_embeddings": _tie_word_embeddings,
-    "max_position_embeddings": _max_position_embeddings,
-    "intermediate_size": _intermediate_size,
-}
+        _widen(old_layer.mlp, new_layer.mlp, *_MLP_LAYERS[after.mlp_type])
+    biases = {name for name, _ in model.named_parameters() if name.endswith(".bias")}
+    if biases <= new.state_dict().keys():
+        return []
+    fields = [f"{part}_bias" for part in BIASED_PARTS if before.has_bias(part) and not after.has_bias(part)]
+    fields = ["use_bias"] if before.use_bias and not after.use_bias else fields
+    return [refusal(field, True, False, "the biases would be lost") for field in fields]
 
 
 def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1",), outer: str = "fc2") -> None:
@@ -138,99 +104,78 @@ def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1"
         new.weight[:width] = old.weight[:width]
         if old.bias is not None and new.bias is not None:
             new.bias[:width] = old.bias[:width]
-    old, new = getattr(source, outer), getattr(target, outer)
-    new.weight.zero_()
-    new.weight[:, :width] = old.weight[:, :width]
+    new = getattr(target, outer).weight.zero_()
+    new[:, :width] = getattr(source, outer).weight[:, :width]
 
 
-# Rules for a layer: they set the other parameters, and return a reason if the outputs change
+def carry_layer(change: LayerChange) -> list[str]:
+    """Sets the parameters of a layer's attention that have no equal in the old layer, and returns what is lost."""
+    before, after = change.before, change.after
+    reasons = {field: OTHER_OUTPUTS if change.differs(field) else None for field in FUNCTIONS}
+    reasons.update({field: rule(change) or reasons.get(field) for field, rule in LAYER_RULES.items()})
+    for name in dict.fromkeys([*change.source.parts, *change.target.parts]):
+        if name not in reasons:
+            field = name if name in ATTENTION_PARTS else "attention_parts"
+            reasons[field] = reasons.get(field) or _carry_part(change, name)
+    return [
+        refusal(field, getattr(before, field), getattr(after, field), text) for field, text in reasons.items() if text
+    ]
 
 
-def _rule_of_projection(kind: str) -> Callable[[LayerChange], str | None]:
-    """Returns the rule of the projection to queries, keys or values."""
-
-    def carry(change: LayerChange) -> str | None:
-        old, new = (PROJECTIONS[getattr(side, f"{kind}_projection")] for side in (change.before, change.after))
-        heads = change.heads(kind)
-        source, source_bottleneck = (
-            _with_more_heads(module, *heads) for module in _modules_of_projection(change.source, kind)
-        )
-        target, target_bottleneck = _modules_of_projection(change.target, kind)
-        if new.linear:
-            _carry_matrix(source, target, heads, old.identity, new.identity)
-        if new.bottleneck and old.bottleneck:
-            _carry_bottleneck(source_bottleneck, target_bottleneck)
-        elif new.bottleneck:
-            # The gain has a gradient at once, and the parameters before it after the first step
-            for parameter in target_bottleneck.output_norm.parameters():
-                parameter.zero_()
-        if not new.linear and (old.linear or old.identity != new.identity):
-            return "it has no matrix that could hold X W, or X"
-        return "the bottleneck f(X) would be lost" if old.bottleneck and not new.bottleneck else None
-
-    return carry
+# The rules of a layer's fields: they set parameters, and return a reason if the outputs change
 
 
-def _modules_of_projection(attention: NLQAttention, kind: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
+def _carry_projection(kind: str, change: LayerChange) -> str | None:
+    """Carries the projection to queries, keys or values."""
+    old, new = (PROJECTIONS[getattr(side, f"{kind}_projection")] for side in (change.before, change.after))
+    source, source_bottleneck = _terms(change.source, kind)
+    target, target_bottleneck = _terms(change.target, kind)
+    if new.linear:
+        # In float64: X + X W is X (I + W) up to one rounding
+        size = target.weight.shape[1]
+        identity = torch.eye(size, dtype=torch.float64, device=target.weight.device)
+        if source is None:
+            weight = torch.zeros_like(target.weight, dtype=torch.float64)
+        else:
+            weight = change.more_heads(source.weight.double(), kind)
+            if source.bias is not None and target.bias is not None:
+                target.bias.copy_(change.more_heads(source.bias, kind))
+        if old.identity != new.identity:
+            weight = weight + (change.more_heads(identity, kind) if old.identity else -identity)
+        target.weight.copy_(weight)
+    if new.bottleneck and old.bottleneck:
+        source_bottleneck = copy.deepcopy(source_bottleneck)
+        for layer in (source_bottleneck.fc2, source_bottleneck.output_norm):
+            for parameter in layer.parameters():
+                parameter.data = change.more_heads(parameter.data, kind)
+        _widen(source_bottleneck, target_bottleneck)
+        trained, parameters = source_bottleneck.state_dict(), target_bottleneck.state_dict()
+        for name in ("input_norm.weight", "fc2.bias", "output_norm.weight", "output_norm.bias"):
+            if name in trained and name in parameters:
+                parameters[name].copy_(trained[name])
+    elif new.bottleneck:
+        # The gain has a gradient at once, and the parameters before it after the first step
+        for parameter in target_bottleneck.output_norm.parameters():
+            parameter.zero_()
+    if not new.linear and (old.linear or old.identity != new.identity):
+        return "it has no matrix that could hold X W, or X"
+    return "the bottleneck f(X) would be lost" if old.bottleneck and not new.bottleneck else None
+
+
+def _terms(attention: NLQAttention, kind: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
     return getattr(attention, f"{kind[0]}_proj"), getattr(attention, f"{kind[0]}_bottleneck")
 
 
-def _with_more_heads(module: nn.Module | None, before: int, after: int) -> nn.Module | None:
-    """Repeats each head of a matrix or a bottleneck, in a copy."""
-    if module is None or before == after:
-        return module
-    module = copy.deepcopy(module)
-    for layer in (module.fc2, module.output_norm) if isinstance(module, NLQBottleneck) else (module,):
-        for parameter in layer.parameters(recurse=False):
-            parameter.data = _copy_heads(parameter.data, before, after)
-    return module
-
-
-def _carry_matrix(
-    source: nn.Linear | None, target: nn.Linear, heads: tuple[int, int], had_identity: bool, has_identity: bool
-) -> None:
-    """Copies a matrix, to which the identity is added that the projection had before, or has now."""
-    # In float64: X + X W is X (I + W) up to one rounding
-    weight = torch.zeros_like(target.weight, dtype=torch.float64) if source is None else source.weight.double()
-    if had_identity != has_identity:
-        identity = torch.eye(weight.shape[1], dtype=torch.float64, device=weight.device)
-        weight = weight + (_copy_heads(identity, *heads) if had_identity else -identity)
-    target.weight.copy_(weight)
-    if source is not None and source.bias is not None and target.bias is not None:
-        target.bias.copy_(source.bias)
-
-
-def _carry_bottleneck(source: NLQBottleneck, target: NLQBottleneck) -> None:
-    """Copies a bottleneck into one that may be wider."""
-    target.input_norm.load_state_dict(source.input_norm.state_dict())
-    _widen(source, target)
-    trained, parameters = dict(source.named_parameters()), dict(target.named_parameters())
-    for name in ("fc2.bias", "output_norm.weight", "output_norm.bias"):
-        if name in trained and name in parameters:
-            parameters[name].copy_(trained[name])
-
-
-def _has_bottlenecks(change: LayerChange) -> bool:
-    """Tells whether some projection has a bottleneck before and after."""
-    fields = ("query_projection", "key_projection", "value_projection")
-    return any(
-        all(PROJECTIONS[getattr(side, field)].bottleneck for side in (change.before, change.after)) for field in fields
-    )
-
-
-def _projection_bottleneck_size(change: LayerChange) -> str | None:
-    is_narrower = change.after.projection_bottleneck_size < change.before.projection_bottleneck_size
-    return "inner units that the model has learned would be lost" if is_narrower and _has_bottlenecks(change) else None
-
-
-def _projection_activation(change: LayerChange) -> str | None:
-    is_other = change.differs("projection_activation") and _has_bottlenecks(change)
-    return "the bottlenecks that the model has learned would compute something else" if is_other else None
-
-
-def _copy_heads(rows: torch.Tensor, before: int, after: int) -> torch.Tensor:
-    """Repeats the rows of each head."""
-    return rows.unflatten(0, (before, -1)).repeat_interleave(after // before, dim=0).flatten(0, 1)
+def _check_bottlenecks(field: str, change: LayerChange) -> str | None:
+    """Refuses narrower bottlenecks, or bottlenecks with another activation."""
+    before, after = getattr(change.before, field), getattr(change.after, field)
+    if before == after or (field == "projection_bottleneck_size" and before < after):
+        return None
+    for kind in ("query", "key", "value"):
+        names = [getattr(side, f"{kind}_projection") for side in (change.before, change.after)]
+        if all(PROJECTIONS[name].bottleneck for name in names):
+            return "the bottlenecks that the model has learned would compute something else"
+    return None
 
 
 def _attention_scaling(change: LayerChange) -> str | None:
@@ -239,21 +184,22 @@ def _attention_scaling(change: LayerChange) -> str | None:
         return None
     if after == 0.0:
         return "all scores would be 0"
-    if change.target.q_norm is not None:
-        gain = next(change.target.q_norm.parameters(), None)
-        if gain is None:
-            field = f"qk_norm={change.after.qk_norm!r} with norm_gain=False"
-            return f"{field} has no weights that could take over the factor"
-        gain.mul_(before / after)
-        return None
-    if PROJECTIONS[change.after.key_projection].identity:
-        return f"key_projection={change.after.key_projection!r} has no weights that could take over the factor"
-    linear, bottleneck = _modules_of_projection(change.target, "key")
-    for module in filter(None, (linear, bottleneck and bottleneck.output_norm)):
-        for parameter in module.parameters():
-            parameter.mul_(before / after)
-    for part in change.target.parts.values():
-        part.scale_keys(before / after)
+    norm = getattr(change.target, "q_norm", None)
+    if norm is not None:
+        parameters = list(norm.parameters())
+    elif PROJECTIONS[change.after.key_projection].identity:
+        parameters = []
+    else:
+        linear, bottleneck = _terms(change.target, "key")
+        modules = filter(None, (linear, bottleneck and bottleneck.output_norm))
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+    if not parameters:
+        return "the layer has no weights that could take over the factor"
+    for parameter in parameters:
+        parameter.mul_(before / after)
+    if norm is None:
+        for part in change.target.parts.values():
+            part.scale_keys(before / after)
     return None
 
 
@@ -297,7 +243,7 @@ def _head_projection(change: LayerChange) -> str | None:
 def _attention_sink(change: LayerChange) -> str | None:
     before, after = change.before.attention_sink, change.after.attention_sink
     if before == after == "learned":
-        change.target.sink_bias.copy_(_copy_heads(change.source.sink_bias, *change.heads("query")))
+        change.target.sink_bias.copy_(change.more_heads(change.source.sink_bias, "query"))
     if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
         return None
     if before is None:
@@ -309,42 +255,24 @@ def _attention_normalization(change: LayerChange) -> str | None:
     before, after = (
         side.attention_normalization or side.activation.normalization for side in (change.before, change.after)
     )
-    if change.before.activation.name == change.after.activation.name and before != after:
-        return "the attention weights would change"
-    return None
+    return OTHER_OUTPUTS if before != after and not change.differs("attention_activation") else None
 
 
 def _qk_norm(change: LayerChange) -> str | None:
-    if change.differs("qk_norm"):
-        return "the scores would depend on the lengths of queries and keys, or depend on them no more"
-    if change.after.qk_norm is None:
+    if change.differs("qk_norm") or change.after.qk_norm is None:
         return None
-    # Copies of all heads have the mean square of the heads
     for kind in ("query", "key"):
-        for old, new in zip(
-            *(getattr(side, f"{kind[0]}_norm").parameters() for side in (change.source, change.target))
-        ):
-            if old.shape != new.shape:
-                new.copy_(_copy_heads(old, *change.heads(kind)))
+        norms = (getattr(side, f"{kind[0]}_norm") for side in (change.source, change.target))
+        for old, new in zip(*(norm.parameters() for norm in norms)):
+            if old.shape != new.shape:  # copies of all heads have the mean square of the heads
+                new.copy_(change.more_heads(old, kind))
     return None
 
 
-def _rule_of_part(field: str) -> Callable[[LayerChange], str | None]:
-    """Returns the rule of a field that adds a part, or several by name; the part itself says how it starts."""
-
-    def carry(change: LayerChange) -> str | None:
-        names = [field]
-        if field not in ATTENTION_PARTS:
-            names = dict.fromkeys([*(getattr(change.before, field) or ()), *(getattr(change.after, field) or ())])
-        return next(filter(None, (_start_of_part(change, name) for name in names)), None)
-
-    return carry
-
-
-def _start_of_part(change: LayerChange, name: str) -> str | None:
+def _carry_part(change: LayerChange, name: str) -> str | None:
     """Starts a new part of a layer without effect, or copies the parameters of an old one."""
     if name not in change.target.parts:
-        return "what the part does would be lost" if name in change.source.parts else None
+        return "what the part does would be lost"
     part = change.target.parts[name]
     if name not in change.source.parts:
         return part.start_without_effect(change.target)
@@ -357,33 +285,20 @@ def _start_of_part(change: LayerChange, name: str) -> str | None:
         if old.shape != new.shape and kind == "inner":
             new[: len(old)] = old  # the weights that read the others are 0
         elif old.shape != new.shape:
-            new.copy_(_copy_heads(old, *change.heads(kind)))
+            new.copy_(change.more_heads(old, kind))
     return part.refuse_change(change.before, change.after)
 
 
-def _unchanged(name: str, reason: str) -> Callable[[LayerChange], str | None]:
-    value = attrgetter(name)
-    return lambda change: reason if value(change.before) != value(change.after) else None
-
-
-# A rule for each switch of a layer, in the order in which factors are multiplied into the weights
+# In the order in which factors are multiplied into the weights. `_carry_part` is the rule of other parts
 LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
-    "sliding_window": _unchanged("sliding_window", "queries would see other keys"),
-    "query_projection": _rule_of_projection("query"),
-    "key_projection": _rule_of_projection("key"),
-    "value_projection": _rule_of_projection("value"),
-    "projection_bottleneck_size": _projection_bottleneck_size,
-    "projection_activation": _projection_activation,
+    **{f"{kind}_projection": partial(_carry_projection, kind) for kind in ("query", "key", "value")},
+    "projection_bottleneck_size": partial(_check_bottlenecks, "projection_bottleneck_size"),
+    "projection_activation": partial(_check_bottlenecks, "projection_activation"),
     "qk_norm": _qk_norm,
     "attention_scaling": _attention_scaling,
-    "attention_activation": _unchanged("activation.name", "the attention weights would change"),
     "attention_normalization": _attention_normalization,
-    "linear_attention_decay": _unchanged("linear_attention_decay", "earlier tokens would count more, or less"),
     "attention_sink": _attention_sink,
     "head_projection": _head_projection,
     "attention_output_scaling": _attention_output_scaling,
-    "attention_output_activation": _unchanged("attention_output_activation", "what passes the heads would change"),
     "attention_gate": _attention_gate,
 }
-for _field in (*ATTENTION_PARTS, "attention_parts"):
-    LAYER_RULES.setdefault(_field, _rule_of_part(_field))

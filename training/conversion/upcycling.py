@@ -12,30 +12,38 @@ from transformers import PreTrainedModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
 from modeling_nlq import NLQConfig, NLQForSequenceClassification
+from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 from ..files import check_keys
-from .switch_rules import BIASED_PARTS, LAYER_RULES, MODEL_RULES, LayerChange, lost_queries, refusal, refusals
+from .switch_rules import (
+    BIASED_PARTS,
+    FUNCTIONS,
+    LAYER_RULES,
+    MODEL_FIELDS,
+    OTHER_OUTPUTS,
+    LayerChange,
+    carry_layer,
+    carry_model,
+    refusals,
+)
 
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A forward pass in evaluation mode does not read these fields
-_WITHOUT_EFFECT = {
+_TRAINING_FIELDS = {
     "attention_dropout",
     "classifier_pooling",  # except in a classifier
     "embedding_dropout",
     "initializer_range",
     "residual_dropout",
     "use_cache",
-    *_TOKEN_IDS,
 }
-# Another value changes the outputs, and no weights could make up for it
-_OTHER_FUNCTION = (
-    "final_logit_softcapping",
-    "hidden_act",
-    "layer_norm_eps",
-    "residual_activation",
-    "sublayer_activation",
-)
+# A part's field has the name of its row
+_FIELDS = NLQConfig.__annotations__.keys() | ATTENTION_PARTS.keys()
+_CHANGEABLE = {
+    *(*_TRAINING_FIELDS, *_TOKEN_IDS, *MODEL_FIELDS, *FUNCTIONS, *LAYER_RULES, *ATTENTION_PARTS),
+    *("attention_parts", "attention_parts_code", "rope_parameters"),
+}
 
 
 def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
@@ -61,11 +69,12 @@ def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
     Raises `ValueError` for an unknown field.
     """
     values = config.to_dict()
-    check_keys("model", switches, {*NLQConfig.__annotations__, "per_layer_config"})
-    layers = {}
-    for index, fields in (values.get("per_layer_config") or {}).items():
-        if kept := {name: value for name, value in fields.items() if name not in switches}:
-            layers[index] = kept
+    check_keys("model", switches, {*_FIELDS, "per_layer_config"})
+    layers = {
+        index: kept
+        for index, fields in (values.get("per_layer_config") or {}).items()
+        if (kept := {name: value for name, value in fields.items() if name not in switches})
+    }
     return NLQConfig(**{**values, "per_layer_config": layers or None, **switches})
 
 
@@ -74,14 +83,12 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
 
     New parameters then start with the model's initial values.
     """
-    if before.num_hidden_layers != after.num_hidden_layers:
+    if before.num_hidden_layers != after.num_hidden_layers or not _have_same_angles(before, after):
         return False
     if any(before.has_bias(part) != after.has_bias(part) for part in BIASED_PARTS):
         return False
-    if not _have_same_angles(before, after):
-        return False
     compared_above = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
-    fields = NLQConfig.__annotations__.keys() - (_WITHOUT_EFFECT - {*_TOKEN_IDS}) - compared_above
+    fields = _FIELDS - _TRAINING_FIELDS - compared_above
     for layers in zip(before.per_layer_config, after.per_layer_config):
         for field in fields:
             old, new = (getattr(layer, field) for layer in layers)
@@ -91,14 +98,12 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
 
 
 def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Makes a new model of another configuration that computes the same as far as possible.
+    """Makes a new model, in evaluation mode, of another configuration that computes the same as far as possible.
 
-    Returns the new model, in evaluation mode, and its differences from `model`, in words. Raises `ValueError` if the
-    weights do not fit the new configuration.
+    Returns it and its differences from `model`, in words. Raises `ValueError` as `check_change`.
     """
     before = model.config
-    if reasons := problems(before, config):
-        raise ValueError("; ".join(reasons))
+    check_change(before, config)
     # Not `.to(dtype)`, which would round the angles of rotary positions too
     new = type(model)._from_config(config, dtype=model.dtype).to(model.device).eval()
     if getattr(model, "generation_config", None) is not None:
@@ -106,42 +111,42 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         for field in _TOKEN_IDS:
             if getattr(before, field) != getattr(config, field):
                 setattr(new.generation_config, field, getattr(config, field))
-    fields = {*_OTHER_FUNCTION, *(["classifier_pooling"] if isinstance(model, NLQForSequenceClassification) else [])}
-    lost = refusals(before, config, dict.fromkeys(sorted(fields), "the outputs would change"))
+    is_classifier = isinstance(model, NLQForSequenceClassification)
+    lost = refusals(before, config, {"classifier_pooling": OTHER_OUTPUTS} if is_classifier else {})
     with torch.no_grad():
         state = model.state_dict()
         for name, value in new.state_dict().items():
             if name in state and state[name].shape == value.shape:
                 value.copy_(state[name])
-        for rule in MODEL_RULES.values():
-            lost += rule(model, new)
-        reasons = []
-        layers = zip(before.per_layer_config, config.per_layer_config, model.base_model.layers, new.base_model.layers)
-        for old_config, new_config, old_layer, new_layer in layers:
-            change = LayerChange(old_config, new_config, old_layer.self_attn, new_layer.self_attn)
-            by_field = {field: reason for field, rule in LAYER_RULES.items() if (reason := rule(change))}
-            reasons.append(
-                [
-                    refusal(field, getattr(old_config, field), getattr(new_config, field), reason)
-                    for field, reason in by_field.items()
-                ]
-            )
-    return new, list(dict.fromkeys([*lost, *_by_layer(reasons)]))
+        lost += carry_model(model, new)
+        configs = zip(before.per_layer_config, config.per_layer_config)
+        layers = zip(model.base_model.layers, new.base_model.layers)
+        changes = [LayerChange(*pair, old.self_attn, new.self_attn) for pair, (old, new) in zip(configs, layers)]
+        lost += _by_layer(list(map(carry_layer, changes)))
+    return new, lost
 
 
-def problems(before: NLQConfig, after: NLQConfig) -> list[str]:
-    """Lists the fields that change without a rule for it, in words."""
-    reasons = []
+def check_change(before: NLQConfig, after: NLQConfig) -> None:
+    """Raises `ValueError` for fields that change without a rule for it."""
+    reasons = {}
     if not _have_same_angles(before, after):
         name = "rope_parameters" if before.rope_parameters != after.rope_parameters else "max_position_embeddings"
-        reason = "the weights were trained with other angles"
-        reasons.append(refusal(name, getattr(before, name), getattr(after, name), reason))
-    rules = {"attention_parts_code", "rope_parameters", *_WITHOUT_EFFECT, *_OTHER_FUNCTION, *MODEL_RULES, *LAYER_RULES}
-    fixed = sorted(NLQConfig.__annotations__.keys() - rules)
-    fixed = dict.fromkeys(fixed, "the weights were trained with the former")
-    layers = zip(before.per_layer_config, after.per_layer_config)
-    reasons += _by_layer([[*refusals(*layer, fixed), *lost_queries(*layer)] for layer in layers])
-    return list(dict.fromkeys(reasons))
+        reasons[name] = "the weights were trained with other angles"
+    if before.has_learned_positions and after.max_position_embeddings < before.max_position_embeddings:
+        reasons["max_position_embeddings"] = "positions that the model has learned would be lost"
+    if after.intermediate_size < before.intermediate_size:
+        reasons["intermediate_size"] = "inner units of the MLPs would be lost"
+    if after.num_key_value_heads % before.num_key_value_heads:
+        reasons["num_key_value_heads"] = "only a multiple gives every group of query heads the keys it had"
+    fixed = sorted(_FIELDS - _CHANGEABLE)
+    of_layers = []
+    for layers in zip(before.per_layer_config, after.per_layer_config):
+        texts = dict.fromkeys(fixed, "the weights were trained with the former")
+        if layers[1].num_query_heads < layers[0].num_query_heads:
+            texts |= dict.fromkeys(ATTENTION_PARTS, "heads of queries that the model has learned would be lost")
+        of_layers.append(refusals(*layers, texts))
+    if refused := [*refusals(before, after, reasons), *_by_layer(of_layers)]:
+        raise ValueError("; ".join(refused))
 
 
 def _by_layer(reasons: list[list[str]]) -> list[str]:
@@ -163,10 +168,7 @@ def _have_same_angles(before: NLQConfig, after: NLQConfig) -> bool:
 
 
 def largest_difference(model: PreTrainedModel, other: PreTrainedModel) -> float:
-    """Returns the largest difference between the outputs of two models, relative to the largest output.
-
-    Both compute in float32 on the same random tokens.
-    """
+    """Returns the largest difference of two models' outputs in float32 on random tokens, relative to the largest."""
     config = model.config
     length = min(32, config.max_position_embeddings)
     tokens = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))

@@ -24,8 +24,8 @@ from .measures import (
 )
 
 
-# Floating-point operations for removing all heads, about half a minute on two cores. The text is cut to fit them, but
-# not below `FEWEST_ABLATED` tokens. If these cost more than `MOST_ABLATION`, heads are not removed
+# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, but not
+# below `FEWEST_ABLATED` tokens. If these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
@@ -59,30 +59,25 @@ class Layer:
     Attributes:
         heads: number of maps; differential attention has one for two heads.
         weights: `(heads, query, key)`, as `output_attentions=True` returns them, or `None`.
-        rows: `(heads, query)` by the names in `ROWS`; NaN where it is not defined.
         numbers: `(heads,)` by the names in `ROWS`, in `HEADS` and of parts.
         missing: the reason for each name that is not in `numbers`.
-        name: number of the layer, followed by `cross` for cross-attention.
-        is_cross: whether the keys are tokens of the source.
+        name: number of the layer, followed by `cross` for cross-attention, whose keys are tokens of the source.
     """
 
     activation: str
     heads: int
     weights: torch.Tensor | None = None
-    rows: dict[str, torch.Tensor] = field(default_factory=dict)
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     name: str = ""
     is_cross: bool = False
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
-        """Adds rows, `(heads, query)` each, and their means over the queries in the mask `has_choice`."""
-        for name, values in rows.items():
-            self.rows[name] = values
-            self.numbers[name] = values[:, has_choice].nanmean(dim=-1)
+        """Adds the means of rows, `(heads, query)` each, over the queries in the mask `has_choice`."""
+        self.numbers |= {name: values[:, has_choice].nanmean(dim=-1) for name, values in rows.items()}
 
     def add_weights(self, weights: torch.Tensor, has_choice: torch.Tensor) -> None:
-        """Adds weights `(heads, query, key)`, and the rows computed from them, as `add_rows`."""
+        """Adds weights, `(heads, query, key)`, and the means of rows that are computed from them."""
         self.weights = weights
         first = shares(weights)[..., 0]
         self.add_rows(has_choice, entropy=entropies(weights), first_token=first, row_sum=weights.sum(dim=-1))
@@ -91,20 +86,16 @@ class Layer:
 def measure_attention(
     model: PreTrainedModel, input_ids: torch.Tensor, random_ids: torch.Tensor, ablated_tokens: int = 0
 ) -> list[Layer]:
-    """Measures the attention of each layer of an NLQ model on a text.
+    """Measures the attention of each layer of an NLQ model on a text, `(1, length)`, and on `repeated_tokens`.
 
-    Args:
-        input_ids: `(1, length)`.
-        random_ids: see `repeated_tokens`.
-        ablated_tokens: number of tokens for removing heads; with fewer than 2, no head is removed.
+    Heads are removed on the first `ablated_tokens` of the text, if these are at least 2.
     """
     layers = _measure_layers(model, input_ids)
     period = random_ids.shape[1] // 2
-    if period > 1:
-        for layer, on_random in zip(layers, _measure_layers(model, random_ids)):
-            if on_random.weights is not None and not layer.is_cross:
-                layer.numbers["previous_token"] = previous_token_scores(on_random.weights)
-                layer.numbers["induction"] = induction_scores(on_random.weights, period)
+    for layer, on_random in zip(layers, _measure_layers(model, random_ids) if period > 1 else ()):
+        if on_random.weights is not None and not layer.is_cross:
+            layer.numbers["previous_token"] = previous_token_scores(on_random.weights)
+            layer.numbers["induction"] = induction_scores(on_random.weights, period)
     if ablated_tokens > 1:
         costs = ablations(model, input_ids[:, :ablated_tokens], [layer.heads for layer in layers])
         for layer, cost in zip(layers, costs):
@@ -129,10 +120,9 @@ def _measure_layers(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Lay
     def receive(layer: NLQAttention, call: AttentionCall, positions: Positions) -> None:
         measure = _measure_linear if layer.activation.kind == "linear" else _measure_weights
         measured = measure(layer, call, positions)
-        measured.name = str(layer.layer_idx)
-        if call.source is not None:
-            measured.is_cross = True
-            measured.name += " cross"
+        measured.is_cross = call.source is not None
+        measured.name = f"{layer.layer_idx}{' cross' if measured.is_cross else ''}"
+        if measured.is_cross:
             measured.missing |= dict.fromkeys(("own_value_cosine", "previous_token", "induction"), _NO_OWN_KEY)
         for part in layer.parts.values():
             for name, values in part("measure", call).items():
@@ -141,8 +131,9 @@ def _measure_layers(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Lay
                 elif values.shape == (layer.num_heads,):
                     measured.missing[name] = _PAIRS
                 else:
-                    shapes = f"the shape {tuple(values.shape)}, not ({measured.heads},)"
-                    raise ValueError(f"attention part {part.name!r}: {name!r} has {shapes}")
+                    shape = tuple(values.shape)
+                    message = f"attention part {part.name!r}: {name!r} has the shape {shape}, not ({measured.heads},)"
+                    raise ValueError(message)
         layers.append(measured)
 
     observe_calls(model, receive, input_ids, logits_to_keep=1)
@@ -180,9 +171,8 @@ def _measure_weights(layer: NLQAttention, call: AttentionCall, positions: Positi
 
 def _measure_linear(layer: NLQAttention, call: AttentionCall, positions: Positions) -> Layer:
     query, key, value = layer.project(call)
-    measured = Layer(layer.activation.name, query.shape[1])
-    missing = ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction")
-    measured.missing = dict.fromkeys(missing, _NO_WEIGHTS)
+    need_weights = ("weights", "entropy", "first_token", "row_sum", "largest_score", "previous_token", "induction")
+    measured = Layer(layer.activation.name, query.shape[1], missing=dict.fromkeys(need_weights, _NO_WEIGHTS))
     measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     if call.source is not None:
         return measured

@@ -4,32 +4,31 @@ if (!("DecompressionStream" in window) || !CSS.supports("color", "color-mix(in s
 document.getElementById("too-old").remove();
 
 // The page's data: see page.py. Maps are packed, and unpacked when their head is selected.
-const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const data = JSON.parse(byId("data").textContent);
 const length = data.tokens.length;
-const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+const isNumber = Number.isFinite;
+const times = (count, make) => Array.from({ length: count }, (_, index) => make(index));
+const clamp = (value, least, most) => Math.min(Math.max(value, least), most);
+const [losses, otherLosses] = data.models.map((model) => model.losses);
+const differences = otherLosses?.map((loss, index) => (isNumber(loss) ? loss - losses[index] : null));
 const state = {
   query: firstQuery(),
   key: null,
-  colour: data.models.length > 1 ? "difference" : "loss 0",
+  colour: differences ? "difference" : "loss 0",
   quantity: Object.keys(data.quantities)[0],
   heads: data.models.map((model) => firstHead(model)),
 };
 
 // The page opens on the head with the clearest of two patterns, and on the token with the largest loss or difference
 function firstHead(model) {
-  let best = { layer: Math.max(model.layers.findIndex((each) => each.maps), 0), head: 0 }, largest = 0;
-  model.layers.forEach((each, layer) => {
-    const shares = each.maps ? [...(each.numbers.induction ?? []), ...(each.numbers.previous_token ?? [])] : [];
-    shares.forEach((share, index) => {
-      if (share > largest) [best, largest] = [{ layer, head: index % each.heads }, share];
-    });
-  });
-  return best;
+  const shareOf = ({ numbers }, head) => Math.max(numbers.induction?.[head] ?? 0, numbers.previous_token?.[head] ?? 0);
+  const heads = model.layers.flatMap((each, layer) => (each.maps ? times(each.heads, (head) => ({ layer, head, share: shareOf(each, head) })) : []));
+  return heads.sort((first, second) => second.share - first.share)[0] ?? { layer: 0, head: 0 };
 }
 
 function firstQuery() {
-  const [first, second] = data.models.map((model) => model.losses);
-  const sizes = first.map((loss, index) => (isNumber(loss) ? Math.abs(second ? second[index] - loss : loss) : -1));
+  const sizes = (differences ?? losses).map((value) => (isNumber(value) ? Math.abs(value) : -1));
   return sizes.indexOf(Math.max(...sizes));
 }
 
@@ -43,14 +42,13 @@ function element(tag, attributes = {}, ...children) {
   return node;
 }
 
-const byId = (id) => document.getElementById(id);
-
 // A menu whose choice is kept in the state under its id
 function addMenu(id, options, paint) {
-  byId(id).append(...options.map(([value, text]) => element("option", { value }, text)));
-  byId(id).value = state[id];
-  byId(id).addEventListener("change", () => {
-    state[id] = byId(id).value;
+  const menu = byId(id);
+  menu.append(...options.map(([value, text]) => element("option", { value }, text)));
+  menu.value = state[id];
+  menu.addEventListener("change", () => {
+    state[id] = menu.value;
     paint();
   });
 }
@@ -76,7 +74,7 @@ function shown(token) {
 
 // A legend from the lowest to the highest number; `zero` has no colour
 function showScale(scale, low, high, zero, limit, unit, strength) {
-  const stops = Array.from({ length: 9 }, (_, step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
+  const stops = times(9, (step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
   scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
 
@@ -122,7 +120,7 @@ for (const model of data.models) {
 // Text
 
 const colours = [];
-if (data.models.length > 1) colours.push(["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]);
+if (differences) colours.push(["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]);
 data.models.forEach((model, index) => colours.push([`loss ${index}`, `loss of ${model.name}`]));
 data.models.forEach((model, index) => colours.push([`attention ${index}`, `attention of the selected token, ${model.name}`]));
 addMenu("colour", colours, paintText);
@@ -147,7 +145,7 @@ byId("text").addEventListener("keydown", (event) => {
 });
 
 function selectQuery(query, key = null) {
-  state.query = Math.min(Math.max(query, 0), length - 1);
+  state.query = clamp(query, 0, length - 1);
   state.key = key;
   paintText();
   data.models.forEach((_, index) => paintPanel(index));
@@ -160,7 +158,7 @@ async function paintText() {
   const [kind, index] = state.colour.split(" ");
   let values, seen = [], unit = "nats";
   if (kind === "loss") values = data.models[index].losses;
-  else if (kind === "difference") values = data.models[1].losses.map((loss, index) => (isNumber(loss) ? loss - data.models[0].losses[index] : null));
+  else if (kind === "difference") values = differences;
   else {
     const { layer, weight, keys, lastKey } = await readHead(index);
     const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.map_tokens;
@@ -171,24 +169,25 @@ async function paintText() {
   if (turn !== textsPainted) return; // another choice meanwhile
   const numbers = [...values, ...seen].filter(isNumber);
   const limit = Math.max(...numbers.map(Math.abs), 0);
+  const paint = (token, value, isKey) => {
+    token.style.background = colour(value, limit, "var(--behind-text)");
+    token.classList.toggle("key", isKey);
+  };
   tokens.forEach((token, index) => {
-    token.style.background = colour(values[index], limit, "var(--behind-text)");
+    paint(token, values[index], !isCross && index === state.key);
     token.setAttribute("aria-selected", String(index === state.query));
     token.tabIndex = index === state.query ? 0 : -1;
-    token.classList.toggle("key", !isCross && index === state.key);
   });
-  source.forEach((token, index) => {
-    token.style.background = colour(seen[index], limit, "var(--behind-text)");
-    token.classList.toggle("key", isCross && index === state.key);
-  });
+  source.forEach((token, index) => paint(token, seen[index], isCross && index === state.key));
   if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, limit, unit, "var(--behind-text)");
   else byId("text-scale").replaceChildren("This head has no weights to show here.");
-  const losses = data.models.map((model) => model.losses[state.query]);
   const parts = [`Token ${state.query}: “${shown(data.tokens[state.query])}”`];
-  if (isNumber(losses[0])) {
-    losses.forEach((loss, model) => parts.push(`${data.models[model].name}: loss ${written(loss)}, probability ${written(Math.exp(-loss))}`));
-    if (losses.length > 1) parts.push(`difference ${written(losses[1] - losses[0])}`);
-  } else parts.push("the first token has no loss");
+  for (const model of isNumber(losses[state.query]) ? data.models : []) {
+    const loss = model.losses[state.query];
+    parts.push(`${model.name}: loss ${written(loss)}, probability ${written(Math.exp(-loss))}`);
+  }
+  if (parts.length === 1) parts.push("the first token has no loss");
+  else if (differences) parts.push(`difference ${written(differences[state.query])}`);
   byId("token").textContent = `${parts.join("; ")}.`;
   const box = byId("text"), top = tokens[state.query].offsetTop - box.offsetTop;
   if (top < box.scrollTop || top > box.scrollTop + box.clientHeight - 30) box.scrollTop = top - box.clientHeight / 2;
@@ -201,14 +200,13 @@ addMenu("quantity", Object.keys(data.quantities).map((name) => [name, label(name
 const grids = data.models.map((model, index) => {
   const widest = Math.max(...model.layers.map((layer) => layer.heads));
   const grid = element("div", { class: "heads", role: "group", "aria-label": `Heads of ${model.name}`, style: `--rows: ${model.layers.length}; grid-template-columns: 2rem repeat(${widest}, minmax(0, 2.5rem))` });
-  grid.append(element("span", {}, ""), ...Array.from({ length: widest }, (_, head) => element("span", { "aria-hidden": "true" }, String(head))));
+  grid.append(element("span"), ...times(widest, (head) => element("span", { "aria-hidden": "true" }, head)));
   const buttons = model.layers.map((layer, row) => {
-    const heads = Array.from({ length: layer.heads }, (_, head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
-    grid.append(element("span", {}, layer.name), ...heads, ...Array.from({ length: widest - layer.heads }, () => element("span")));
+    const heads = times(layer.heads, (head) => element("button", { type: "button", onclick: () => selectHead(index, row, head) }));
+    grid.append(element("span", {}, layer.name), ...heads, ...times(widest - layer.heads, () => element("span")));
     return heads;
   });
-  const readout = element("p", { class: "readout" });
-  const scale = element("p", { class: "scale" });
+  const scale = element("p", { class: "scale" }), readout = element("p", { class: "readout" });
   byId("heads").append(element("div", {}, element("h3", {}, model.name), grid, scale, readout));
   return { buttons, readout, scale };
 });
@@ -218,7 +216,7 @@ function selectHead(index, layer, head) {
   data.models.forEach((model, other) => {
     if (other !== index && !together) return;
     const row = Math.min(layer, model.layers.length - 1);
-    state.heads[other] = { layer: row, head: Math.min(Math.max(head, 0), model.layers[row].heads - 1) };
+    state.heads[other] = { layer: row, head: Math.min(head, model.layers[row].heads - 1) };
     paintPanel(other);
   });
   paintHeads();
@@ -268,7 +266,7 @@ const panels = data.models.map((model, index) => {
   };
   panel.map.addEventListener("click", async (event) => {
     const box = panel.map.getBoundingClientRect(), { lastKey } = await readHead(index);
-    const cell = (offset, size, count) => Math.min(Math.max(Math.floor((offset / size) * count), 0), count - 1);
+    const cell = (offset, size, count) => clamp(Math.floor((offset / size) * count), 0, count - 1);
     const query = cell(event.clientY - box.top, box.height, panel.map.height);
     selectQuery(query, Math.min(cell(event.clientX - box.left, box.width, panel.map.width), lastKey(query)));
   });
@@ -302,8 +300,8 @@ function describeRow({ weight, keys, lastKey }) {
   const describeKey = (key) => `${key} “${shown(keys[key])}”`;
   const query = `Query ${state.query} “${shown(data.tokens[state.query])}”`;
   if (state.key !== null && state.key < keys.length) return `Weight ${written(weightOf(state.key))} of key ${describeKey(state.key)}; ${query}.`;
-  const indices = Array.from({ length: lastKey(state.query) + 1 }, (_, key) => key);
-  const largest = indices.sort((first, second) => Math.abs(weightOf(second)) - Math.abs(weightOf(first))).slice(0, 3);
+  const seen = times(lastKey(state.query) + 1, (key) => key);
+  const largest = seen.sort((first, second) => Math.abs(weightOf(second)) - Math.abs(weightOf(first))).slice(0, 3);
   return `${query}; largest ${largest.map((key) => `${written(weightOf(key))} of ${describeKey(key)}`).join(", ")}.`;
 }
 
@@ -321,7 +319,7 @@ function paintMap(panel, { largest, weight, keys, lastKey, isLower }) {
       const full = value < 0 ? cold : hot;
       const base = key > lastKey(query) ? soft : sheet;
       const start = 4 * (query * columns + key);
-      for (let channel = 0; channel < 3; channel++) image.data[start + channel] = base[channel] + part * (full[channel] - base[channel]);
+      base.forEach((ground, channel) => (image.data[start + channel] = ground + part * (full[channel] - ground)));
       image.data[start + 3] = 255;
     }
   }

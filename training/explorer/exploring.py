@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_nlq import NLQConfig, NLQForCausalLM, NLQForConditionalGeneration
+from modeling_nlq import NLQConfig, NLQForConditionalGeneration
 
 from ..conversion.draft import to_nlq
 from ..disk import read_bytes, read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE
 from ..loading import load_model
-from ..size import parts_in, positions_of
+from ..size import empty_model, parts_in, positions_of
 from ..text import check_number
 from .attention import measure_attention, tokens_to_ablate
 from .measures import losses_of_tokens, repeated_tokens
@@ -39,13 +39,7 @@ class Exploration:
 
 @dataclass
 class Subject:
-    """A model to measure, in float32.
-
-    Attributes:
-        model: an NLQ model; for an encoder and decoder, its decoder.
-        description: shown on the page.
-        pair: the encoder and decoder.
-    """
+    """An NLQ model to measure, in float32: the decoder of `pair`, if that is set."""
 
     model: PreTrainedModel
     description: str
@@ -66,8 +60,8 @@ def explore(
     """Shows on a page what the attention of one model, or of two side by side, does with a text.
 
     Args:
-        model, other: folders or Hub names of saved language models, NLQ or of a family that converts to it; the two
-            must have one tokenizer.
+        model, other: folders or Hub names of saved language models with one tokenizer, NLQ or of a family that
+            converts to it.
         file: a UTF-8 text file instead of `text`.
         target: for an encoder and decoder, which reads the text as its source; by default the text that the first
             model generates.
@@ -84,13 +78,11 @@ def explore(
     if file is not None:
         text = read_text(resolve_user_path(file))
     models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
-    source = None
     shown = _tokens(tokenizer, text)
     if not shown:
         raise ValueError("the text is empty: it has no token")
+    source = None
     pair = next(iter(models.values())).pair
-    if pair is None and target is not None:
-        raise ValueError("--target: only an encoder with a decoder has a target")
     if pair is not None:
         source = [*shown, tokenizer.eos_token_id]
         if target is None:
@@ -99,6 +91,8 @@ def explore(
             shown = pair.generate(source_ids, max_new_tokens=new_tokens, do_sample=False)[0].tolist()
         else:
             shown = [pair.config.decoder_start_token_id, *_tokens(tokenizer, target), tokenizer.eos_token_id]
+    elif target is not None:
+        raise ValueError("--target: only an encoder with a decoder has a target")
     exploration = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
         # The user did not type the default name, which may be a link
@@ -138,16 +132,13 @@ def explore_tokens(
     notes: Sequence[str] = (),
     source: Sequence[int] | None = None,
 ) -> Exploration:
-    """Makes the page of one or two models.
+    """Makes the page of one or two models, by their names on the page, for the tokens `shown` of a text.
+
+    Raises `ValueError` if `max_tokens` exceeds the positions, or losses are not finite.
 
     Args:
-        models: by their names on the page.
-        shown: the tokens of the text.
         notes: sentences to add to the page.
         source: the tokens that encoders read, for decoders with cross-attention.
-
-    Raises:
-        ValueError: if there are more tokens than positions, or losses are not finite.
     """
     configs = [subject.model.config for subject in models.values()]
     positions = min(filter(None, map(positions_of, configs)), default=math.inf)
@@ -159,8 +150,8 @@ def explore_tokens(
     if length < len(shown):
         notes.append(f"This page shows the first {length:,} of {len(shown):,} tokens.")
     if period < INDUCTION_PERIOD:
-        text = "Scores of the previous token and of induction are measured on"
-        notes.append(f"{text} {period} random tokens, repeated once.")
+        names = "the previous token and of induction"
+        notes.append(f"Scores of {names} are measured on {period} random tokens, repeated once.")
     vocab_size = min(len(tokenizer), *(config.vocab_size for config in configs))
     random_ids = repeated_tokens(vocab_size, tokenizer.all_special_ids, period)
     explored = []
@@ -203,18 +194,17 @@ def show_source(subject: Subject, source: Sequence[int]) -> None:
 
 def prepare(model: PreTrainedModel) -> Subject:
     """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it does not convert."""
-    nlq_model = model.float().eval()
-    note = ""
-    pair = None
+    model = model.float().eval()
     if isinstance(model, NLQForConditionalGeneration):
-        pair = model.to(DEVICE)
-        with torch.device("meta"):
-            nlq_model = NLQForCausalLM(model.config.decoder).eval()
-        nlq_model.model, nlq_model.lm_head = model.model.decoder, model.lm_head
-    elif not isinstance(model.config, NLQConfig):
-        nlq_model = to_nlq(model)
-        note = "; shown by its exact conversion to an NLQ model"
-    return Subject(nlq_model.to(DEVICE), _describe(model) + note, pair)
+        model.to(DEVICE)
+        decoder = empty_model(model.config.decoder).eval()
+        decoder.model = model.model.decoder
+        decoder.lm_head = model.lm_head
+        return Subject(decoder, _describe(model), model)
+    if not isinstance(model.config, NLQConfig):
+        converted = to_nlq(model).to(DEVICE)
+        return Subject(converted, f"{_describe(model)}; shown by its exact conversion to an NLQ model")
+    return Subject(model.to(DEVICE), _describe(model))
 
 
 def _describe(model: PreTrainedModel) -> str:
@@ -234,8 +224,8 @@ def _describe(model: PreTrainedModel) -> str:
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
     """Returns the text that each token adds to the tokens before it.
 
-    Decoding a token alone would lose its leading space with some tokenizers. If several tokens make one character, the
-    first one gets the character, and the others are empty. Invalid bytes are written as the tokenizer writes them.
+    A token decoded alone would lose its leading space with some tokenizers. If several tokens make one character, the
+    first gets the character, and the others are empty. Invalid bytes are written as the tokenizer writes them.
     """
     texts = []
     before = ""  # the text of the tokens so far

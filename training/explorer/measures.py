@@ -22,6 +22,7 @@ _LOGITS_AT_ONCE = 2**28
 _TOKENS_AT_ONCE = 2**13
 
 
+@torch.no_grad()
 def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     """Computes the loss of each token after the first, in nats, `(batch, length - 1)` on the CPU.
 
@@ -29,15 +30,14 @@ def losses_of_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.T
     alone is masked. `input_ids`, `(batch, length)`, is without padding.
     """
     input_ids = input_ids.to(model.device)
-    with torch.no_grad():
-        if getattr(model.config, "is_causal", True):
-            return token_losses(model(input_ids=input_ids, use_cache=False).logits, input_ids)[0].cpu()
-        losses = torch.empty(len(input_ids), input_ids.shape[1] - 1)
-        for index in range(1, input_ids.shape[1]):
-            masked = input_ids.clone()
-            masked[:, index] = model.config.mask_token_id
-            logits = model(input_ids=masked).logits[:, index].float()
-            losses[:, index - 1] = nn.functional.cross_entropy(logits, input_ids[:, index], reduction="none")
+    if getattr(model.config, "is_causal", True):
+        return token_losses(model(input_ids=input_ids, use_cache=False).logits, input_ids)[0].cpu()
+    losses = torch.empty(len(input_ids), input_ids.shape[1] - 1)
+    for index in range(1, input_ids.shape[1]):
+        masked = input_ids.clone()
+        masked[:, index] = model.config.mask_token_id
+        logits = model(input_ids=masked).logits[:, index].float()
+        losses[:, index - 1] = nn.functional.cross_entropy(logits, input_ids[:, index], reduction="none")
     return losses
 
 
@@ -55,8 +55,8 @@ def entropies(weights: torch.Tensor) -> torch.Tensor:
 def own_value_cosines(outputs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Computes `cos(y_i, v_i)` of a head's output and the token's own value (arXiv 2603.09078), `(heads, query)`.
 
-    Outputs `y_i = sum_j w_ij v_j`, before gates and the output projection, and values, repeated for the heads that
-    share them, are `(heads, query, head_dim)`. The cosine of a 0 is 0.
+    Both are `(heads, query, head_dim)`; outputs `y_i = sum_j w_ij v_j` are before gates and the output projection. The
+    cosine of a 0 is 0.
     """
     return nn.functional.cosine_similarity(outputs, values, dim=-1, eps=torch.finfo(values.dtype).tiny)
 
@@ -81,10 +81,9 @@ def previous_token_scores(weights: torch.Tensor) -> torch.Tensor:
 
 
 def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
-    """Returns how much each head attends to the token after the previous occurrence (arXiv 2209.11895).
+    """Returns the mean of `p_i,i-period+1` over the second half of a text of `repeated_tokens` (arXiv 2209.11895).
 
-    It is the mean of `p_i,i-period+1` over the second half of a text that repeats `period` random tokens once. A row
-    of zeros counts as 0.
+    This is the share of the token after the previous occurrence. A row of zeros counts as 0.
     """
     return shares(weights).diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].nan_to_num(nan=0.0).mean(dim=-1)
 
@@ -101,11 +100,8 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: 
 def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
     """Computes what removing each head adds to the mean loss, for each layer `(heads,)`, in nats per token.
 
-    The head's output is set to 0 at the input of the output projection.
-
-    Args:
-        input_ids: `(1, length)`.
-        heads: number of heads of each layer.
+    The head's output is set to 0 at the input of the output projection. `heads` are the numbers of heads of the
+    layers, and `input_ids` is `(1, length)`.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
     length = input_ids.shape[1]

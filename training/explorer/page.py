@@ -64,15 +64,12 @@ def write_page(
 ) -> str:
     """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps.
 
-    Args:
-        notes: sentences below the title.
-        tokens: the tokens of the text.
-        source: the tokens that cross-attention sees.
+    `notes` are sentences below the title, and `source` the tokens that cross-attention sees.
     """
     map_tokens = _map_tokens(models, len(tokens))
     if map_tokens < len(tokens):
-        text = f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."
-        notes = [*notes, text]
+        note = f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."
+        notes = [*notes, note]
     content = {
         "tokens": list(tokens),
         "source": list(source),
@@ -110,18 +107,17 @@ def _read(name: str) -> str:
 
 def _map_tokens(models: Sequence[ExploredModel], length: int) -> int:
     """Returns for how many tokens all maps take at most `MAP_BYTES`, even if they cannot be compressed."""
+    layers = [(model, layer) for model in models for layer in model.layers if layer.weights is not None]
 
-    def size(model: ExploredModel, layer: Layer, tokens: int) -> float:
-        if layer.weights is None:
-            return 0
-        keys = layer.weights.shape[-1] if layer.is_cross else tokens / (2 if model.is_causal else 1)
-        # A byte for each weight, four for the largest of each row, and two headers of zlib; base64 adds a third
-        return layer.heads * (tokens * (keys + 4) + 48) * 4 / 3
+    def nbytes(tokens: int) -> float:
+        size = 0.0
+        for model, layer in layers:
+            keys = layer.weights.shape[-1] if layer.is_cross else tokens / (2 if model.is_causal else 1)
+            # A byte for each weight, four for the largest of each row, and two headers of zlib
+            size += layer.heads * (tokens * (keys + 4) + 48)
+        return size * 4 / 3  # in base64
 
-    for tokens in range(length, 1, -1):
-        if sum(size(model, layer, tokens) for model in models for layer in model.layers) <= MAP_BYTES:
-            return tokens
-    return 1
+    return next((tokens for tokens in range(length, 1, -1) if nbytes(tokens) <= MAP_BYTES), 1)
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:

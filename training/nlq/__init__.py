@@ -36,6 +36,14 @@ def _option(help: str, default: Any = None, *names: str, metavar: str | None = N
 
 _flag = partial(_option, default=False)
 _on_ray, _of_text, _of_tasks = (partial(_option, panel=panel) for panel in ("With --engine ray", "Text", "Tasks"))
+
+
+def _options_of(context: typer.Context, panel: str) -> dict[str, Any]:
+    """Returns the options in a panel of a command's help, with their values."""
+    options = (option for option in context.command.params if getattr(option, "rich_help_panel", None) == panel)
+    return {option.name: context.params[option.name] for option in options}
+
+
 # Options of several commands
 _ENGINE = _option("local: on this machine; ray: on the cluster that Ray finds.", "local")
 _MAX_RETRIES = _on_ray("How often a run is retried that lost its node or ran out of memory; by default 3.")
@@ -51,9 +59,7 @@ _SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "-
 class _Command(TyperCommand):
     """A command that loads the parts of its models, and ends in one line if it is interrupted.
 
-    Args:
-        module: the module of `modeling_nlq.training` that takes long to import.
-        shipped: the kind of configurations that the help lists.
+    `module`, of `modeling_nlq.training`, takes long to import. The help lists the `shipped` configurations.
     """
 
     def __init__(self, *, module: str, shipped: str | None = None, **options: Any):
@@ -92,8 +98,8 @@ class _Command(TyperCommand):
 
             for bar in list(tqdm._instances):  # an open progress bar would be drawn again after this line
                 bar.close()
-            is_resumed = self.trains and not options.get("dry_run")
-            hint = ": the same command goes on from the last checkpoint" if is_resumed else ""
+            resumes = self.trains and not options.get("dry_run")
+            hint = ": the same command goes on from the last checkpoint" if resumes else ""
             print(f"nlq: interrupted{hint}", file=sys.stderr)
             return 130
 
@@ -189,8 +195,7 @@ def train(
     if source is not None:
         overrides = {"model": source, "tokenizer": source, **overrides}
     loaded = load_recipe(recipe, overrides, trust_parts)
-    resources = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
-    result = train_with(engine, loaded, **resources, max_retries=max_retries)
+    result = train_with(engine, loaded, **_options_of(context, "With --engine ray"))
     if loaded.arguments.process_index == 0:
         _say(f"{loaded.output_dir}: {_describe_run(result)}")
 
@@ -230,14 +235,15 @@ def compare(
 
         _say("\n".join(describe_status(results_folder(output_dir or read_default_folder(comparison)))))
         return
-    from modeling_nlq.training.api import describe_estimate, describe_results, load_plan, run_and_report
-    from modeling_nlq.training.comparison.run import is_main_process, make_engine
+    from modeling_nlq.training.api import load_plan
+    from modeling_nlq.training.comparison.estimate import describe_estimate
+    from modeling_nlq.training.comparison.report import describe
+    from modeling_nlq.training.comparison.run import is_main_process, make_engine, run_and_report
     from modeling_nlq.training.run.recipe import read_overrides
 
     plan = load_plan(comparison, read_overrides(context.args), trust_parts)
     folder = results_folder(output_dir or default_folder(plan.name))
-    resources = {"cpus_per_run": cpus_per_run, "gpus_per_run": gpus_per_run, "workers_per_run": workers_per_run}
-    made = make_engine(engine, **resources, jobs=jobs, max_retries=max_retries)
+    made = make_engine(engine, cpus_per_run=cpus_per_run, jobs=jobs, **_options_of(context, "With --engine ray"))
     if is_main_process():
         _say("\n".join(plan.describe()), flush=True)
         if dry_run:
@@ -249,13 +255,14 @@ def compare(
         return
     results = run_and_report(plan, folder, made)
     if is_main_process():
-        _say(f"\n{describe_results(results)}\n\nreport: {folder}/report.html")
+        _say(f"\n{describe(results)}\n\nreport: {folder}/report.html")
 
 
 def _describe_run(result) -> str:
     if result.losses.diverged_at is not None:
         return f"diverged: the loss was infinite or not a number after step {result.losses.diverged_at}"
-    text, size = _describe_evaluation(result.losses.validation, "held-out "), result.size
+    text = _describe_evaluation(result.losses.validation, "held-out ")
+    size = result.size
     if size.trained < size.total and not text.startswith("diverged"):
         text += f", {size.trained:,} of {size.total:,} parameters were trained"
     return text
@@ -264,7 +271,7 @@ def _describe_run(result) -> str:
 def _describe_evaluation(evaluation, kind: str = "") -> str:
     is_masked = evaluation.pseudo_perplexity is not None
     if evaluation.perplexity is None and not is_masked:
-        return "diverged: the loss at the end is infinite, not a number, or too large for a perplexity"
+        return "diverged: the loss at the end is infinite, NaN, or too large for a perplexity"
     texts = {
         "perplexity": f"{kind}perplexity {{:.2f}}",
         "pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
@@ -297,6 +304,7 @@ def generate(
 
 @_command("Use and measure", "run.evaluation")
 def evaluate(
+    context: typer.Context,
     model: str = _MODEL,
     batch_size: int = _option("Blocks or texts per device.", 8),
     dataset: str | None = _of_text("Its validation split is evaluated; by default the run's dataset."),
@@ -323,27 +331,15 @@ def evaluate(
     from modeling_nlq.training.run.tasks import evaluate_tasks, tabulate_tasks, write_task_results
     from modeling_nlq.training.text import align, unescape
 
-    text_options = {
-        "dataset": dataset,
-        "dataset_config": dataset_config,
-        "text_column": text_column,
-        "text_template": text_template and unescape(text_template),
-        "source_column": source_column,
-        "target_column": target_column,
-        "validation_fraction": validation_fraction,
-        "max_validation_documents": max_validation_documents,
-        "block_size": block_size,
-        "packing": packing,
-    }
+    options = {"batch_size": batch_size, "trust_remote_code": trust_remote_code}
+    text_options = _options_of(context, "Text") | {"text_template": text_template and unescape(text_template)}
     if tasks is None:
         _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
-        metrics = evaluate(model, **text_options, batch_size=batch_size, trust_remote_code=trust_remote_code)
-        evaluation = Evaluation.from_metrics(metrics, "eval")
+        evaluation = Evaluation.from_metrics(evaluate(model, **text_options, **options), "eval")
         _say(f"{model}: {_describe_evaluation(evaluation)}")  # the model may have been trained on a file
         return
     _refuse("{} is for text, and cannot be given with --tasks", **text_options)
-    options = {"num_fewshot": num_fewshot, "limit": limit, "trust_remote_code": trust_remote_code}
-    results = evaluate_tasks(model, tasks, batch_size=batch_size, **options)
+    results = evaluate_tasks(model, tasks, num_fewshot=num_fewshot, limit=limit, **options)
     _say("\n".join(align(tabulate_tasks(results))))
     if output is not None:
         write_task_results(results, output)
@@ -372,8 +368,8 @@ def explore(
     """See what attention does with a text, in one model or in two side by side."""
     from modeling_nlq.training.explorer.exploring import explore
 
-    options = {"target": target, "max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
-    exploration = explore(model, other, text=text, file=file, output=output, **options)
+    options = {"max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
+    exploration = explore(model, other, text=text, file=file, target=target, output=output, **options)
     for explored in exploration.models:
         _say(f"{explored.name}: {explored.description}")
     _say(f"page: {output} ({len(exploration.page.encode()):,} bytes)")
@@ -423,18 +419,7 @@ def convert(
     from modeling_nlq.training.run.recipe import read_switches
 
     record = convert(source, target, to, upcycle, read_switches(switches), tokenizer, allow_lossy, overwrite)
-    facts = [f"{record.target_class} from {record.source_class}", f"{record.parameters:,} parameters"]
-    if record.difference is not None:
-        within = f"within {record.difference:.1e} of" if record.difference else "equal to"
-        facts.append(f"outputs on random tokens {within} the source's")
-    if record.not_compared is not None:
-        facts.append(f"outputs were not compared: {record.not_compared}")
-    facts.append("tokenizer beside it" if record.has_tokenizer else "no tokenizer was found: give one by --tokenizer")
-    _say(f"{target}: {', '.join(facts)}")
-    if record.dequantised is not None:
-        _say(f"weights of type {record.dequantised} became float32: the model is no longer quantised")
-    for text in record.lost:
-        _say(f"lost: {text}")
+    _say(f"{target}: {record.describe()}")
 
 
 @_command("Convert and share", "api")

@@ -27,8 +27,8 @@ class Blocks:
     """The tokens of a split, in blocks or pairs.
 
     Attributes:
-        dataset: rows of `input_ids`, and of `labels` for pairs. The last block may be shorter.
-        tokens: number of tokens, with the remainder that fills no block; `None` for a stream.
+        dataset: rows of `input_ids`, and of `labels` for pairs.
+        tokens: their number, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
         references: the whole targets of the first `GENERATED_ROWS` pairs.
     """
@@ -47,11 +47,9 @@ def make_blocks(
 ) -> Blocks:
     """Joins documents by end-of-text into one stream, and cuts the stream into blocks.
 
-    Reads a special token that a document contains, such as `<|endoftext|>`, as text, unless the tokenizer looks up
-    whole words. An `IterableDataset` is cut a thousand documents at a time, without the rest of each thousand.
-
-    Args:
-        keep_remainder: keep two or more tokens at the end of a `Dataset` as a shorter block.
+    Reads a special token in a document, such as `<|endoftext|>`, as text, unless the tokenizer looks up whole words.
+    An `IterableDataset` is cut a thousand documents at a time. `keep_remainder` keeps two or more tokens at the end of
+    a `Dataset` as a shorter block; all other remainders are dropped.
     """
     column = recipe.text_column
     block_size = recipe.block_size
@@ -86,7 +84,7 @@ def make_blocks(
             raise ValueError(f"dataset {recipe.dataset!r} has too few {too_few}")
         return Blocks(blocks)
 
-    # `datasets` would hash the pickle of a tokenizer, which changes with use, unlike its serialised form
+    # The pickle of a tokenizer, which `datasets` would hash, changes with use
     is_text = isinstance(documents.features[column], Value)
     kind = "special tokens split" if is_text else tokenizer.chat_template
     identity = Hasher.hash((documents._fingerprint, tokenizer.backend_tokenizer.to_str(), column, end_of_text, kind))
@@ -134,7 +132,6 @@ def make_blocks(
 
 
 def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe: "Recipe") -> list[str]:
-    """Writes conversations by the tokenizer's chat template."""
     if tokenizer.chat_template is None:
         raise ValueError(
             f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer_name!r} has no chat "
@@ -149,10 +146,8 @@ def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe:
 class BlockCollator:
     """Makes a batch of blocks, with each token as its own label. Pads shorter blocks by tokens without labels.
 
-    Attributes:
-        restart: whether positions, and so attention, restart after each end of text. Then a decoder has no label for
-            the first token of a document.
-        is_causal: false for encoders, which need a mask of padding.
+    `restart` lets positions, and so attention, restart after each end of text. A decoder then has no label for the
+    first token of a document. Encoders, without `is_causal`, get a mask of padding.
     """
 
     end_of_text: int

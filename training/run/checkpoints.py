@@ -15,7 +15,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
 from ..disk import files_below, open_file, safe_join, write_text
-from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, differences, read_json
+from ..files import CHECKPOINT, CHECKSUMS_FILE, STATE_FILE, read_json
 from ..loading import config_differences
 from .run_folder import RunFolder
 from .trainer import RunRecord, best_checkpoint
@@ -25,15 +25,14 @@ logger = logging.get_logger(__name__)
 
 
 class ChecksumCallback(TrainerCallback):
-    """Writes the hashes of all files of a checkpoint beside them, as soon as all processes have written it."""
+    """Writes the hashes of a checkpoint's files beside them, after all processes have written it."""
 
     def on_save(self, args, state, control, **kwargs):
         PartialState().wait_for_everyone()
         if args.process_index == 0:
             folder = Path(args.output_dir) / f"{CHECKPOINT}{state.global_step}"
-            write_text(
-                folder / CHECKSUMS_FILE, json.dumps({name: _checksum(folder / name) for name in files_below(folder)})
-            )
+            sums = {name: _checksum(folder / name) for name in files_below(folder)}
+            write_text(folder / CHECKSUMS_FILE, json.dumps(sums))
 
 
 def _checksum(path: Path) -> str:
@@ -42,7 +41,7 @@ def _checksum(path: Path) -> str:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """Says what is wrong with a checkpoint; `None` if it is as it was written. Its hashes are written last."""
+    """Says what is wrong with a checkpoint; `None` if it is as it was written."""
     file = checkpoint / CHECKSUMS_FILE
     if not file.is_file():
         return "is incomplete"
@@ -59,7 +58,7 @@ def fault_of(checkpoint: Path) -> str | None:
 
 
 def last_complete_checkpoint(run_folder: Path) -> Path | None:
-    """Finds the newest checkpoint of a run without a fault, and warns of newer ones, which it leaves alone."""
+    """Returns the newest checkpoint of a run without a fault, and warns of newer ones."""
     for folder in RunFolder(run_folder).checkpoints():
         if (fault := fault_of(folder)) is None:
             return folder
@@ -68,20 +67,15 @@ def last_complete_checkpoint(run_folder: Path) -> Path | None:
 
 
 def _on_main_process(function: Callable[[Path], Any], path: Path) -> Any:
-    """Calls a function of a path on the main process alone, and returns the result on all."""
     return broadcast_object_list([function(path) if PartialState().is_main_process else None])[0]
 
 
 def checkpoint_to_resume(
-    arguments: TrainingArguments,
-    config: PreTrainedConfig,
-    record: RunRecord,
-    is_fsdp: bool = False,
+    arguments: TrainingArguments, config: PreTrainedConfig, record: RunRecord, is_fsdp: bool = False
 ) -> tuple[Path, TrainerState] | None:
-    """Finds the checkpoint that a run resumes from, with its state, and restores the `record`, or returns `None`.
+    """Returns the checkpoint that a run resumes from, with its state, and restores the `record`.
 
-    Raises:
-        ValueError: if the checkpoint belongs to another model or to other data, or is stored in another way.
+    Raises `ValueError` if it belongs to another model or to other data, or is stored in another way.
     """
     checkpoint = _on_main_process(last_complete_checkpoint, Path(arguments.output_dir))
     if checkpoint is None:
@@ -91,15 +85,9 @@ def checkpoint_to_resume(
     if any(checkpoint.glob(f"{FSDP_MODEL_NAME}*")) != is_fsdp:  # the optimizer would begin anew without a word
         raise ValueError(f"{checkpoint} was made {'without' if is_fsdp else 'with'} FSDP; choose what it was")
     state = TrainerState.load_from_json(str(checkpoint / STATE_FILE))
-    before = record.conditions_of(state)
-    if changes := differences(before, {name: record.conditions[name] for name in before}):
-        raise ValueError(
-            f"{checkpoint} was made with another dataset or global batch size ({changes}); restore what it was, or "
-            "choose another --output_dir"
-        )
-    best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
-    if best is not None and _on_main_process(fault_of, Path(best)) is not None:
+    record.restore(state, checkpoint)
+    best = state.best_model_checkpoint = best_checkpoint(state, arguments.output_dir)
+    if arguments.load_best_model_at_end and best is not None and _on_main_process(fault_of, Path(best)) is not None:
         raise ValueError(f"{best}, the best checkpoint so far, is missing or damaged; load_best_model_at_end needs it")
     logger.warning(f"Going on from {checkpoint}")
-    record.restore(state)
     return checkpoint, state

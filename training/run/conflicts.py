@@ -31,7 +31,7 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raises `ValueError` for conflicts between settings, which it lists, or a model that does not exist."""
+    """Raises `ValueError` for conflicts between settings, or a model that does not exist."""
     checks = (_conflicts_with_model, _conflicts_of_arguments, _conflicts_of_trained)
     if conflicts := [conflict for check in checks for conflict in check(recipe)]:
         raise ValueError("; ".join(conflicts))
@@ -73,7 +73,7 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     read = Recipe.read_by(objective)
     for name in (name for name in recipe.to_dict() if name not in read):
         yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
-    # Others may see the previous document, or lack layers to record. Shipped recipes set attn_implementation: nlq
+    # Others may see the previous document, or lack layers to record
     is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
     for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():
         value = getattr(recipe, name)
@@ -106,7 +106,6 @@ def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:
 
 
 def _conflicts_of_trained(recipe: Recipe) -> Iterator[str]:
-    """Lists the conflicts of `trainable` and `lora` with each other, the model and the launcher."""
     if recipe.trainable == "new":
         try:
             added_parameters(recipe.model, recipe.conversion)

@@ -30,29 +30,28 @@ BLOCKS_FILE = "blocks.json"
 
 
 def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
-    """Makes the tokenizer of a recipe: trains it on the training documents (`bpe:SIZE`), or loads it."""
+    """Trains the tokenizer of a recipe on the training documents (`bpe:SIZE`), or loads it."""
     if recipe.new_vocabulary_size is not None:
-        # Reading a stream twice doubles its cost, so the tokenizer learns from its first documents
+        # A tokenizer learns from the first documents of a stream, which is read again
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
         texts = (check_text(row[column], recipe) for row in sample for column in recipe.text_columns.values())
         return train_byte_pair_encoding(texts, recipe.new_vocabulary_size)
+    name = recipe.tokenizer_name
     try:
-        tokenizer = load_tokenizer(recipe.tokenizer_name)
+        tokenizer = load_tokenizer(name)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"tokenizer {recipe.tokenizer_name!r} cannot be loaded: {first_line(root_cause(error))}"
-        ) from error
+        raise ValueError(f"tokenizer {name!r} cannot be loaded: {first_line(root_cause(error))}") from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"tokenizer {recipe.tokenizer_name!r} has no end-of-text token (eos_token)")
-    objective_of(recipe).check_tokenizer(tokenizer, recipe.tokenizer_name)
+        raise ValueError(f"tokenizer {name!r} has no end-of-text token (eos_token)")
+    objective_of(recipe).check_tokenizer(tokenizer, name)
     return tokenizer
 
 
 def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Tokenizer:
     """Trains byte-level byte-pair encoding as in GPT-2, with special tokens for end-of-text, padding and masks.
 
-    End-of-text separates two texts that are encoded together, `tokenizer(a, b)`. A single text gets no special token.
-    `vocab_size` counts the special tokens and the 256 bytes, which are always in the vocabulary.
+    End-of-text separates two texts, `tokenizer(a, b)`; a single text gets no special token. `vocab_size` counts the
+    special tokens and the 256 bytes, which are always in the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -64,7 +63,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     trained = json.loads(tokenizer.to_str())["model"]
-    # `add_prefix_space=True` may add the blank of a first word, so it is not trimmed
+    # A first word's blank, perhaps of `add_prefix_space=True`, is not trimmed
     offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
     ids = [(END_OF_TEXT, trained["vocab"][END_OF_TEXT])]
     pair = processors.TemplateProcessing(single="$A", pair=f"$A {END_OF_TEXT} $B:1", special_tokens=ids)
@@ -82,22 +81,17 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     )
 
 
-def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the number of embeddings that a tokenizer needs: its largest id plus one, as ids may have gaps."""
-    return max(tokenizer.get_vocab().values()) + 1
-
-
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:
     """Raises `ValueError` if the tokenizer with this name has ids beyond the embeddings of a model."""
-    if (size := vocabulary_size(tokenizer)) > (known := vocabulary_of(config)):
-        raise ValueError(f"tokenizer {name!r} has ids up to {size - 1}, too large for the model's vocab_size={known}")
+    largest, known = max(tokenizer.get_vocab().values()), vocabulary_of(config)  # ids may have gaps
+    if largest >= known:
+        raise ValueError(f"tokenizer {name!r} has ids up to {largest}, too large for the model's vocab_size={known}")
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):
     """A shuffled stream of blocks that repeats, each time in another order.
 
-    Trainer takes a dataset without length for one epoch of `max_steps`. If the stream were shorter, a resumed run
-    could not skip the blocks it has seen.
+    Trainer takes it for one epoch, and a resumed run could not skip what it has seen in a shorter one.
     """
 
     def __init__(self, blocks: IterableDataset):
@@ -117,23 +111,26 @@ class EndlessBlocks(torch.utils.data.IterableDataset):
 def prepare_data(
     recipe: Recipe, tokenizer_folder: Path | None = None, seed: int = 0
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
-    """Returns the tokenizer, the blocks by split, and the fingerprint of the documents (see `Documents`).
+    """Returns the tokenizer, the blocks by split, and the fingerprint of the documents.
 
-    Args:
-        tokenizer_folder: a folder to load tokenizer and saved blocks from, or to save the tokenizer in.
-        seed: shuffles the documents of a stream. `Trainer` shuffles stored blocks.
+    Tokenizer and saved blocks are loaded from `tokenizer_folder`, where a new tokenizer is saved. `seed` shuffles the
+    documents of a stream.
     """
-    if tokenizer_folder is not None and (tokenizer_folder / BLOCKS_FILE).is_file():
-        return load_tokenizer(str(tokenizer_folder)), *_load_blocks(tokenizer_folder)
+    folder = tokenizer_folder
+    has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(folder)) if has_tokenizer else None
+    if has_tokenizer and (folder / BLOCKS_FILE).is_file():
+        content = read_json(folder / BLOCKS_FILE)
+        splits = content["splits"].items()
+        blocks = {split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes) for split, sizes in splits}
+        return tokenizer, blocks, content["fingerprint"]
     documents = load_documents(recipe)
-    if tokenizer_folder is not None and (tokenizer_folder / "tokenizer.json").is_file():
-        tokenizer = load_tokenizer(str(tokenizer_folder))
-    else:
+    if tokenizer is None:
         tokenizer = make_tokenizer(recipe, documents)
         tokenizer.model_max_length = recipe.sample_lengths[0]
-        if tokenizer_folder is not None:
-            with atomic_dir(tokenizer_folder, last="tokenizer.json") as folder:
-                tokenizer.save_pretrained(folder)
+        if folder is not None:
+            with atomic_dir(folder, last="tokenizer.json") as unfinished:
+                tokenizer.save_pretrained(unfinished)
     if recipe.streaming:
         documents["train"] = documents["train"].shuffle(seed=seed, buffer_size=10_000)
     objective = objective_of(recipe)
@@ -144,18 +141,9 @@ def prepare_data(
 
 
 def save_blocks(blocks: dict[str, Blocks], fingerprint: str | None, folder: Path) -> None:
-    """Saves the stored blocks of `prepare_data` beside their tokenizer, for other machines, and `BLOCKS_FILE` last."""
+    """Saves the blocks of `prepare_data` beside their tokenizer, for other machines, `BLOCKS_FILE` last."""
     for split, part in blocks.items():
         part.dataset.save_to_disk(str(folder / split))
     names = ("tokens", "bytes_per_token", "references")
     sizes = {split: {name: getattr(part, name) for name in names} for split, part in blocks.items()}
     write_text(folder / BLOCKS_FILE, json.dumps({"fingerprint": fingerprint, "splits": sizes}) + "\n")
-
-
-def _load_blocks(folder: Path) -> tuple[dict[str, Blocks], str | None]:
-    content = read_json(folder / BLOCKS_FILE)
-    blocks = {
-        split: Blocks(Dataset.load_from_disk(str(folder / split)), **sizes)  # keeps the format
-        for split, sizes in content["splits"].items()
-    }
-    return blocks, content["fingerprint"]

@@ -12,6 +12,7 @@ import sysconfig
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -44,15 +45,15 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-PAIRS = "python-docstrings"  # the built-in corpus of pairs
-# Limits a document: a tokenizer needs some hundred bytes of memory for each character
+PAIRS = "python-docstrings"
+# A tokenizer needs some hundred bytes of memory for each character of a document
 MOST_CHARACTERS = 5_000_000
-# Suffixes of files to read in a folder. Other files may hold links or archives
+# Files to read in a folder. Others may hold links or archives
 _TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
 def python_files(corpus: str) -> list[Path]:
-    """Returns the Python files of a built-in corpus in a fixed order; `python-stdlib` is the standard library."""
+    """Returns the Python files of a built-in corpus in a fixed order."""
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
 
@@ -62,10 +63,10 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
     root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     for path in python_files(corpus):
         try:
-            with tokenize.open(path) as file:  # reads the encoding that the file declares
+            with tokenize.open(path) as file:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
-            continue  # the standard library tests itself with broken files
+            continue  # on purpose
         if text.strip():
             yield {"path": path.relative_to(root).as_posix(), "text": text}
 
@@ -80,8 +81,8 @@ def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
         except SyntaxError:
             continue
         for node in nodes:
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            if not is_function or len(node.body) < 2 or not (docstring := ast.get_docstring(node)):
+            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1
+            if not is_function or not (docstring := ast.get_docstring(node)):
                 continue
             first = node.body[0]
             code = [*lines[node.lineno - 1 : first.lineno - 1], *lines[first.end_lineno : node.end_lineno]]
@@ -92,12 +93,7 @@ def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
 
 
 def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[str, str]]:
-    """Yields the documents of text files: paragraphs between blank lines. A line of white space is blank.
-
-    Args:
-        paths: UTF-8 files, also compressed.
-        fingerprints: hashes of their contents, by which `datasets` caches.
-    """
+    """Yields the paragraphs between blank lines of text files. `datasets` caches by the fingerprints."""
     for path in paths:
         with _open(path, "rt", encoding="utf-8-sig") as file:
             for is_blank, lines in itertools.groupby(file, key=str.isspace):
@@ -106,11 +102,9 @@ def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[s
 
 
 class Documents(dict[str, Dataset | IterableDataset]):
-    """Documents by split.
+    """Documents by split, with a hash of the text and of the fields that shape them in `fingerprint`.
 
-    Attributes:
-        fingerprint: hash of the text and of the recipe's fields that shape the documents; for the Hub that of
-            `datasets`, or `None` for a stream.
+    For the Hub it is that of `datasets`, or `None` for a stream.
     """
 
     def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
@@ -119,59 +113,41 @@ class Documents(dict[str, Dataset | IterableDataset]):
 
 
 def is_format(name: str) -> bool:
-    """Tells whether `datasets` has a builder of this name, such as `csv`, for files of the working directory."""
+    """Tells whether `datasets` has a builder of this name, such as `csv`."""
     return name.isidentifier() and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is not None
 
 
 def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     """Loads the documents in the splits `train`, `validation` and, if `test_fraction` is set, `test`.
 
-    Args:
-        is_whole: put all documents into the split `validation`, the only one.
-
-    Raises:
-        ValueError: if the dataset is missing, empty, not text, lacks the column, or leaves a split without documents.
+    `is_whole` puts all into `validation`. Raises `ValueError` for a dataset that is missing, empty, not text, without
+    the column, or leaves a split empty.
     """
     name = recipe.dataset
-    content = None
-    if name in BUILT_IN_CORPORA:
-        digest = hashlib.sha256()
-        for path in python_files(name):
-            digest.update(path.name.encode() + b"\0" + path.read_bytes())
-        content = digest.hexdigest()[:16]
-        reader = docstring_pairs if name == PAIRS else python_documents
-        rows = Dataset.from_generator(reader, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
-        splits = {"train": rows.to_iterable_dataset() if recipe.streaming else rows}
-    elif Path(name).exists():
-        splits, content = _load_local(recipe)
-    elif is_format(name):
-        raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
-    else:
-        start = f"hf://datasets/{name}@"
-        builder = _find_files(recipe, name, lambda path: path.startswith(start) and "::" not in path)
-        splits = _load(recipe, _read_rows, builder, recipe.streaming)
-    if "train" not in splits:
-        raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
-    # Reading a row would open the files of images and the like, perhaps outside the dataset
-    media = [column for column, feature in (splits["train"].features or {}).items() if require_decoding(feature)]
-    if media:
-        splits = {split: rows.remove_columns(media) for split, rows in splits.items()}
-    if recipe.text_template is not None:
-        splits = {split: _join_columns(rows, recipe) for split, rows in splits.items()}
-    known = splits["train"].column_names
-    for field, column in recipe.text_columns.items():
-        if known is not None and column not in known:
-            is_text = field == "text_column"
-            hint = ", or join several by text_template, such as '{instruction} {output}'" if is_text else ""
-            raise ValueError(
-                f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}"
-            )
-    if recipe.streaming and _load(recipe, next, iter(splits["train"]), None) is None:
-        raise ValueError(f"dataset {name!r} is empty")
+    with _errors_named(name):
+        splits, content = _load_splits(recipe)
+        if "train" not in splits:
+            raise ValueError(f"dataset {name!r} has no split 'train', only {', '.join(splits)}")
+        # Reading a row would open the files of images and the like, perhaps outside the dataset
+        media = [column for column, feature in (splits["train"].features or {}).items() if require_decoding(feature)]
+        if media:
+            splits = {split: rows.remove_columns(media) for split, rows in splits.items()}
+        if recipe.text_template is not None:
+            splits = {split: _join_columns(rows, recipe) for split, rows in splits.items()}
+        known = splits["train"].column_names
+        for field, column in recipe.text_columns.items():
+            if known is not None and column not in known:
+                hint = ""
+                if field == "text_column":
+                    hint = ", or join several by text_template, such as '{instruction} {output}'"
+                raise ValueError(
+                    f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}"
+                )
+        if recipe.streaming and next(iter(splits["train"]), None) is None:
+            raise ValueError(f"dataset {name!r} is empty")
     documents = {"validation": concatenate_datasets([*splits.values()])} if is_whole else _hold_out(splits, recipe)
-    if recipe.max_validation_documents is not None:
+    if (most := recipe.max_validation_documents) is not None:
         for split in documents.keys() - {"train"}:
-            most = recipe.max_validation_documents
             documents[split] = documents[split].take(most if recipe.streaming else min(most, len(documents[split])))
     for split, dataset in documents.items():
         if not recipe.streaming and len(dataset) == 0:
@@ -185,56 +161,70 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
 
 
-def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
-    """Replaces the columns of each row by the text that the recipe's template makes of them."""
-    template = recipe.text_template
-    known = rows.column_names
-    if r"\n" in template:
-        logger.warning_once(
-            f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes"
-        )
+@contextmanager
+def _errors_named(name: str) -> Iterator[None]:
     try:
-        fields = [field[1:3] for field in string.Formatter().parse(template) if field[1] is not None]
-    except ValueError as error:
-        raise ValueError(f"text_template={template!r}: {error}") from error
-    names = {name for name, _ in fields}
-    for name, layout in fields:
-        if re.search(r"[.[]", name) or re.search(r".{9}|{|\d{4}|(?!100)\d{3}", layout, re.DOTALL):
-            raise ValueError(
-                f"text_template: {name}:{layout} must be a column and 8 characters of format, with numbers up to 100"
-            )
-    if known is not None and (missing := sorted(names.difference(known))):
-        raise ValueError(
-            f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}"
-        )
-
-    def join(row: dict) -> dict[str, str]:
-        values = {name: "" if row[name] is None else row[name] for name in names}
-        return {recipe.text_column: template.format_map(values)}
-
-    options = {}
-    if not recipe.streaming:
-        options["new_fingerprint"] = Hasher.hash((rows._fingerprint, template, recipe.text_column))
-    return rows.map(join, remove_columns=known, **options)
-
-
-def _load(recipe: "Recipe", load: Callable, *arguments, **options):
-    """Calls a function of `datasets`, with errors that name the dataset."""
-    name = recipe.dataset
-    try:
-        return load(*arguments, **options)
+        yield
     except Exception as error:
-        if is_disk_full(error):
+        if is_disk_full(error) or str(error).startswith((f"dataset {name!r}", "text_template")):
             raise
-        what = f"cannot be read: {first_line(root_cause(error))}"  # unreadable content, unknown configuration
+        what = f"cannot be read: {first_line(root_cause(error))}"
         if isinstance(error, (DatasetNotFoundError, ConnectionError, FileNotFoundError)) and not Path(name).exists():
             what = f"is neither {', '.join(BUILT_IN_CORPORA)}, a local file or folder, nor available from the Hub"
         raise ValueError(f"dataset {name!r} {what}") from error
 
 
+def _load_splits(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset], str | None]:
+    """Returns the rows by split, and a text that identifies the content; `None` for the Hub."""
+    name, path = recipe.dataset, Path(recipe.dataset)
+    if name in BUILT_IN_CORPORA:
+        digest = hashlib.sha256()
+        for file in python_files(name):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        content = digest.hexdigest()[:16]
+        reader = docstring_pairs if name == PAIRS else python_documents
+        rows = Dataset.from_generator(reader, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
+        return {"train": rows.to_iterable_dataset() if recipe.streaming else rows}, content
+    if path.is_file():
+        reader, files = data_format(path), {"train": [path.absolute()]}
+        if reader is None:
+            raise ValueError(
+                f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz"
+            )
+    elif path.exists():
+        folder = path.resolve()  # `datasets` takes a bare name for a dataset of the Hub or a format
+        builder = _find_files(recipe, str(folder), _list_files(folder).__contains__)
+        files = {str(split): list(map(Path, paths)) for split, paths in builder.config.data_files.items()}
+        reader = builder.name if builder.name == "text" else builder
+    elif is_format(name):
+        raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
+    else:
+        start = f"hf://datasets/{name}@"
+        builder = _find_files(recipe, name, lambda path: path.startswith(start) and "::" not in path)
+        return _read_rows(builder, recipe.streaming), None
+    digests = {split: [_hash_file(file) for file in paths] for split, paths in files.items()}
+    content = json.dumps(digests)
+    if path.is_file():
+        content = f"{reader} {digests['train'][0]}"
+        if reader != "text":
+            # `datasets` would cache by modification times, and take `g[1].jsonl` for a pattern
+            data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
+            reader = load_dataset_builder(reader, data_files=data_files)
+    if reader != "text":
+        return _read_rows(reader, recipe.streaming), content
+    # The loader of `datasets` makes each line a document, or does not split at lines of white space
+    kind = IterableDataset if recipe.streaming else Dataset
+    splits = {}
+    for split, paths in files.items():
+        arguments = {"paths": list(map(str, paths)), "fingerprints": digests[split]}
+        features = Features({"text": Value("string")})
+        splits[split] = kind.from_generator(text_documents, features, gen_kwargs=arguments, split=split)
+    return splits, content
+
+
 def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
-    """Finds the files of a folder or Hub dataset; raises `ValueError` if its card names another one."""
-    builder = _load(recipe, load_dataset_builder, source, recipe.dataset_config)
+    """Returns the builder of a folder or Hub dataset; raises `ValueError` if its card names files elsewhere."""
+    builder = load_dataset_builder(source, recipe.dataset_config)
     for path in itertools.chain(*(builder.config.data_files or {}).values()):
         if not is_own(path):
             raise ValueError(f"dataset {recipe.dataset!r}: {path} is no file of text that belongs to it")
@@ -242,7 +232,6 @@ def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) ->
 
 
 def _read_rows(builder: DatasetBuilder, streaming: bool) -> dict[str, Dataset | IterableDataset]:
-    """Returns the rows of these files by split, as `load_dataset` reads them."""
     if streaming:
         return builder.as_streaming_dataset()
     builder.download_and_prepare()
@@ -265,49 +254,39 @@ def _list_files(folder: Path) -> set[str]:
     return {str(path) for path in paths if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
 
 
-def _local_files(recipe: "Recipe") -> tuple[str | DatasetBuilder, dict[str, list[Path]]]:
-    """Returns the reader of a local dataset, a format or a builder, and its files by split."""
-    name = recipe.dataset
-    path = Path(name)
-    if path.is_file():
-        reader = data_format(path)
-        if reader is None:
-            raise ValueError(
-                f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz"
-            )
-        return reader, {"train": [path.absolute()]}
-    folder = path.resolve()  # `datasets` takes a bare name for a dataset of the Hub or a format
-    builder = _find_files(recipe, str(folder), _load(recipe, _list_files, folder).__contains__)
-    files = {str(split): list(map(Path, paths)) for split, paths in builder.config.data_files.items()}
-    return builder.name if builder.name == "text" else builder, files
-
-
-def _load_local(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset], str]:
-    """Returns the rows of a file or a folder by split, and a text that identifies the content of the files."""
-    reader, files = _local_files(recipe)
-    digests = {split: [_load(recipe, _hash_file, path) for path in paths] for split, paths in files.items()}
-    content = json.dumps(digests)
-    if Path(recipe.dataset).is_file():
-        content = f"{reader} {digests['train'][0]}"
-        if reader != "text":
-            # `datasets` would cache by modification times, and would take a name such as `g[1].jsonl` for a pattern
-            data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
-            reader = _load(recipe, load_dataset_builder, reader, data_files=data_files)
-    if reader != "text":
-        return _load(recipe, _read_rows, reader, recipe.streaming), content
-    # The loader of `datasets` makes each line a document, or does not split at lines of white space
-    kind = IterableDataset if recipe.streaming else Dataset
-    splits = {}
-    for split, paths in files.items():
-        options = {"gen_kwargs": {"paths": list(map(str, paths)), "fingerprints": digests[split]}, "split": split}
-        splits[split] = _load(
-            recipe, kind.from_generator, text_documents, Features({"text": Value("string")}), **options
+def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
+    template, known = recipe.text_template, rows.column_names
+    if r"\n" in template:
+        logger.warning_once(
+            f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes"
         )
-    return splits, content
+    try:
+        fields = [(name, layout) for _, name, layout, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"text_template={template!r}: {error}") from error
+    names = {name for name, _ in fields}
+    for name, layout in fields:
+        if re.search(r"[.[]", name) or re.search(r".{9}|{|\d{4}|(?!100)\d{3}", layout, re.DOTALL):
+            raise ValueError(
+                f"text_template: {name}:{layout} must be a column and 8 characters of format, with numbers up to 100"
+            )
+    if known is not None and (missing := sorted(names.difference(known))):
+        raise ValueError(
+            f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}"
+        )
+
+    def join(row: dict) -> dict[str, str]:
+        values = {name: "" if row[name] is None else row[name] for name in names}
+        return {recipe.text_column: template.format_map(values)}
+
+    if recipe.streaming:
+        return rows.map(join, remove_columns=known)
+    fingerprint = Hasher.hash((rows._fingerprint, template, recipe.text_column))
+    return rows.map(join, remove_columns=known, new_fingerprint=fingerprint)
 
 
 def _hash_file(path: Path) -> str:
-    """Hashes the content of a file, unpacked; raises `ValueError` for a line that would fill the memory."""
+    """Hashes a file, unpacked; raises `ValueError` for a line that would fill the memory."""
     digest = xxhash.xxh64()
     length = 0  # of the last line, so far
     has_lines = path.suffix.lower() not in (".parquet", ".arrow")
@@ -341,39 +320,38 @@ def check_text(value, recipe: "Recipe") -> str:
 
 
 def is_conversation(value: Any) -> bool:
-    """Tells whether a value of the text column is a list of messages, each with a role and a content."""
+    """Tells whether a value is a list of messages, each with a role and a content."""
     return isinstance(value, list) and all(
         isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value
     )
 
 
 def _lies_between(document: dict, recipe: "Recipe", first: float, last: float) -> bool:
-    """Tells whether the hash of a document's text, a number in [0, 1), is in `[first, last)`."""
+    """Tells whether the hash of a document's text, in [0, 1), is in `[first, last)`."""
     value = document[next(iter(recipe.text_columns.values()))]
     text = json.dumps(value) if is_conversation(value) else check_text(value, recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last
 
 
 def _hold_out(splits: dict, recipe: "Recipe") -> dict:
-    """Takes the dataset's own splits, and holds out documents of its training split for the missing ones."""
-    wanted = {"validation": recipe.validation_fraction, "test": recipe.test_fraction}
-    documents = {"train": splits["train"]}
-    bounds = {}
+    """Takes the dataset's own splits, and holds out training documents for the missing ones."""
+    train, documents, bounds = splits["train"], {"train": splits["train"]}, {}
     end = 0.0
-    for split, fraction in wanted.items():
+    for split in ("validation", "test"):
+        fraction = getattr(recipe, f"{split}_fraction")
         if fraction > 0.0 and split in splits:
             documents[split] = splits[split]
         elif fraction > 0.0:
             bounds[split] = (end, end + fraction)
             end += fraction
-    for split, (first, last) in ({**bounds, "train": (end, 1.0)} if bounds else {}).items():
+    if bounds:
+        bounds["train"] = (end, 1.0)
+    for split, (first, last) in bounds.items():
         options = {}
         if not recipe.streaming:
-            # `datasets` would hash the name of the function, and reuse the result of another version of it
-            identity = Hasher.hash(
-                (splits["train"]._fingerprint, "hash of text", *recipe.text_columns.values(), first, last)
-            )
-            options = {"num_proc": recipe.num_proc, "new_fingerprint": identity}
-        lies_here = {"recipe": recipe, "first": first, "last": last}
-        documents[split] = splits["train"].filter(_lies_between, fn_kwargs=lies_here, **options)
+            # `datasets` would hash only the name of the function
+            identity = (train._fingerprint, "hash of text", *recipe.text_columns.values(), first, last)
+            options = {"num_proc": recipe.num_proc, "new_fingerprint": Hasher.hash(identity)}
+        arguments = {"recipe": recipe, "first": first, "last": last}
+        documents[split] = train.filter(_lies_between, fn_kwargs=arguments, **options)
     return documents

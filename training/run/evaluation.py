@@ -19,7 +19,7 @@ from ..text import check_number
 from .documents import is_format, load_documents
 from .mlm import MaskingTrainer
 from .objectives import OBJECTIVES, Causal, Objective, name_for, objective_of
-from .provenance import RECORDED, SHAPES, read_trained_on
+from .provenance import RECORDED, SHAPES, names_of_dataset, read_trained_on
 from .recipe import Recipe
 
 
@@ -49,11 +49,9 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 
 
 class LanguageModelingMetrics:
-    """Trainer's `compute_metrics` with `batch_eval_metrics=True`.
+    """Trainer's `compute_metrics` with `batch_eval_metrics=True`, named by the objective.
 
-    Args:
-        bytes_per_token: of the evaluated text, for bits per byte; `None` leaves them out.
-        objective: names the metrics, and says where labels stand.
+    Without `bytes_per_token`, that of the evaluated text, there is no bits per byte.
     """
 
     def __init__(self, bytes_per_token: float | None = None, objective: Objective | type[Objective] = Causal):
@@ -82,7 +80,7 @@ class LanguageModelingMetrics:
         return {names.get(name, name): value for name, value in metrics.items()}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
-        """Returns the losses of several parts of the text, in nats per token, whose mean is the loss.
+        """Returns the losses of parts of the text, in nats per token, whose mean is the loss.
 
         Returns `None` if the text has fewer blocks than parts, or a loss is infinite or NaN.
         """
@@ -108,60 +106,51 @@ def evaluate(
     """Evaluates a saved model on text that it was not trained on.
 
     If the records beside the model say that it was trained on this dataset, its recipe sets the defaults. A local file
-    is evaluated whole, even if the model was trained on it, unless `validation_fraction` is set. The last block may be
-    shorter than the others, except when the settings repeat the run's own evaluation, which drops it.
+    is evaluated whole unless `validation_fraction` is set. The last block may be shorter, except when the settings
+    repeat the run's own evaluation.
 
     Args:
         model: folder or Hub name of a saved model with its tokenizer.
-        dataset: a dataset as in a recipe, for its validation split. Defaults to the held-out documents of the last
-            dataset that the model was trained on, unless this is a local file or folder, or else to `python-stdlib`.
+        dataset: as in a recipe, for its validation split. Defaults to the last dataset that the model was trained on,
+            unless this is a local file or folder, or else to `python-stdlib`.
         batch_size: blocks per device.
-        fields: the fields of a recipe in `EVALUATED`, which select texts and set their blocks. Defaults to the run's
-            own settings. Without a run, recipe defaults apply and `block_size` is the model's context. `None` means
-            the default.
+        fields: the fields of a recipe in `EVALUATED`. Default to the run's own settings; without a run, to those of a
+            recipe, with the model's context as `block_size`.
 
     Returns:
         `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. An
-        encoder's loss and accuracy are means over masked tokens. It has `eval_pseudo_perplexity` and lacks bits per
-        byte.
+        encoder's are means over masked tokens, with `eval_pseudo_perplexity` and without bits per byte.
 
     Raises:
-        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, and a
+        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, or a
             share of the dataset that the model was trained on.
     """
     check_keys("evaluate", fields, EVALUATED)
-    given = {field: value for field, value in fields.items() if value is not None}
-    block_size = given.get("block_size")
-    validation_fraction = given.get("validation_fraction")
     check_number("batch_size", batch_size, 1)
-    check_number("block_size", block_size, 2)
+    given = {field: value for field, value in fields.items() if value is not None}
+    check_number("block_size", given.get("block_size"), 2)
     name = str(model)
     loaded, tokenizer = load_model(name, trust_remote_code)
-    positions = positions_of(loaded.config)
-    if positions is not None and (block_size or 0) > positions:
-        raise ValueError(f"block_size={block_size} exceeds the {positions} positions of model {name!r}")
-    trained_on = read_trained_on(name)
-    given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
     objective = name_for(kind_of(loaded.config))
     for field in given.keys() - Recipe.read_by(OBJECTIVES[objective]):
         raise ValueError(f"{field}={given[field]!r} does not go with a model of objective={objective!r}")
-    is_whole = dataset is not None and validation_fraction is None and Path(dataset).is_file()
-    own = [
-        record
-        for record in trained_on
-        if record["dataset"] in (given["dataset"], str(Path(given["dataset"]).resolve()))
-    ]
+    positions = positions_of(loaded.config)
+    if positions is not None and given.get("block_size", 0) > positions:
+        raise ValueError(f"block_size={given['block_size']} exceeds the {positions} positions of model {name!r}")
+    trained_on = read_trained_on(name)
+    given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
+    own = [record for record in trained_on if record["dataset"] in names_of_dataset(given["dataset"])]
     # The least share that a run was not trained on
     held_out = min((record["validation_fraction"] + record["test_fraction"] for record in own), default=1.0)
-    if validation_fraction is not None and validation_fraction > held_out + 1e-9:
+    if given.get("validation_fraction", 0.0) > held_out + 1e-9:
         raise ValueError(
-            f"validation_fraction={validation_fraction}: model {name!r} was trained on {given['dataset']} but for a "
-            f"share of {held_out:g}"
+            f"validation_fraction={given['validation_fraction']}: model {name!r} was trained on {given['dataset']} "
+            f"but for a share of {held_out:g}"
         )
+    is_whole = dataset is not None and "validation_fraction" not in given and Path(dataset).is_file()
     defaults = {"validation_fraction": 0.02, "block_size": positions or context_of(loaded.config) or Recipe.block_size}
     if trained_on:  # longer blocks would have positions that were never trained
-        last = trained_on[-1]
-        defaults |= {field: last[field] for field in SHAPES if field in last}
+        defaults |= {field: trained_on[-1][field] for field in SHAPES if field in trained_on[-1]}
     if own and is_whole:
         logger.warning(
             f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all is evaluated"
@@ -171,19 +160,15 @@ def evaluate(
         defaults |= {field: own[-1][field] for field in RECORDED if field in own[-1]}
         defaults |= {"test_fraction": 0.0, "validation_fraction": min(own[-1]["validation_fraction"], held_out)}
     recipe = Recipe(**{**defaults, "model": name, "tokenizer": name, "objective": objective, **given})
-    is_own = (
-        bool(own)
-        and not is_whole
-        and all(defaults.get(field) == given[field] for field in given if field != "dataset")
-    )
-    return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder=not is_own)
+    changes = [field for field in given if field != "dataset" and defaults.get(field) != given[field]]
+    keep_remainder = is_whole or not own or bool(changes)
+    return evaluate_model(loaded, tokenizer, recipe, batch_size, is_whole, keep_remainder)
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
     """Returns the dataset that a model was trained on last, or the default of recipes.
 
-    Raises:
-        ValueError: for a local file, which the model's author may have had on another machine.
+    Raises `ValueError` for a local file, which the model's author may have had on another machine.
     """
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
     local = "the local " if Path(dataset).is_absolute() or Path(dataset).exists() else ""
@@ -203,7 +188,7 @@ def evaluate_model(
     is_whole: bool = False,
     keep_remainder: bool = False,
 ) -> dict[str, float]:
-    """Evaluates a language model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
+    """Evaluates a model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
 
     `make_blocks` explains `keep_remainder`. An encoder predicts masked tokens, always the same ones.
     """

@@ -21,19 +21,15 @@ def generate_text(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> str:
-    """Continues a text with a saved model.
+    """Continues a text with a saved model; an encoder and decoder writes the target for the prompt.
+
+    A special token written in the prompt is read as one. Raises `ValueError` if it is empty or leaves no position for
+    new tokens.
 
     Args:
-        prompt: the text; a special token written in it is read as one.
         max_new_tokens: by default 100, or as many as the model has positions for.
         temperature: 0 takes the likeliest token each time.
         top_k: sample among the k likeliest tokens; 0: among all.
-
-    Returns:
-        The prompt and its continuation; of an encoder and decoder, the target for the prompt.
-
-    Raises:
-        ValueError: for an empty prompt, one that leaves no position for new tokens, or no new tokens.
     """
     check_number("max_new_tokens", max_new_tokens, 1)
     loaded, tokenizer = load_model(model, trust_remote_code, _GENERATING, "generation")

@@ -20,11 +20,12 @@ class Workers(Protocol):
     """Processes of this machine, or a cluster, that make runs."""
 
     def room(self, running: int) -> int:
-        """Returns how many more runs may be submitted while so many are running or queued."""
+        """Returns how many more runs may be submitted."""
 
     def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
-        """Begins or queues a run, which reads tokenizer and blocks from the folder `data`. The future returns its
-        result, or raises `FolderIsLocked` or the error of the run.
+        """Begins or queues a run, which reads tokenizer and blocks from the folder `data`.
+
+        The future raises `FolderIsLocked`, or the error of the run.
         """
 
     def progress(self) -> dict[str, RunProgress]:
@@ -34,24 +35,17 @@ class Workers(Protocol):
         """Says in a line why a run is not finished."""
 
     def cancel(self, names: list[str]) -> None:
-        """Ends runs that were submitted and are not finished; called when nothing waits for them any more."""
+        """Ends runs that are not finished, when nothing waits for them any more."""
 
 
 def make_runs(
     workers: Workers, ready: Callable[[], tuple[dict[str, Recipe], int]], data: Path, bar: tqdm, steps: int
 ) -> Iterator[tuple[str, RunResult]]:
-    """Makes runs, as many at once as the workers have room for, and yields the name and the result of each finished
-    run.
+    """Makes runs, as many at once as the workers have room for; yields name and result of each finished one.
 
-    Args:
-        ready: returns the recipes of the runs that can begin, by name, and the number of finished runs. It is called
-            again whenever a run has ended; a run that it returned before is not begun twice.
-        data: the folder of tokenizer and blocks.
-        bar: progress over the steps of all runs.
-        steps: the number of steps of each run.
-
-    Raises:
-        ChildProcessError: naming the runs that failed; all others are finished.
+    `ready` returns the recipes of the runs that can begin, by name, and the number of finished runs. It is called
+    again whenever a run has ended; no run is begun twice. The bar shows the steps of all runs, each of so many steps.
+    Raises `ChildProcessError`, naming the runs that failed, when all others are finished.
     """
     recipes: dict[str, Recipe] = {}
     waiting: list[str] = []
@@ -67,7 +61,8 @@ def make_runs(
                 running[workers.submit(name, recipes[name], data)] = name
             if not running:
                 break
-            ended, is_locked = set(), False
+            ended = set()
+            is_locked = False
             while not ended:
                 _show(bar, workers.progress(), [*running.values()], done * steps)
                 ended, _ = wait(running, timeout=1.0, return_when=FIRST_COMPLETED)
@@ -94,7 +89,6 @@ def make_runs(
 
 
 def _show(bar: tqdm, reports: dict[str, RunProgress], running: list[str], done: int) -> None:
-    """Draws the steps of finished runs and of those at work, and the loss of one of them."""
     reports = {name: reports[name] for name in running if name in reports}
     text = f"{len(running)} runs at work" if len(running) > 1 else running[0]
     if len(reports) == 1 and (loss := next(iter(reports.values())).loss) is not None:

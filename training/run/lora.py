@@ -2,7 +2,6 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, Trainer
 
@@ -17,38 +16,27 @@ from .recipe import Recipe
 ADAPTER_FOLDER = "adapter"
 
 
-def add_lora(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
-    """Freezes a model in place, which may be on the meta device, and returns a `peft.PeftModel` with a LoRA around it.
+def choose_trained(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
+    """Freezes what the recipe does not train, in place, and returns the model to train: a `peft.PeftModel` for a LoRA.
 
-    Args:
-        fields: fields of `peft.LoraConfig` by name, as `r` and `target_modules`; PEFT's defaults hold for the others.
-
-    Raises:
-        ValueError: if PEFT is not installed, or the LoRA does not fit the model.
+    The model may be on the meta device. Raises `ValueError` if PEFT is not installed, or a LoRA does not fit.
     """
+    if recipe.trainable == "new":
+        freeze_all_but(model, added_parameters(recipe.model, recipe.conversion))
+    if recipe.lora is None:
+        return model
     if find_spec("peft") is None:
         raise ValueError("lora needs the package peft: pip install peft")
     from peft import LoraConfig, get_peft_model
 
     try:
-        return get_peft_model(model, LoraConfig(task_type=peft_task(model), **fields))
+        return get_peft_model(model, LoraConfig(task_type=peft_task(model), **recipe.lora))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"lora={fields!r} does not fit the model: {one_line(error)}") from error
-
-
-def choose_trained(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
-    """Freezes what the recipe does not train, adds the LoRA that it does, and returns the model to train.
-
-    Args:
-        model: it is changed in place, and may be on the meta device.
-    """
-    if recipe.trainable == "new":
-        freeze_all_but(model, added_parameters(recipe.model, recipe.conversion))
-    return model if recipe.lora is None else add_lora(model, recipe.lora)
+        raise ValueError(f"lora={recipe.lora!r} does not fit the model: {one_line(error)}") from error
 
 
 def merge_lora(trainer: Trainer) -> None:
-    """Saves the LoRA of a trained model in the run's folder `adapter`, and adds it to the model's weights."""
+    """Saves the LoRA of a model in the run's folder `adapter`, and adds it to the weights."""
     if trainer.is_world_process_zero():
         with atomic_dir(Path(trainer.args.output_dir) / ADAPTER_FOLDER) as folder:
             trainer.model.save_pretrained(folder)

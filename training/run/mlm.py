@@ -1,7 +1,7 @@
 """Masked language modelling: which tokens of a batch an encoder must predict.
 
-Masks depend only on the data's seed, the optimizer step and the tokens of a row, so they are the same for all models
-of a comparison, after a resume, and for any number of processes.
+Masks depend only on the data's seed, the step and the tokens of a row, so they are the same for all models of a
+comparison, after a resume, and for any number of processes.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ EVALUATION = "evaluation"  # used as the step of fixed masks
 
 
 def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises `ValueError` if the tokenizer with this name lacks a mask token, which an encoder needs."""
+    """Raises `ValueError` if the tokenizer with this name lacks a mask token."""
     if tokenizer.mask_token_id is None:
         raise ValueError(
             f"tokenizer {name!r} has no mask token, which an encoder needs; add one by tokenizer.add_special_tokens("
@@ -26,10 +26,9 @@ def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 class Masking(DataCollatorForLanguageModeling):
-    """Chooses tokens at random, replaces 80 % of them by the mask token and 10 % by random ones, and leaves the rest.
+    """Chooses tokens as BERT does: 80 % become the mask token, 10 % random (Devlin et al. 2019, arXiv 1810.04805).
 
-    This is BERT's rule (Devlin et al. 2019, arXiv 1810.04805). Special tokens are never chosen. If nothing is chosen
-    in a row, one token is masked, because a row needs a loss.
+    Special tokens are never chosen. If nothing is chosen in a row, one token is masked, because a row needs a loss.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):
@@ -40,9 +39,7 @@ class Masking(DataCollatorForLanguageModeling):
     def mask(self, batch: dict[str, Any], step: int | str) -> dict[str, Any]:
         """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`: -100 except for chosen tokens.
 
-        Args:
-            batch: a batch of `BlockCollator` for encoders. Its labels tell tokens from the padding at the right.
-            step: the number of optimizer steps before it, or `EVALUATION`.
+        The labels of `BlockCollator` tell tokens from padding. `step` is the optimizer step, or `EVALUATION`.
         """
         rows, labels = [], []
         for row, own in zip(batch["input_ids"], batch["labels"] != -100):
@@ -72,14 +69,13 @@ class MaskingTrainer(Trainer):
     masking: Masking | None = None
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
-        """Masks before Trainer counts labels, and not where batches are made, which may be some steps earlier."""
+        """Masks before Trainer counts labels, and not where batches are made, some steps earlier."""
         if self.masking is not None:
             step = self.state.global_step
             epoch_iterator = (self.masking.mask(batch, step) for batch in epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def prediction_step(self, model: torch.nn.Module, inputs: dict[str, Any], *args, **kwargs) -> tuple:
-        """Masks the batches of an evaluation."""
         if self.masking is not None:
             inputs = self.masking.mask(inputs, EVALUATION)
         return super().prediction_step(model, inputs, *args, **kwargs)

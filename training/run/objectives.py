@@ -1,6 +1,6 @@
 """Training objectives: what a model predicts, and everything that depends on it.
 
-To add an objective, write a subclass of `Objective` and its row in `OBJECTIVES`.
+To add one, write a subclass of `Objective` and its row in `OBJECTIVES`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .mlm import Masking
     from .recipe import Recipe
 
-# Methods import `datasets` and `Trainer`, which take seconds, when they need them: a recipe alone does not
+# Methods import `datasets` and `Trainer`, which take seconds and which a recipe alone does not need
 
 
 class Objective:
@@ -25,11 +25,10 @@ class Objective:
 
     Attributes:
         columns: the fields of a recipe that name its columns of text.
-        lengths: the fields with the lengths of a full sample in tokens, and the half of the model that reads each.
+        lengths: the fields with the lengths of a full sample, and the half of the model that reads each.
         label_shift: 1 where a token's logits stand one position before it, else 0.
         loss_type: Transformers' loss for model classes without a `loss_type`.
-        loss_unit, loss_name, loss_note: the loss is a mean in nats per `loss_unit`. Titles call it `loss_name`, and
-            `loss_note` explains it in reports.
+        loss_unit, loss_name, loss_note: the loss is in nats per such unit, and is called and explained so.
         has_bits_per_byte: whether the losses of a text add up to its log-likelihood.
     """
 
@@ -53,7 +52,7 @@ class Objective:
         return {"input_ids": self.recipe.sample_lengths[0], "labels": self.recipe.sample_lengths[-1]}
 
     def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
-        """Raises `ValueError` if the tokenizer with this name lacks a special token that the objective needs."""
+        """Raises `ValueError` if a tokenizer lacks a special token that the objective needs."""
 
     def make_rows(
         self,
@@ -61,7 +60,7 @@ class Objective:
         tokenizer: "PreTrainedTokenizerBase",
         keep_remainder: bool = False,
     ) -> "Blocks":
-        """Makes rows of tokens from the documents of a split. `make_blocks` explains `keep_remainder`."""
+        """Makes rows of tokens from documents. `make_blocks` explains `keep_remainder`."""
         raise NotImplementedError
 
     def make_collator(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> "DataCollator":
@@ -74,13 +73,13 @@ class Objective:
     def evaluate_generation(
         self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: "Blocks"
     ) -> dict[str, float]:
-        """Returns metrics of text that the model generates for rows of the validation split."""
+        """Returns metrics of generated text for rows of the validation split."""
         return {}
 
     def tokens_to_explore(
         self, row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig"
     ) -> tuple[list[int], list[int] | None]:
-        """Returns the tokens of a row that the explorer shows, and the source that the encoder of a pair reads."""
+        """Returns the tokens of a row to show, and the source of a pair."""
         raise NotImplementedError
 
 
@@ -119,11 +118,7 @@ class Causal(PackedText):
 
 
 class Masked(PackedText):
-    """Predicts hidden tokens, with an encoder.
-
-    Their losses do not make a likelihood of the text, hence the pseudo-perplexity (Salazar et al. 2020, arXiv
-    1910.14659).
-    """
+    """Predicts hidden tokens, with an encoder, hence a pseudo-perplexity (Salazar et al. 2020, arXiv 1910.14659)."""
 
     kind = ModelKind.ENCODER
     loss_unit = "masked token"
@@ -177,15 +172,14 @@ OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "s
 
 
 def objective_of(recipe: "Recipe") -> Objective:
-    """Returns the objective of a recipe."""
     return OBJECTIVES[recipe.objective](recipe)
 
 
 def objective_in(content: Mapping[str, Any]) -> type[Objective]:
-    """Returns the objective that the content of a recipe's file names; `Causal` for an unknown name."""
+    """Returns the objective in the content of a recipe's file; `Causal` for an unknown name."""
     return next((kind for name, kind in OBJECTIVES.items() if name == content.get("objective")), Causal)
 
 
 def name_for(kind: ModelKind) -> str:
-    """Returns the name of the first objective that trains models of a kind."""
+    """Returns the first objective that trains models of a kind."""
     return next(name for name, objective in OBJECTIVES.items() if objective.kind is kind)

@@ -2,9 +2,8 @@
 
 It extends the maximal update parametrization (Yang et al. 2022, arXiv 2203.03466) to depth. A model `m` times as wide
 and `l` times as deep as its base model would multiply the output of each sub-layer by `1 / l`, and the logits by
-`1 / m`. Adam's steps do not depend on the scale of a gradient. So these factors stand in initial values and learning
-rates instead, and the published model does not need them. For `max_grad_norm`, gradients of the ends of sub-layers are
-`l` times as large, and that of the last norm `m` times.
+`1 / m`. Adam's steps do not depend on the scale of a gradient, so these factors stand in initial values and learning
+rates instead. Gradients of the ends of sub-layers are then `l` times as large, and that of the last norm `m` times.
 
 | parameters | initial values | learning rate | Adam's epsilon |
 |---|---|---|---|
@@ -14,8 +13,7 @@ rates instead, and the published model does not need them. For `max_grad_norm`, 
 | vectors of a layer; biases at the end of a sub-layer | 1; 1 / l | 1; 1 / l | 1 / (m l); 1 / m |
 | norm before the LM head | 1 / m | 1 / m | 1 |
 
-Each number is a factor of what a base model has. Weight decay is divided by the factor of the learning rate, so that
-a step takes away the same share.
+Each number is a factor of what a base model has. Weight decay is divided by the factor of the learning rate.
 """
 
 import math
@@ -36,11 +34,9 @@ from ..size import shapes_of
 
 @dataclass(frozen=True)
 class Factors:
-    """What a parameter has in comparison with that of the base model.
+    """Factors of a parameter's initial values, and of Adam's settings, in comparison with the base model.
 
-    Attributes:
-        initial: factor of its initial values, beside what the model class gives them.
-        learning_rate, epsilon: factors of Adam's settings. Weight decay is divided by that of the learning rate.
+    Weight decay is divided by the factor of the learning rate.
     """
 
     initial: float
@@ -48,7 +44,7 @@ class Factors:
     epsilon: float
 
 
-# A base model has these sizes; all other widths are in the same proportion to its hidden size, and heads are as wide
+# All other widths are in the same proportion to the hidden size, and heads are as wide
 BASE_SIZES = ("hidden_size", "num_hidden_layers")
 # Widths that grow with the hidden size. `head_dim` does not: a wider model has more heads
 _WIDTHS = (
@@ -63,11 +59,7 @@ _ABSOLUTE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arguments: TrainingArguments) -> None:
-    """Checks that a recipe can have `parametrization: completep`.
-
-    Args:
-        base_sizes: `hidden_size` of the base model, and `num_hidden_layers` if it has fewer layers.
-    """
+    """Raises `ValueError` unless a recipe can have `parametrization: completep`."""
     check_keys("base_sizes", base_sizes, BASE_SIZES)
     if "hidden_size" not in base_sizes:
         raise ValueError(f"base_sizes={dict(base_sizes)!r} must give the hidden_size of the base model")
@@ -95,7 +87,7 @@ def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arg
 
 
 def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> dict[str, Factors]:
-    """The factors of every parameter of a model, by name.
+    """Returns the factors of every parameter of a model, by name.
 
     An input of a matrix counts as wide if there are twice as many in a model of twice the width.
     """
@@ -121,7 +113,7 @@ def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> 
             found[name] = Factors(1.0, 1.0, 1 / width)
         elif parameter in last:
             found[name] = Factors(1 / width, 1 / width, 1.0)
-        elif parameter in ends:  # the model class divides their initial values by the square root of the depth already
+        elif parameter in ends:  # initial values are divided by the root of the depth already
             found[name] = Factors(1 / math.sqrt(inputs * depth), 1 / (inputs * depth), 1 / width)
         else:
             found[name] = Factors(1 / math.sqrt(inputs), 1 / inputs, 1 / (width * depth))
@@ -138,13 +130,13 @@ def _twice_as_wide(config: NLQConfig) -> NLQConfig:
 
 @torch.no_grad()
 def scale_initial_values(model: PreTrainedModel, factors: Mapping[str, Factors]) -> None:
-    """Multiplies the initial values of matrices and of the last norm by their factors."""
+    """Multiplies the initial values of all parameters by their factors."""
     for name, parameter in model.named_parameters():
         parameter.mul_(factors[name].initial)
 
 
 def split_groups(optimizer: torch.optim.Optimizer, model: nn.Module, factors: Mapping[str, Factors]) -> None:
-    """Splits the groups of an Adam that has not made a step yet, so that each parameter has its own settings."""
+    """Splits the groups of a new Adam, so that each parameter has its own settings."""
     # Compiled and checkpointed modules have other names
     names = {
         parameter: re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)

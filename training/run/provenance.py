@@ -16,48 +16,48 @@ from .recipe import Recipe
 RECORDED = [name for name in Recipe.affecting("data") if name not in ("tokenizer", "objective")]
 # Those that say how texts are cut and shown to the model
 SHAPES = [item.name for item in fields(Recipe) if item.metadata["is_shape"]]
-_TYPES = {name: kind for name, kind in get_type_hints(Recipe).items() if name in RECORDED} | {"packing": str}
+_TYPES = {name: kind for name, kind in get_type_hints(Recipe).items() if name in RECORDED}
 
 
 def read_trained_on(model: str) -> list[dict[str, Any]]:
-    """The datasets that a saved model was trained on, in their order, as far as it is known.
+    """Returns the datasets that a saved model was trained on, in order, as far as it is known.
 
-    Args:
-        model: a folder (also a checkpoint in one) or a Hub name, of a run or of a conversion.
-
-    Returns:
-        For each run the fields of its recipe that say which documents it saw, with their `fingerprint` or `None`. For
-        an unfinished run, which may name any model of this machine, its own recipe alone.
+    Each has the fields of a run that say which documents it saw, with their `fingerprint`. For an unfinished run,
+    which may name any model of this machine, only its own are known. `model` is a folder, a checkpoint in one, or a
+    Hub name.
     """
     folder = Path(model)
     if (folder / STATE_FILE).is_file() and not (folder / RECIPE_FILE).is_file():
         model = str(folder.resolve().parent)  # of a checkpoint
     metrics = RunResult.fields_in(read_record(model, METRICS_FILE) or {})
-    given = read_record(model, RECIPE_FILE)
+    recipe = read_record(model, RECIPE_FILE)
     data = from_json(dict[str, Any], metrics.get("data", {}), f"{model}: data.")  # of any file with this name
     if "trained_on" in data:
         records = data["trained_on"]
-    elif given is None:
+    elif recipe is None:
         records = (read_record(model, CONVERSION_FILE) or {}).get("trained_on", [])
     else:
-        records = [_record(given, data.get("fingerprint"))]
+        records = [_record(recipe, data.get("fingerprint"))]
     for record in from_json(list[dict[str, Any]], records, f"{model}: trained_on."):
-        for name, kind in _TYPES.items():
-            if name in record:
-                from_json(kind, record[name], f"{model}: trained_on: {name}.")
+        for name in _TYPES.keys() & record:
+            from_json(_TYPES[name], record[name], f"{model}: trained_on: {name}.")
     return records
 
 
 def record_run(recipe: Recipe, fingerprint: str | None) -> list[dict[str, Any]]:
-    """Returns what the model of a run was trained on: by the runs before it, and by this one, with its documents'
-    fingerprint.
-    """
+    """Returns what the model of a run was trained on, by the runs before it and by this one."""
     before = read_trained_on(recipe.model) if recipe.has_weights else []
-    return [*before, _record(recipe.__getstate__(), fingerprint)]
+    return [*before, _record(vars(recipe), fingerprint)]
+
+
+def names_of_dataset(dataset: str) -> set[str]:
+    """Returns the names of a dataset in records: of a local one the last component, once the path."""
+    path = Path(dataset)
+    return {dataset, str(path.resolve()), path.resolve().name} if path.exists() else {dataset}
 
 
 def _record(values: Mapping[str, Any], fingerprint: str | None) -> dict[str, Any]:
     record = {name: values.get(name, getattr(Recipe, name)) for name in RECORDED}
     if record["dataset"] not in BUILT_IN_CORPORA and Path(str(record["dataset"])).exists():
-        record["dataset"] = str(Path(record["dataset"]).resolve())  # to be found from everywhere
+        record["dataset"] = Path(record["dataset"]).resolve().name  # records name no folder of this machine
     return {**record, "fingerprint": fingerprint}

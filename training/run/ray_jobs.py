@@ -1,7 +1,6 @@
 """Makes runs on Ray: each as a task, or by a `TorchTrainer` of Ray Train if it takes several workers.
 
-All nodes see the folder of results. A run writes its files and checkpoints there, as on a single machine. If its node
-is lost, Ray starts it again on another node, where it resumes from the last checkpoint.
+All nodes see the folder of results. If a node is lost, Ray starts its run again elsewhere, from the last checkpoint.
 """
 
 import os
@@ -16,18 +15,21 @@ from typing import Any
 
 import torch
 from datasets.fingerprint import Hasher
+from tqdm.auto import tqdm
 
 import modeling_nlq
 
 from ..disk import atomic_dir, make_folder, read_bytes, resolve_user_path
 from ..files import PROGRESS, TOKENIZER, read_json
 from ..result import RunResult
-from ..text import check_number, first_line
+from ..text import bar_options, check_number, first_line
 from ..values import from_json
+from .conflicts import check_recipe
 from .data import prepare_data, save_blocks
 from .documents import load_documents
+from .jobs import make_runs
 from .recipe import Recipe
-from .run_folder import RunProgress
+from .run_folder import RunFolder, RunProgress
 from .subprocess_run import RunFailed, beside, describe_failure, run_in_subprocess
 
 
@@ -39,43 +41,30 @@ except ImportError:
     ray = None  # `require_ray` says so
 
 
-# The last file of the shared data that is written
+# The last file of the shared data
 _LAST_FILE = "tokenizer.json"
 # Seconds between two reports of progress
 _PACE = 5.0
-# Seconds to wait for the lock of a run, which a process that Ray is killing may still hold
+# Seconds to wait for the lock of a run, which a dying process may still hold
 _PATIENCE = 10.0
 
 
 def require_ray() -> None:
-    """Raises `ImportError` if Ray is not installed."""
     if ray is None:
         raise ImportError("the engine 'ray' needs Ray: pip install modeling-nlq[ray]")
 
 
-# The cluster
-
-
-def _nodes() -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
 @contextmanager
 def connected_to_ray() -> Iterator[None]:
-    """Connects to the cluster of `RAY_ADDRESS`, or to one on this machine, which is started and stopped if necessary.
-
-    Raises:
-        ValueError: if the cluster does not answer.
-    """
+    """Connects to the cluster of `RAY_ADDRESS`, or to one on this machine; raises `ValueError` if none answers."""
     if ray.is_initialized():
         yield
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this, Ray retries a run that ran out of memory without end
     os.environ.setdefault("RAY_task_oom_retries", "0")
-    with tempfile.TemporaryDirectory() as empty:  # Ray's processes import from the directory where it starts
+    with tempfile.TemporaryDirectory() as empty:  # its processes import from here
         try:
-            # Runs print into their logs
             with chdir(empty):
                 ray.init(log_to_driver=False, logging_level="ERROR", include_dashboard=False)
         except (OSError, RuntimeError, ValueError) as error:
@@ -86,25 +75,16 @@ def connected_to_ray() -> Iterator[None]:
             ray.shutdown()
 
 
-# What the driver prepares
-
-
 def share_data(recipe: Recipe, folder: Path) -> tuple[Path, str | None]:
     """Saves tokenizer and tokenised data once for all nodes, unless they exist. Each node reads a stream itself.
 
-    Args:
-        recipe: names the data.
-        folder: a folder that all nodes see. Different data get different subfolders.
-
-    Returns:
-        The subfolder, and the fingerprint of the documents.
+    `folder` is one that all nodes see. Returns the subfolder for these data, and the fingerprint of the documents.
     """
     fingerprint = load_documents(recipe).fingerprint
     # The files of a saved tokenizer may change under the same name
     tokenizer = resolve_user_path(recipe.tokenizer_name)
-    files = [path for pattern in TOKENIZER for path in sorted(tokenizer.glob(pattern))]
-    parts = [fingerprint, recipe.digest("data"), recipe.tokenizer_name, *map(read_bytes, files)]
-    shared = folder / Hasher.hash(parts)
+    files = [read_bytes(path) for pattern in TOKENIZER for path in sorted(tokenizer.glob(pattern))]
+    shared = folder / Hasher.hash([fingerprint, recipe.digest("data"), recipe.tokenizer_name, *files])
     if not (shared / _LAST_FILE).is_file():
         make_folder(shared)
         with atomic_dir(shared, last=_LAST_FILE) as unfinished:
@@ -117,8 +97,7 @@ def share_data(recipe: Recipe, folder: Path) -> tuple[Path, str | None]:
 def share_batch(recipe: Recipe, workers: int) -> Recipe:
     """Divides the gradient accumulation of a recipe by the number of workers, or else its batch size.
 
-    Raises:
-        ValueError: if neither is a multiple of that number.
+    Raises `ValueError` if neither is a multiple of that number.
     """
     for name, default in (("gradient_accumulation_steps", 1), ("per_device_train_batch_size", 8)):
         if (value := recipe.training.get(name, default)) % workers == 0:
@@ -129,65 +108,49 @@ def share_batch(recipe: Recipe, workers: int) -> Recipe:
     )
 
 
-# On a node
-
-
 def _make_run(job: dict[str, Any]) -> RunResult:
-    """Makes a run, in the process of a task or in each worker of a `TorchTrainer`, and returns its result."""
-    host = socket.gethostname()
+    host, data = socket.gethostname(), job["data"]
     if job["version"] != modeling_nlq.__version__:
         raise RunFailed(f"failed: {host} has another version of modeling-nlq than {job['version']}")
-    if not (job["data"] / _LAST_FILE).is_file():
-        raise RunFailed(f"failed: {host} does not see {job['data']}; --output_dir must be a folder that all nodes see")
+    if not (data / _LAST_FILE).is_file():
+        raise RunFailed(f"failed: {host} does not see {data}; --output_dir must be a folder that all nodes see")
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
-    os.environ["PYTHONSAFEPATH"] = "1"  # its processes import nothing from the directory that follows
+    os.environ["PYTHONSAFEPATH"] = "1"
     with suppress(OSError):
         os.chdir(job["cwd"])  # relative paths in a recipe lead to the same files
-    return run_in_subprocess(job["recipe"], job["data"], job["threads"], pace=_PACE, patience=_PATIENCE)
+    return run_in_subprocess(job["recipe"], data, job["threads"], pace=_PACE, patience=_PATIENCE)
 
 
 def _train(job: dict[str, Any]) -> RunResult:
-    """Makes a run by Ray Train, which sets the environment variables of `torchrun` in each worker."""
+    """Makes a run by Ray Train, which sets the environment variables of `torchrun`."""
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    TorchTrainer(
-        _make_run,
-        train_loop_config=job,
-        scaling_config=ScalingConfig(
-            num_workers=job["workers"], use_gpu=job["gpus"] > 0, resources_per_worker=job["resources"]
-        ),
-        run_config=RunConfig(
-            name=job["name"].replace("/", "-"),
-            storage_path=str(job["data"]),
-            failure_config=FailureConfig(max_failures=job["max_retries"]),
-        ),
-    ).fit()
+    workers = {"num_workers": job["workers"], "use_gpu": job["gpus"] > 0, "resources_per_worker": job["resources"]}
+    config = RunConfig(
+        name=job["name"].replace("/", "-"),
+        storage_path=str(job["data"]),
+        failure_config=FailureConfig(max_failures=job["max_retries"]),
+    )
+    TorchTrainer(_make_run, train_loop_config=job, scaling_config=ScalingConfig(**workers), run_config=config).fit()
     return RunResult.load(Path(job["recipe"].output_dir))
-
-
-# The driver
 
 
 @dataclass
 class RayWorkers:
     """Makes runs on the cluster, each as a task, or by a `TorchTrainer` if it takes several workers.
 
-    A `TorchTrainer` starts five processes besides its workers, which take more CPU time than a small run.
+    A `TorchTrainer` starts five processes besides its workers, which take more CPU time than a small run. Raises
+    `ImportError` without Ray, and `ValueError` for a number that is too small.
 
     Attributes:
-        cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads in
-            this process, so that both engines give equal numbers. With GPUs or several workers it is one per worker.
+        cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads, so
+            that both engines give equal numbers, and with GPUs or several workers to one per worker.
         gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. With 0, it trains on the CPU.
-        workers_per_run: processes that train a run together, at its global batch size. Each takes its share of CPUs
-            and GPUs, on any node, and at most one GPU.
+        workers_per_run: processes that train a run together, at its global batch size, with at most one GPU each.
         max_retries: how often Ray retries a run that lost its node or its process, or ran out of memory.
-
-    Raises:
-        ImportError: if Ray is not installed.
-        ValueError: for a number that is too small.
     """
 
     cpus_per_run: int | None = None
@@ -214,37 +177,31 @@ class RayWorkers:
     def at_work(self, recipes: Iterable[Recipe]) -> Iterator[None]:
         """Connects to the cluster.
 
-        Raises:
-            ValueError: if the workers cannot share the batches of a recipe, the cluster does not answer, or no run
-                fits into it.
+        Raises `ValueError` if the workers cannot share the batches of a recipe, or no run fits into the cluster.
         """
+        workers = self.workers_per_run
         for recipe in recipes:
-            share_batch(recipe, self.workers_per_run)
+            share_batch(recipe, workers)
         with connected_to_ray():
-            self._check_room()
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            # `max_calls=1` gives each run a fresh process
-            if self.workers_per_run > 1:  # the workers reserve the resources, not the task
-                self._task = ray.remote(num_cpus=0, max_calls=1, max_retries=0, scheduling_strategy=here)(_train)
-            else:
-                self._task = ray.remote(
-                    max_calls=1,
-                    num_cpus=self.cpus_per_run,
-                    num_gpus=self.gpus_per_run,
-                    max_retries=self.max_retries,
-                )(_make_run)
+            if self._workers_that_fit() < workers:  # Ray would wait without end
+                needs = " and ".join(f"{amount:g} {name}s" for name, amount in self._resources.items())
+                nodes = {f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in self._nodes()}
+                have = ", ".join(sorted(nodes))
+                raise ValueError(f"{workers} workers of a run take {needs} each, and the nodes have {have}")
+            # `max_calls=1` gives each run a fresh process. Workers reserve the resources themselves
+            options = {"num_cpus": self.cpus_per_run, "num_gpus": self.gpus_per_run, "max_retries": self.max_retries}
+            if workers > 1:
+                here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+                options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": here}
+            self._task = ray.remote(max_calls=1, **options)(_train if workers > 1 else _make_run)
             yield
 
     def room(self, running: int) -> int:
-        """Returns the number of runs that may be submitted now. Ray queues tasks itself.
-
-        A waiting `TorchTrainer` is a process, so at most one waits.
-        """
+        """As `Workers` says. Ray queues tasks itself; at most one `TorchTrainer` waits."""
         workers = self.workers_per_run
         return self._workers_that_fit() // workers + 1 - running if workers > 1 else 1
 
     def submit(self, name: str, recipe: Recipe, data: Path) -> Future[RunResult]:
-        """Queues a run."""
         self._folders[name] = Path(recipe.output_dir).absolute()
         shared = share_batch(recipe.without_tokens(), self.workers_per_run)
         job = {
@@ -265,16 +222,14 @@ class RayWorkers:
         return future
 
     def progress(self) -> dict[str, RunProgress]:
-        """Returns the progress of the runs at work, by name."""
-        found = {}
+        reports = {}
         for name, folder in [*self._folders.items()]:
             file = beside(folder, PROGRESS)
             with suppress(OSError, ValueError):  # the run is queued or finished
-                found[name] = from_json(RunProgress, read_json(file), f"{file}: ")
-        return found
+                reports[name] = from_json(RunProgress, read_json(file), f"{file}: ")
+        return reports
 
     def describe_error(self, error: BaseException) -> str:
-        """Says in a line why a run is not finished. Ray's own messages have paragraphs."""
         cause = error.cause if isinstance(error, RayTaskError) else error
         failures = list(getattr(cause, "worker_failures", {}).values()) or [cause]
         # If a worker dies, the others fail too, because they wait for it
@@ -283,20 +238,52 @@ class RayWorkers:
         return f"was lost: {first_line(cause)}" if isinstance(cause, RayError) else describe_failure(cause)
 
     def cancel(self, names: list[str]) -> None:
-        """Ends runs. They can resume from their last checkpoints."""
         for name in names:
             with suppress(RayError):
                 ray.cancel(self._references[name], force=True)
 
+    @staticmethod
+    def _nodes() -> list[dict[str, float]]:
+        return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
     def _workers_that_fit(self) -> int:
         needs = self._resources.items()
-        return sum(min(int(node.get(name, 0) / amount) for name, amount in needs) for node in _nodes())
+        return sum(min(int(node.get(name, 0) / amount) for name, amount in needs) for node in self._nodes())
 
-    def _check_room(self) -> None:
-        """Raises `ValueError` if no run fits into the cluster. Ray would wait without end."""
-        workers = self.workers_per_run
-        if self._workers_that_fit() < workers:
-            needs = " and ".join(f"{amount:g} {name}s" for name, amount in self._resources.items())
-            have = {f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in _nodes()}
-            nodes = ", ".join(sorted(have))
-            raise ValueError(f"{workers} workers of a run take {needs} each, and the nodes have {nodes}")
+
+def train_on_ray(
+    recipe: Recipe,
+    workers: int = 1,
+    cpus_per_worker: int | None = None,
+    gpus_per_worker: float = 0,
+    max_retries: int = 3,
+) -> RunResult:
+    """Trains a recipe on Ray, at the same global batch size for any number of workers; a second call resumes the run.
+
+    Its log and `NAME.data`, with tokenizer and tokenised data, are beside its folder, which all nodes see. Raises as
+    `train`.
+
+    Args:
+        workers: processes that train together.
+        cpus_per_worker: CPUs and threads of each. Defaults to 1, or for a single worker without GPU to PyTorch's
+            number of threads here.
+        gpus_per_worker: 0, 1, or a fraction for a single worker.
+        max_retries: see `RayWorkers`.
+    """
+    check_number("workers", workers, 1)
+    check_number("cpus_per_worker", cpus_per_worker, 1)
+    cpus = None if cpus_per_worker is None else cpus_per_worker * workers
+    cluster = RayWorkers(cpus, gpus_per_worker * workers, workers, max_retries)
+    check_recipe(recipe)
+    folder, steps = Path(recipe.output_dir).absolute(), max(recipe.arguments.max_steps, 0)
+    with RunFolder(folder).held():  # raises if it holds something else
+        pass
+    beside = folder.with_name(f"{folder.name}.data")
+    with (
+        cluster.at_work([recipe]),
+        RunFolder(beside, plan=None).held(),
+        tqdm(total=steps or None, unit="step", **bar_options()) as bar,
+    ):
+        data, _ = share_data(recipe, beside)
+        [(_, result)] = make_runs(cluster, lambda: ({folder.name: recipe}, 0), data, bar, steps)
+    return result

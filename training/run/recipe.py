@@ -1,11 +1,11 @@
 """Recipes say what to train, on which data, and how. The command line can override every field of their YAML files."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import hashlib
 import json
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import torch
 import yaml
-from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from modeling_nlq.configuration_nlq import check_kernels
 
@@ -24,11 +24,11 @@ from ..files import CONVERSION_FILE, check_keys, merged, parse_yaml, read_sectio
 from ..loading import is_saved_model, load_config, read_record
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
-from ..values import Value
+from ..values import Value, check_type
 from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq
 
 
-# Fields of `TrainingArguments` that do not belong to a recipe: the user's folders, names and tokens
+# Fields of `TrainingArguments` with the user's folders, names and tokens
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
@@ -43,13 +43,10 @@ def _field(
     is_shape: bool = False,
     **options: Any,
 ) -> Any:
-    """Returns a field of `Recipe`.
+    """Returns a field of `Recipe` that objectives of this class read.
 
-    Args:
-        affects: what the field changes: the `data` that a model sees, the `model` itself, its `training`, or
-            `nothing`, which lets a run resume with another value.
-        objective: the class of the objectives that read the field.
-        is_shape: whether it says how texts are cut and shown to the model.
+    `affects` says what it changes: the `data` that a model sees, the `model` itself, its `training`, or `nothing`,
+    which lets a run resume with another value. `is_shape` marks how texts are cut and shown to the model.
     """
     metadata = {"affects": affects, "objective": objective, "is_shape": is_shape}
     return dataclasses.field(default=default, metadata=metadata, **options)
@@ -63,15 +60,15 @@ class Recipe(Value):
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
     """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl
-    or .parquet; text in UTF-8."""
+    or .parquet."""
     dataset_config: str | None = _field("data", None)
     """The configuration of a Hub dataset."""
     text_column: str = _field("data", "text", PackedText)
-    """The dataset's column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
+    """The column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
     text_template: str | None = _field("data", None, PackedText)
     """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
     source_column: str = _field("data", "source", Seq2Seq, is_shape=True)
-    """With `seq2seq`, the dataset's column of the texts that the encoder reads."""
+    """With `seq2seq`, the column of the texts that the encoder reads."""
     target_column: str = _field("data", "target", Seq2Seq, is_shape=True)
     """With `seq2seq`, the column of the texts that are to be written."""
     streaming: bool = _field("data", False, PackedText)
@@ -92,7 +89,7 @@ class Recipe(Value):
     max_source_length: int = _field("data", 512, Seq2Seq, is_shape=True)
     """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
     max_target_length: int = _field("data", 128, Seq2Seq, is_shape=True)
-    """The same for targets, and the longest text that is generated for chrF, which compares with whole targets."""
+    """The same for targets, and the longest text that is generated for chrF."""
     packing: Literal["stream", "documents"] = _field("data", "stream", PackedText, is_shape=True)
     """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
     positions restart at each document."""
@@ -104,11 +101,9 @@ class Recipe(Value):
     num_proc: int | None = _field("nothing", None)
     """Processes that prepare the data."""
     trainable: Literal["all", "new"] = _field("training", "all")
-    """`all`: every parameter; `new`: those that a conversion added to the saved model, while the others stay as they
-    are."""
+    """`all`: every parameter; `new`: those that a conversion added to the saved model."""
     lora: dict[str, Any] | None = _field("training", None)
-    """Fields of PEFT's `LoraConfig`: only a LoRA is trained, beside the frozen saved model, and added to its weights
-    at the end."""
+    """Fields of PEFT's `LoraConfig`: only a LoRA is trained, and added to the saved model's weights at the end."""
     parametrization: Literal["standard", "completep"] = _field("training", "standard", PackedText)
     """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate
     of a model of `base_sizes` suits this one too (arXiv 2505.01618)."""
@@ -119,10 +114,9 @@ class Recipe(Value):
     record_stability: bool = _field("training", False, PackedText)
     """Record entropy, normaliser and scores of every attention layer while training."""
     stability_steps: int = _field("training", 50)
-    """Optimizer steps between two records; one of two blocks costs less than a tenth of a step
-    (`benchmarks/stability.py`)."""
+    """Optimizer steps between two records, each of which costs less than a tenth of a step."""
     explore: bool = _field("nothing", False)
-    """Write the page of `nlq explore` on held-out text when the run is finished."""
+    """Write the page of `nlq explore` on held-out text at the end."""
     switches: dict[str, Any] = _field("model", default_factory=dict)
     """Fields of the model's configuration."""
     training: dict[str, Any] = _field("training", default_factory=dict)
@@ -130,15 +124,15 @@ class Recipe(Value):
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0.0 < self.validation_fraction < 1.0:
-            raise ValueError(f"validation_fraction={self.validation_fraction} must be between 0 and 1")
+        for name in ("validation_fraction", "mask_probability"):
+            if not 0.0 < getattr(self, name) < 1.0:
+                raise ValueError(f"{name}={getattr(self, name)} must be between 0 and 1")
         if not 0.0 <= self.test_fraction < 1.0 - self.validation_fraction:
             raise ValueError(f"test_fraction={self.test_fraction} must be at least 0, and leave documents to train on")
-        if not 0.0 < self.mask_probability < 1.0:
-            raise ValueError(f"mask_probability={self.mask_probability} must be between 0 and 1")
-        sizes = {"block_size": 2, "max_source_length": 2, "max_target_length": 2, "max_validation_documents": 1}
-        for name, least in (sizes | {"stability_steps": 1}).items():
-            check_number(name, getattr(self, name), least)
+        for name in ("block_size", "max_source_length", "max_target_length"):
+            check_number(name, getattr(self, name), 2)
+        for name in ("max_validation_documents", "stability_steps"):
+            check_number(name, getattr(self, name), 1)
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
                 f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such "
@@ -153,12 +147,11 @@ class Recipe(Value):
 
     @classmethod
     def affecting(cls, *what: str) -> list[str]:
-        """Returns the names of the fields that affect any of these (see `_field`)."""
+        """Returns the names of the fields that affect any of these."""
         return [item.name for item in dataclasses.fields(cls) if item.metadata["affects"] in what]
 
     @classmethod
     def read_by(cls, objective: type[Objective]) -> list[str]:
-        """Returns the names of the fields that an objective reads."""
         return [item.name for item in dataclasses.fields(cls) if issubclass(objective, item.metadata["objective"])]
 
     @property
@@ -173,41 +166,48 @@ class Recipe(Value):
 
     @property
     def has_weights(self) -> bool:
-        """Whether the model is a saved one instead of a configuration."""
         return is_saved_model(self.model)
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer, or its default."""
         return self.tokenizer or (self.model if self.has_weights else "bpe:8192")
 
     @property
     def new_vocabulary_size(self) -> int | None:
-        """The size of the tokenizer that is trained on the corpus; `None` if the tokenizer is a saved one."""
+        """The size of the tokenizer that is trained on the corpus, if one is."""
         size = self.tokenizer_name.removeprefix("bpe:")
         return int(size) if size != self.tokenizer_name and size.isdecimal() else None
 
     @property
     def output_dir(self) -> str:
-        """The run folder."""
         return self.training["output_dir"]
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        """The configuration of the model; copy it to change it. Raises `ValueError` as `load_config` does."""
+        """The configuration of the model, to be copied before changes; raises as `load_config`."""
         return load_config(self.model, self.switches)
 
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
-        """The record of the conversion that made the saved model, or `None`."""
+        """The record of the conversion that made the saved model, if one did."""
         return read_record(self.model, CONVERSION_FILE) if self.has_weights else None
 
     @functools.cached_property
     def arguments(self) -> TrainingArguments:
-        """The arguments of `Trainer`. Raises `ValueError` for values that they do not allow."""
-        fields = _training_defaults(self.training) | self.training
+        """The arguments of `Trainer`; raises `ValueError` for values that they do not allow."""
+        has_gpu = torch.cuda.is_available()
+        defaults = {
+            "dataloader_pin_memory": has_gpu,
+            # Without it, processes of `accelerate launch` do not find each other on a CPU
+            "use_cpu": not torch.accelerator.is_available(),
+            "logging_steps": 0.05,  # shares of all steps
+            "eval_steps": 0.2,
+            "eval_strategy": "steps",
+        }
+        if not {"bf16", "fp16"} & set(self.training):
+            defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
         # What `RecordingTrainer` and its metrics need
-        fields |= {"batch_eval_metrics": True, "logging_nan_inf_filter": False}
+        fields = defaults | self.training | {"batch_eval_metrics": True, "logging_nan_inf_filter": False}
         metric = fields.get("metric_for_best_model")
         if metric is not None and fields.get("greater_is_better") is None:
             fields["greater_is_better"] = metric.removeprefix("eval_") in _MORE_IS_BETTER
@@ -219,23 +219,22 @@ class Recipe(Value):
             run_parts(name, text)
 
     def replace(self, **changes: Any) -> "Recipe":
-        """Returns a recipe with other fields. Merges `switches` and `training` into its present ones."""
+        """Returns a recipe with other fields, where `switches` and `training` add to its own."""
         for section in ("switches", "training"):
-            if section in changes:
-                changes[section] = merged(getattr(self, section), changes[section])
+            changes[section] = merged(getattr(self, section), changes.get(section, {}))
         return dataclasses.replace(self, **changes)
 
     def without_tokens(self) -> "Recipe":
-        """Returns the recipe without the user's names and tokens on the Hub, which no other machine needs."""
+        """Returns the recipe without the user's names and tokens on the Hub."""
         training = {name: value for name, value in self.training.items() if not name.startswith(_PRIVATE_PREFIX)}
         return dataclasses.replace(self, training=training)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields that differ from their defaults, as in the file of a recipe, without private ones."""
+        """Returns the fields that differ from their defaults, without private ones."""
         return without_defaults(self.__getstate__()) | {"training": without_private(self.training)}
 
     def digest(self, *affects: str) -> str:
-        """Returns a hash of all fields that change a run, or of fields that affect any of these (see `_field`)."""
+        """Returns a hash of all fields that change a run, or of those that affect any of these."""
         names = self.affecting(*(affects or ("data", "model", "training")))
         values = {name: value for name, value in self.to_dict().items() if name in names}
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
@@ -243,65 +242,42 @@ class Recipe(Value):
 
 _SECTIONS = ("switches", "training")
 # Fields of files and of the command line, and their types
-_FIELDS = {
-    kind: {item.name for item in dataclasses.fields(kind) if item.init and item.name not in _SECTIONS}
+_RECIPE_FIELDS, _TRAINING_FIELDS = (
+    {item.name for item in dataclasses.fields(kind) if item.init} - {*_SECTIONS}
     for kind in (Recipe, TrainingArguments)
-}
-_RECIPE_FIELDS, _TRAINING_FIELDS = _FIELDS.values()
-# Fields of text alone. Optional ones of `TrainingArguments` may take other types, as `fsdp` takes true
-_TEXTS = {
-    name
-    for name, kind in (get_type_hints(TrainingArguments) | get_type_hints(Recipe)).items()
-    if str in (kinds := {kind, *get_args(kind)}) and not kinds & {bool, dict, dict[str, Any]}
-    if kind != str | None or name in _RECIPE_FIELDS
-}
-
-
-class _RecipeParser(HfArgumentParser):
-    """Reads texts as the types of the fields of `Recipe` and `TrainingArguments`."""
-
-    def __init__(self, defaults: dict[str, Any]):
-        super().__init__([*_FIELDS], add_help=False, allow_abbrev=False)
-        for action in self._actions:
-            action.required = False
-        self.add_argument("--set", action="append", metavar="SWITCH=VALUE")
-        self.set_defaults(**defaults)
-
-    def _parse_dataclass_field(self, parser, field: dataclasses.Field) -> None:
-        if field.name in _SECTIONS:
-            return
-        if "affects" in field.metadata:  # a field of `Recipe`: argparse knows neither its metadata nor mappings
-            field = copy.copy(field)
-            field.metadata = {}
-            if field.name == "parts":
-                field.type = list[str]
-            elif dict[str, Any] in get_args(field.type):
-                field.type = str
-        super()._parse_dataclass_field(parser, field)
-
-    def error(self, message: str):
-        raise ValueError(message)
+)
+_TYPES = get_type_hints(TrainingArguments) | get_type_hints(Recipe)
 
 
 def read_overrides(words: list[str]) -> dict[str, Any]:
-    """Reads the overrides of a recipe from the words of a command line, with those of `--set` under `"switches"`."""
-    fields = _RECIPE_FIELDS | _TRAINING_FIELDS
-    # Without defaults, argparse returns only what the command line gives
-    arguments, unknown = _RecipeParser(dict.fromkeys(fields, None)).parse_known_args(words)
+    """Reads the overrides of a recipe from a command line, with those of `--set` under `"switches"`.
+
+    The words of an option are read as a file's value; without any, the value is true.
+    """
+    parser = ArgumentParser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
+    parser.add_argument("--set", action="append", nargs="*", default=[])
+    for name in _RECIPE_FIELDS | _TRAINING_FIELDS:
+        parser.add_argument(f"--{name}", nargs="*")
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
         names = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
-        check_keys("command line", names, fields | {"set"})
+        check_keys("command line", names, _RECIPE_FIELDS | _TRAINING_FIELDS | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
-    overrides = {name: value for name, value in vars(arguments).items() if value is not None and name != "set"}
+    overrides = vars(arguments)
+    texts = [text for values in overrides.pop("set") for text in values or [""]]
+    for name, values in overrides.items():
+        kinds = {_TYPES[name], *get_args(_TYPES[name])}
+        if not values and bool not in kinds:
+            raise ValueError(f"--{name} needs a value")
+        is_list = len(values) > 1 or (list[str] in kinds and str not in kinds)
+        overrides[name] = _read_value("command line", name, values if is_list else (values or [True])[0])
     if "text_template" in overrides:
         overrides["text_template"] = unescape(overrides["text_template"])
-    if arguments.set:
-        overrides["switches"] = read_switches(arguments.set)
-    return overrides
+    return overrides | ({"switches": read_switches(texts)} if texts else {})
 
 
 def read_switches(texts: list[str]) -> dict[str, Any]:
-    """Reads the values of `--set`, each of the form `switch=value`; the value is read as YAML."""
+    """Reads the values of `--set`, each of the form `switch=value` in YAML."""
     switches = {}
     for text in texts:
         name, separator, value = text.partition("=")
@@ -314,7 +290,7 @@ def read_switches(texts: list[str]) -> dict[str, Any]:
 
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:
-    """Writes overrides as the words of a command line: the inverse of `read_overrides`."""
+    """Writes overrides as a command line: the inverse of `read_overrides`."""
 
     def word(value: Any) -> str:
         return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
@@ -331,12 +307,10 @@ def override_words(overrides: Mapping[str, Any]) -> list[str]:
 
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> Recipe:
-    """Reads a recipe and applies overrides.
+    """Reads a recipe, by the name of a shipped one or of a YAML file, and applies overrides.
 
     Args:
-        source: the name of a shipped recipe or a YAML file.
-        overrides: fields of `Recipe` and `TrainingArguments` with their values, and `switches` of the model as a
-            mapping.
+        overrides: fields of `Recipe` and `TrainingArguments`, and `switches` of the model as a mapping.
         trust_parts: run the parts that the file itself contains as code.
     """
     path = find("recipes", str(source))
@@ -363,54 +337,59 @@ def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], sour
 def read_recipe(
     content: Mapping[str, Any], overrides: Mapping[str, Any] | None = None, source: str = "recipe"
 ) -> Recipe:
-    """Makes a recipe from the content of its file.
-
-    Args:
-        source: the file, for error messages; its stem names the default `output_dir`.
-    """
-    content = dict(content)
+    """Makes a recipe from the content of its file, `source`, whose stem names the default `output_dir`."""
+    fields = dict(content)
     overrides = {name: str(value) if isinstance(value, Path) else value for name, value in (overrides or {}).items()}
-    training = read_section(content.pop("training", None), f"{source}: training")
-    switches = read_section(content.pop("switches", None), f"{source}: switches")
-    check_keys(source, content, _RECIPE_FIELDS | {*_SECTIONS})
+    training = read_section(fields.pop("training", None), f"{source}: training")
+    switches = read_section(fields.pop("switches", None), f"{source}: switches")
+    check_keys(source, fields, _RECIPE_FIELDS | {*_SECTIONS})
     check_keys(f"{source}: training", training, _TRAINING_FIELDS)
     check_keys("arguments", overrides, _RECIPE_FIELDS | _TRAINING_FIELDS | {"switches"})
     switches = merged(switches, read_section(overrides.pop("switches", None), "arguments: switches"))
     for name, value in overrides.items():
-        (content if name in _RECIPE_FIELDS else training)[name] = value
-    if content.get("parts"):
-        content["parts"] = read_parts(content["parts"], Path(source).parent)
+        (fields if name in _RECIPE_FIELDS else training)[name] = value
+    if fields.get("parts"):
+        fields["parts"] = read_parts(fields["parts"], Path(source).parent)
     training.setdefault("output_dir", f"runs/{Path(source).stem}")
     training["output_dir"] = str(results_folder(training["output_dir"]))
-    if "model" not in content:
+    if "model" not in fields:
         raise ValueError(f"{source}: the field 'model' is missing")
-
-    _check_texts(source, {**content, **training})
-    # Converts values that YAML read as text, such as 1e-3
-    values = vars(_RecipeParser({**content, **training}).parse_args([]))
-    training = {name: values[name] for name in training}
-    fields = {name: values[name] for name in content}
-    for name in ("lora", "base_sizes"):
-        if isinstance(fields.get(name), str):
-            with contextlib.suppress(yaml.YAMLError):
-                fields[name] = parse_yaml(fields[name])
+    fields, training = (
+        {name: _read_value(source, name, value) for name, value in section.items()} for section in (fields, training)
+    )
     recipe = Recipe(**fields, switches=switches, training=training)
     recipe.arguments  # noqa: B018 - a value that is not allowed is an error here
     return recipe
 
 
-def _check_texts(source: str, fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`."""
-    for name, value in fields.items():
-        if name in _TEXTS and isinstance(value, int | float | date):  # true and false are integers too
+def _read_value(source: str, name: str, value: Any) -> Any:
+    """Returns a value of a file as its field's type, with a text such as `1e-3` as a number.
+
+    Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`.
+    """
+    kind = _TYPES[name]
+    kinds = {kind, *get_args(kind)}
+    if str in kinds:
+        # Optional text in `TrainingArguments` may be something else, as `fsdp: true`
+        is_other = kinds & {bool, dict, dict[str, Any]} or (kind == str | None and name not in _RECIPE_FIELDS)
+        if not is_other and isinstance(value, int | float | date):  # true and false are integers too
             raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
+        return value
+    if is_text := isinstance(value, str):
+        with contextlib.suppress(yaml.YAMLError):
+            value = parse_yaml(value)
+        value = float(value) if type(value) is int and float in kinds else value
+    if {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)} and (
+        is_text or isinstance(value, bool | list | dict)
+    ):
+        check_type(name, value, kind)
+    return value
 
 
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Loads files of attention parts, and returns their texts by name, which a recipe holds for other machines.
+    """Loads attention parts from files, beside the recipe or in the working directory, or from texts by name.
 
-    Args:
-        parts: files, in the folder of the recipe or the working directory; or their texts by name.
+    Returns their texts by name, which a recipe holds for other machines.
     """
     texts = parts
     if not isinstance(parts, Mapping):
@@ -426,7 +405,7 @@ def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[s
 
 
 def without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops the fields of a recipe's file that have their defaults, as `Recipe.to_dict` does."""
+    """Drops the fields of a recipe's file that have their defaults."""
     return {name: value for name, value in content.items() if value != getattr(Recipe, name, ...)}
 
 
@@ -435,14 +414,3 @@ def without_private(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value for name, value in fields.items() if name not in _PRIVATE and not name.startswith(_PRIVATE_PREFIX)
     }
-
-
-def _training_defaults(training: dict[str, Any]) -> dict[str, Any]:
-    """Returns defaults that suit the device, and make curves of 20 and 5 points."""
-    has_gpu = torch.cuda.is_available()
-    # Without `use_cpu`, processes of `accelerate launch` do not find each other on a CPU
-    defaults = {"dataloader_pin_memory": has_gpu, "use_cpu": not torch.accelerator.is_available()}
-    defaults |= {"logging_steps": 0.05, "eval_steps": 0.2, "eval_strategy": "steps"}  # shares of all steps
-    if not {"bf16", "fp16"} & set(training):
-        defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
-    return defaults

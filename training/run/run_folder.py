@@ -46,17 +46,16 @@ from ..files import (
     yaml_text,
 )
 from ..result import RunResult
-from .recipe import Recipe, without_defaults
+from .recipe import without_defaults
 
 
-# Seconds to wait for other processes that share a comparison, and claim its folder at the same moment
+# Seconds to wait for processes that claim the folder of a comparison at the same moment
 CLAIM_PATIENCE = 10.0
 
-# Seconds after which an unfinished folder is what a process that was killed has left
+# Seconds after which an unfinished folder is that of a process that was killed
 _LEFT_BEHIND = 3600.0
 
-# Error texts for a folder that has no plan, or the plan of another run, and files with a field that shows that this
-# package wrote a folder before folders had a manifest
+# Error texts for a folder without a plan and with another one, and fields in files of folders older than manifests
 _KINDS = {
     RECIPE_FILE: (
         "is no run of `nlq train`",
@@ -81,7 +80,7 @@ class RunProgress:
 
     Attributes:
         state: `running` or `failed`.
-        step, steps: optimizer steps that are done, and all of them; `None` before training begins.
+        steps: all optimizer steps; `None` before training begins.
         updated: seconds since 1970.
     """
 
@@ -96,15 +95,14 @@ class RunProgress:
 
 
 class FolderIsLocked(ValueError):
-    """Another process writes into the folder; the message names it."""
+    """Another process writes into the folder."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of a run, of a comparison or of a conversion.
 
-    Attributes:
-        plan: the file that says what it was made from; `None` for a folder without one.
+    `plan` is the file that says what it was made from; `None` for a folder without one.
     """
 
     path: Path
@@ -112,12 +110,9 @@ class RunFolder:
 
     @contextmanager
     def held(self, patience: float = 0.0) -> Iterator[None]:
-        """Lets no other process hold the folder as long as a `with` block lasts.
+        """Lets no other process hold the folder as long as a `with` block lasts, and waits `patience` seconds for it.
 
         The lock's file stays, because another process may have just opened it. Only a new, empty folder is removed.
-
-        Args:
-            patience: seconds to wait for another process; -1 waits for ever.
 
         Raises:
             FolderIsLocked: if another process holds it.
@@ -125,13 +120,13 @@ class RunFolder:
         """
         if self.plan is not None:
             self.made_from()
-        lock = FileLock(self.path / LOCK_FILE)
         is_new = not self.path.exists()
         make_folder(self.path)
         check_no_symlinks(paths_below(self.path))  # the lock, Trainer and TensorBoard open files by their paths
+        lock = FileLock(self.path / LOCK_FILE)
         try:
             lock.acquire(timeout=patience)
-        except (Timeout, FileNotFoundError):  # its holder has just removed the folder, in which it had written nothing
+        except (Timeout, FileNotFoundError):  # its holder has just removed the empty folder
             raise FolderIsLocked(
                 f"{self.path} is in use by another process; wait for its end, or choose another folder"
             ) from None
@@ -150,7 +145,7 @@ class RunFolder:
             lock.release()
 
     def begin_manifest(self) -> None:
-        """Creates the manifest if there is none; raises `ValueError` if a file that is not in it would be replaced."""
+        """Creates the manifest if there is none; raises `ValueError` if another file would be replaced."""
         there = {path for pattern in _NAMES for path in self.path.glob(pattern)} | code_files(self.path)
         names = sorted(path.relative_to(self.path).as_posix() for path in there if path.exists())
         if read_manifest(self.path) is None:
@@ -162,13 +157,12 @@ class RunFolder:
         marks = _KINDS[self.plan][2].items()
         if any(f'"{field}"' in read_text(file) for pattern, field in marks for file in self.path.glob(pattern)):
             return True
-        # A run that was killed before its first checkpoint: nothing is lost if its recipe is written again
+        # Killed before its first checkpoint: nothing is lost if its recipe is written again
         recipe = self.path / RECIPE_FILE
         is_begun = self.plan == RECIPE_FILE and (self.path / LOCK_FILE).exists() and recipe.exists()
         return is_begun and read_text(recipe) == yaml_text(read_yaml(recipe))
 
     def is_held(self) -> bool:
-        """Tells whether a process holds the folder."""
         lock = FileLock(self.path / LOCK_FILE)
         try:
             if (self.path / LOCK_FILE).is_file():
@@ -179,8 +173,8 @@ class RunFolder:
         return False
 
     def made_from(self) -> dict[str, Any] | None:
-        """What the folder was made from; `None` for a new one. Raises `ValueError` if it holds something else."""
-        is_taken = is_nonempty(self.path)  # asked first, because another process may write the plan meanwhile
+        """Returns what a folder was made from, `None` if new; raises `ValueError` if it holds something else."""
+        is_taken = is_nonempty(self.path)  # asked first: another process may write the plan
         if (self.path / self.plan).is_file():
             if self.plan not in (read_manifest(self.path) or ()) and not self._is_older():
                 raise ValueError(f"{self.path / self.plan} was not written by nlq; choose another --output_dir")
@@ -190,7 +184,7 @@ class RunFolder:
         return None
 
     def claim(self, given: dict[str, Any]) -> None:
-        """Writes what the folder is made from, or checks that it is what is there; raises `ValueError` otherwise."""
+        """Writes what the folder is made from; raises `ValueError` if it was made from something else."""
         before = self.made_from()
         if before is None:
             self.write(given)
@@ -199,66 +193,59 @@ class RunFolder:
         self.begin_manifest()
 
     def is_finished(self) -> bool:
-        """Tells whether the run is finished: its metrics are written last."""
+        """Tells whether the run has metrics, which are written last."""
         return (self.path / METRICS_FILE).is_file()
 
     def result(self) -> RunResult:
-        """Returns the result of a finished run."""
         return RunResult.load(self.path)
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints of a run, newest first, whether they are complete or not."""
-        steps = {path: path.name.removeprefix("checkpoint-") for path in self.path.glob("checkpoint-*")}
-        return sorted(
-            (path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]), reverse=True
-        )
+        """Returns the checkpoints of a run, newest first, also incomplete ones."""
+        steps = {path: path.name.removeprefix(CHECKPOINT) for path in self.path.glob(f"{CHECKPOINT}*")}
+        return sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: -int(steps[path]))
 
-    def claim_run(self, recipe: Recipe, processes: int, is_main_process: bool) -> None:
+    def claim_run(self, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
         """Writes the recipe of a run, or checks that it is that of the folder, for any number of processes.
 
-        Raises:
-            ValueError: if the folder holds another run or something else; nothing in it is touched.
+        Raises `ValueError` if the folder holds another run or something else; nothing in it is touched.
         """
         before = self.made_from()
         made_by = processes
-        checkpoints = self.checkpoints()
         if self.is_finished():
             made_by = self.result().machine.processes
-        elif checkpoints:  # which tell the global batch size
+        elif self.checkpoints():  # which tell the global batch size
             made_by = processes = None
         elif not any(self.path.glob("*.safetensors")):
-            # New, or an attempt failed before it saved any weights: nothing is lost by beginning anew
+            # New, or without any weights: nothing is lost by beginning anew
             if is_main_process:
                 self.begin_manifest()
                 delete(self.path / "tokenizer.json")
-                self.write(recipe.to_dict())
+                self.write(given)
             return
-        now = _with_global_batch(recipe.to_dict(), processes)
-        if changes := differences(_with_global_batch(without_defaults(before), made_by), now):
+        before, now = _with_global_batch(without_defaults(before), made_by), _with_global_batch(given, processes)
+        if changes := differences(before, now):
             self.refuse(changes)
         if is_main_process:
             self.begin_manifest()
 
     def write(self, given: dict[str, Any]) -> None:
-        """Writes what the folder is made from."""
         self.begin_manifest()
         write_yaml(self.path / self.plan, given)
 
     def refuse(self, changes: str) -> NoReturn:
-        """Raises `ValueError` for a folder that was made from something else; `changes` says where it differs."""
+        """Raises `ValueError` for a folder that was made from something else, with the `changes`."""
         hint = f", and add --from {self.path} to go on from its weights" if self.is_finished() else ""
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir{hint}")
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Tells whether a path has the form of a temporary folder of `atomic_dir`, for files of this package."""
+    """Tells whether a path is a temporary folder of `atomic_dir`, for files of this package."""
     match = re.fullmatch(rf"\.(.*)\.[a-z0-9_]{{8}}{re.escape(UNFINISHED)}", path.name)
-    is_own = match and (match[1] in (path.parent.name, "figures", "tokenizer") or match[1].startswith(CHECKPOINT))
-    return bool(is_own) and path.is_dir()
+    names = (path.parent.name, "figures", "tokenizer")
+    return bool(match) and (match[1] in names or match[1].startswith(CHECKPOINT)) and path.is_dir()
 
 
 def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:
-    """Returns a recipe with the global batch size in place of the shares of each process."""
     training = dict(given.get("training", {}))
     share = training.pop("per_device_train_batch_size", 8) * training.pop("gradient_accumulation_steps", 1)
     return {**given, "training": training, "global_batch_size": processes and share * processes}

@@ -19,15 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-GENERATED_ROWS = 256  # pairs of the validation split that chrF is computed on
+GENERATED_ROWS = 256  # for chrF
 
 
 def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "Recipe") -> Blocks:
-    """Encodes each pair, with end-of-text behind source and target; says how many are cut to the recipe's lengths.
-
-    Returns:
-        Rows of `input_ids` and `labels`, the tokens of the targets, and references for chrF.
-    """
+    """Encodes each pair to `input_ids` and `labels` that end in end-of-text, and warns how many are cut."""
     columns = list(recipe.text_columns.values())
     lengths = recipe.sample_lengths
 
@@ -41,7 +37,7 @@ def make_pairs(documents: Dataset, tokenizer: PreTrainedTokenizerBase, recipe: "
             ids = ids_of(texts)
             rows[name] = [[*text[: length - 1], tokenizer.eos_token_id] for text in ids]
             rows["is_cut"] = [before or len(text) >= length for before, text in zip(rows["is_cut"], ids)]
-            # The last column, the target, sets these. They count its whole text, so that cutting does not change them
+            # At the end those of the target, whole, so that cutting does not change them
             rows |= {"bytes": [len(text.encode()) for text in texts], "length": [len(text) + 1 for text in ids]}
         return rows
 
@@ -70,8 +66,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, rows: list[list[int]] | torch.Te
 def chrf_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pairs: Blocks, recipe: "Recipe"
 ) -> dict[str, float]:
-    """Returns chrF (Popovic 2015), from 0 to 100, of the likeliest text for each of the first pairs, if `sacrebleu` is
-    installed.
+    """Returns chrF (Popovic 2015), 0 to 100, of the likeliest text for the first pairs, if `sacrebleu` is installed.
 
     It compares with whole targets, though the model generates at most `max_target_length` tokens.
     """
@@ -82,8 +77,8 @@ def chrf_of(
 
     model.eval()
     texts = []
-    options = {"max_new_tokens": recipe.max_target_length, "do_sample": False, "num_beams": 1}
     for batch in pairs.dataset.select(range(len(pairs.references))).iter(batch_size=32):
         inputs = tokenizer.pad({"input_ids": batch["input_ids"]}, return_tensors="pt").to(model.device)
-        texts += _decode(tokenizer, model.generate(**inputs, **options))
+        written = model.generate(**inputs, max_new_tokens=recipe.max_target_length, do_sample=False, num_beams=1)
+        texts += _decode(tokenizer, written)
     return {"eval_chrf": sacrebleu.corpus_chrf(texts, [pairs.references]).score}

@@ -1,7 +1,4 @@
-"""Stability of attention while training: entropy, extremes and normaliser of each layer, and spikes of the loss.
-
-Shapes: batch, heads, query, key, head_dim; a row is one query of one head of one sequence.
-"""
+"""Stability of attention while training: entropy, extremes and normaliser of each layer, and spikes of the loss."""
 
 import math
 import statistics
@@ -37,14 +34,13 @@ def attention_statistics(
     The scores are `s_ij = scaling * q_i . k_j` and the weights `w_ij`, of the keys `j` that query `i` sees. Weights
     may be negative, hence `p_ij = |w_ij| / sum_j |w_ij|`. A row with a single key counts only for the scores.
 
-    * `entropy`: mean over rows of `-sum_j p_ij log p_ij`, in nats; a row of zeros has no `p` and is left out.
+    * `entropy`: mean over rows of `-sum_j p_ij log p_ij`, in nats, without rows of zeros.
     * `largest_weight`: the maximum of `|w_ij|`.
-    * `first_token_mass`: mean over rows of `p_ij` for the first key `j` that `i` sees, the first token of its
-      document; a row of zeros is left out.
+    * `first_token_mass`: mean over rows of `p_ij` for the first key `j` that `i` sees, without rows of zeros.
     * `zero_rows`: share of the rows whose weights are all 0.
     * `smallest_score`, `largest_score`: the extremes of `s_ij`, without the `log n` that sigmoid subtracts.
 
-    The model is left as it was, its random state included. Scores and what follows are in float32 at least.
+    Scores and what follows are in float32 at least.
 
     Args:
         input_ids: `(batch, length)`, without padding.
@@ -75,9 +71,7 @@ def attention_statistics(
 def _layer_statistics(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
 ) -> dict[str, float]:
-    """The quantities of a layer, from its query `(batch, heads, length, head_dim)` and its key with as many heads or
-    fewer.
-    """
+    """Returns the quantities of a layer; its key may have fewer heads than its query."""
     layer: NLQAttention = call.layer
     # Some parts change the scores of all queries together
     rows_at_once = query.shape[2] if layer.materializes == "all" else QUERY_CHUNK
@@ -86,12 +80,12 @@ def _layer_statistics(
     chunks = []
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, query.shape[2], rows_at_once):
-            places = slice(start, start + rows_at_once)
+            stop = start + rows_at_once
             # In causal order no query of the chunk sees a later key
-            seen = key[:, :, : places.stop] if layer.is_causal else key
-            part = visibility.rows(start, start + rows_at_once, seen.shape[2])
-            own = None if bias is None else ScoreBias(bias.query[..., places], bias.key[..., : seen.shape[2]])
-            chunks.append(_row_statistics(call, query[:, :, places], seen, own, part))
+            seen = key[:, :, :stop] if layer.is_causal else key
+            part = visibility.rows(start, stop, seen.shape[2])
+            own = None if bias is None else ScoreBias(bias.query[..., start:stop], bias.key[..., : seen.shape[2]])
+            chunks.append(_row_statistics(call, query[:, :, start:stop], seen, own, part))
     rows = {name: torch.cat([chunk[name] for chunk in chunks], dim=-1) for name in chunks[0]}
     has_choice = (visibility.visible_count > 1)[:, None].expand_as(rows["total_weight"])
     chosen = {name: values[has_choice] for name, values in rows.items()}
@@ -110,7 +104,7 @@ def _layer_statistics(
 def _row_statistics(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
 ) -> dict[str, torch.Tensor]:
-    """Each quantity by row, `(batch, heads, query)`; NaN for a row of zeros that has none."""
+    """Returns each quantity by row, `(batch, heads, query)`; NaN for a row of zeros that has none."""
     layer: NLQAttention = call.layer
     visible = visibility.dense()
     count = visibility.visible_count[:, None]
@@ -133,8 +127,8 @@ def _row_statistics(
 class StabilityCallback(TrainerCallback):
     """Logs `attention_statistics` of the same tokens: after the first step, regularly, and after the last.
 
-    The numbers are named `attention/layer_0/entropy` and so on, and are kept in Trainer's `log_history`. Every process
-    computes them, because a sharded model needs all processes to run.
+    They are in Trainer's `log_history` as `attention/layer_0/entropy` and so on. Every process computes them, because
+    a sharded model needs all processes to run.
     """
 
     def __init__(
@@ -146,20 +140,19 @@ class StabilityCallback(TrainerCallback):
         self.position_ids = position_ids
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        step = state.global_step
-        if step != 1 and step % self.interval and step < state.max_steps:
+        if state.global_step != 1 and state.global_step % self.interval and state.global_step < state.max_steps:
             return
         layers = attention_statistics(self.trainer.model, self.input_ids, self.position_ids)
+        # Logging clears this flag, and Trainer would leave out the loss of this step
         should_log = control.should_log
         self.trainer.log(
             {f"{_PREFIX}{index}/{name}": layer[name] for index, layer in enumerate(layers) for name in layer}
         )
-        # Logging clears this flag, and Trainer would leave out the loss of this step
         control.should_log = should_log
 
 
 def read_stability(log_history: list[dict[str, float]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Reads the curves in Trainer's `log_history`: by layer and quantity, `(optimizer step, value)` in order."""
+    """Reads the curves in Trainer's `log_history`: `(optimizer step, value)` by layer and quantity."""
     curves: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for entry in log_history:
         for key in filter(lambda key: key.startswith(_PREFIX), entry):
@@ -169,23 +162,19 @@ def read_stability(log_history: list[dict[str, float]]) -> dict[str, dict[str, l
 
 
 def loss_spikes(losses: Sequence[tuple[int, float]]) -> list[int]:
-    """Finds the steps at which the training loss leaps.
+    """Returns the steps at which the training loss leaps, from `(optimizer step, nats per token)` as logged.
 
-    A loss is a spike if it exceeds the median `m` of the 10 losses before it by more than 0.1 nats and by more than 5
-    standard deviations, estimated robustly as `1.4826 * median |loss - m|`. A loss that is not finite always is. Of
-    the others, the first 10 losses never are.
-
-    Args:
-        losses: `(optimizer step, nats per token)` in order, as logged.
+    It then exceeds the median `m` of the 10 losses before by more than 0.1 nats and by more than 5 standard
+    deviations, estimated as `1.4826 * median |loss - m|`. Of the first 10, only infinite and NaN losses are spikes.
     """
     spikes = []
     for index, (step, loss) in enumerate(losses):
         before = [earlier for _, earlier in losses[max(index - SPIKE_WINDOW, 0) : index] if math.isfinite(earlier)]
-        if not math.isfinite(loss):
-            spikes.append(step)
-        elif index >= SPIKE_WINDOW and before:
+        is_spike = not math.isfinite(loss)
+        if not is_spike and index >= SPIKE_WINDOW and before:
             median = statistics.median(before)
             deviation = 1.4826 * statistics.median(abs(earlier - median) for earlier in before)
-            if loss - median > max(0.1, 5 * deviation):
-                spikes.append(step)
+            is_spike = loss - median > max(0.1, 5 * deviation)
+        if is_spike:
+            spikes.append(step)
     return spikes

@@ -1,7 +1,4 @@
-"""Makes a run in a subprocess, which writes its log and its progress into files beside the run folder.
-
-All engines of `nlq compare`, and `nlq train` on Ray, make their runs by `run_in_subprocess`.
-"""
+"""Makes a run in a subprocess, as all engines do, which writes log and progress beside the run folder."""
 
 import contextlib
 import dataclasses
@@ -29,26 +26,22 @@ from .train import train_recipe
 
 
 class RunFailed(Exception):
-    """A run failed, but not by divergence; the message says why in one line."""
+    """A run failed; the message says why in one line."""
 
 
 def describe_failure(error: BaseException) -> str:
-    """Says in a line why a run is not finished."""
     return str(error) if isinstance(error, RunFailed) else f"failed: {one_line(error)}"
 
 
 def beside(folder: Path, suffix: str, rank: int = 0) -> Path:
-    """The log (suffix `LOG`) or the progress (`PROGRESS`, see `ProgressWriter`) of a run, beside its folder."""
+    """Returns the path of a run's log (suffix `LOG`) or progress (`PROGRESS`), beside its folder."""
     return folder.with_name(f"{folder.name}.rank-{rank}{suffix}" if rank else f"{folder.name}{suffix}")
 
 
 class ProgressWriter(TrainerCallback):
-    """Writes the progress of a run to a file during a `with` block, and deletes the file if the block ends without an
-    error.
+    """Writes the progress of a run to a file, and reports it, every `pace` seconds during a `with` block.
 
-    Args:
-        file: written every `pace` seconds, also between two steps.
-        report: called with the same content, after the file was written.
+    Deletes the file if the block ends without an error.
     """
 
     def __init__(self, file: Path, pace: float, report: Callable[[RunProgress], None] | None = None):
@@ -103,24 +96,16 @@ def run_in_subprocess(
 ) -> RunResult:
     """Makes a run as `nlq train` does. Standard output and error of this process go to its log from now on.
 
-    Several processes that PyTorch's environment variables (`RANK`, ...) name train together.
+    Several processes that PyTorch's environment variables (`RANK`, ...) name train together. Log and progress are
+    beside the run folder. Raises `FolderIsLocked`, and `RunFailed`, when the log has the traceback.
 
     Args:
-        recipe: its `output_dir` is the run folder. Log and progress are written beside it.
-        data: the folder of the tokenizer, with the blocks that `save_blocks` may have saved there.
-        threads: number of threads of PyTorch.
-        report: called with the progress of the run, in a thread of its own.
-        pace: seconds between two reports of progress.
+        data: the folder of the tokenizer, and perhaps of `save_blocks`.
+        report: called with the progress of the run, in a thread of its own, every `pace` seconds.
         patience: seconds to wait for another process that makes this run.
-
-    Returns:
-        The result of the run, as `train_recipe` does.
-
-    Raises:
-        FolderIsLocked: if another process makes this run.
-        RunFailed: if it failed. The log has the traceback.
     """
-    rank, folder, callbacks = int(os.environ.get("RANK", 0)), Path(recipe.output_dir), []
+    rank = int(os.environ.get("RANK", 0))
+    folder, callbacks = Path(recipe.output_dir), []
     try:
         with contextlib.ExitStack() as stack:
             if rank == 0:

@@ -59,8 +59,12 @@ def evaluate_tasks(
     ):
         manager, specs, single = _load_tasks(tasks, str(model))
         results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
-    counts = results["n-samples"]
-    return {**results, "chance": {name: _chance(task, counts[name]["effective"]) for name, task in single.items()}}
+    results["chance"] = dict.fromkeys(single)
+    for name, task in single.items():
+        if task.OUTPUT_TYPE == "multiple_choice":
+            items = itertools.islice(task.eval_docs, results["n-samples"][name]["effective"])
+            results["chance"][name] = fmean(1 / len(task.doc_to_choice(item)) for item in items)
+    return results
 
 
 def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -70,23 +74,23 @@ def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]
     """
     scores = {}
     for task, values in results["results"].items():
-        found = {
+        scores[task] = {
             name.removesuffix(",none"): float(value)
             for name, value in values.items()
             if name != "sample_len" and isinstance(value, int | float) and math.isfinite(value)  # JSON lacks NaN
         }
-        count = results["n-samples"].get(task, {}).get("effective", values.get("sample_len"))
-        scores[task] = {**found, "items": count, "chance": results["chance"].get(task)}
+        scores[task]["items"] = results["n-samples"].get(task, {}).get("effective", values.get("sample_len"))
+        scores[task]["chance"] = results["chance"].get(task)
     return scores
 
 
 def is_guessable(metric: str) -> bool:
-    """Tells whether a metric is one of lm_eval's accuracies, in which guessing scores the chance level."""
+    """Tells whether guessing scores the chance level in a metric, as in accuracies."""
     return metric.startswith("acc")
 
 
 def tabulate_tasks(results: dict[str, Any]) -> list[list[str]]:
-    """Returns the cells of a table of the results of `evaluate_tasks`, with a header."""
+    """Returns the cells of a table of results, with a header."""
     rows = [["task", "metric", "value", "standard error", "chance", "items"]]
     for task, scores in score_numbers(results).items():
         for name, value in scores.items():
@@ -101,7 +105,6 @@ def tabulate_tasks(results: dict[str, Any]) -> list[list[str]]:
 
 
 def write_task_results(results: dict[str, Any], path: str | Path) -> None:
-    """Writes results of `evaluate_tasks` as JSON, as lm_eval writes its own."""
     from lm_eval.utils import handle_non_serializable
 
     text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
@@ -109,7 +112,7 @@ def write_task_results(results: dict[str, Any], path: str | Path) -> None:
 
 
 def check_tasks(tasks: str | Sequence[str]) -> None:
-    """Checks the names of tasks without loading their data."""
+    """Raises as `evaluate_tasks` for unknown names, without loading data."""
     _require_lm_eval()
     _find_tasks(tasks, "")
 
@@ -124,11 +127,7 @@ def _require_lm_eval() -> None:
 
 
 def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict[str, Any]]:
-    """Loads tasks, and tells them the model, as lm_eval's own command does.
-
-    Returns:
-        lm_eval's `TaskManager`, the tasks and groups for `simple_evaluate`, and each single task by name.
-    """
+    """Returns lm_eval's `TaskManager`, the specs for `simple_evaluate`, and single tasks by name."""
     tasks, manager = _find_tasks(tasks, model)
     specs, single = [], {}
     for name in dict.fromkeys(tasks):
@@ -142,7 +141,6 @@ def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict
 
 
 def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]:
-    """Returns the names of tasks and lm_eval's `TaskManager`; raises `ValueError` for an unknown task."""
     from lm_eval.tasks import TaskManager
 
     tasks = [name.strip() for name in (tasks.split(",") if isinstance(tasks, str) else tasks)]
@@ -155,12 +153,12 @@ def _find_tasks(tasks: str | Sequence[str], model: str) -> tuple[list[str], Any]
 
 
 def _is_task_file(name: str) -> bool:
-    """Tells whether a task is a file; a file that could have the name of one of lm_eval's tasks needs its folder."""
+    """Tells whether a task is a file. One with the name of a task of lm_eval needs its folder."""
     return Path(name).is_file() and (os.path.dirname(name) != "" or name.endswith((".yaml", ".yml")))
 
 
 def _from_hub(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `evaluate.load` ignore a folder in the working directory that has the name of a metric."""
+    """Makes `evaluate.load` ignore a folder in the working directory with a metric's name."""
 
     def load_metric(path: str, *arguments: Any, **options: Any) -> Any:
         is_name = not (path.startswith(("/", ".")) or path.endswith(".py"))
@@ -168,10 +166,3 @@ def _from_hub(load: Callable[..., Any]) -> Callable[..., Any]:
             return load(path, *arguments, **options)
 
     return load_metric
-
-
-def _chance(task: Any, count: int) -> float | None:
-    """Returns the mean of one over the number of choices, for the first items of a task."""
-    if task.OUTPUT_TYPE != "multiple_choice":
-        return None
-    return fmean(1 / len(task.doc_to_choice(item)) for item in itertools.islice(task.eval_docs, count))

@@ -7,7 +7,6 @@ import json
 import math
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,13 +16,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-    set_seed,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
@@ -52,116 +45,62 @@ from .provenance import record_run
 from .recipe import Recipe
 from .run_folder import RunFolder
 from .stability import StabilityCallback
-from .trainer import RecordingTrainer, RunRecord, best_checkpoint, has_diverged, peak_memory
+from .trainer import RecordingTrainer, RunRecord, has_diverged, peak_memory
 
 
 logger = logging.get_logger(__name__)
 
-# Blocks of the validation split on which attention is recorded while training
+# Validation blocks on which attention is recorded
 _STABILITY_BLOCKS = 2
 
 
 def train_recipe(
-    recipe: Recipe,
-    tokenizer_folder: Path | None = None,
-    callbacks: Sequence[TrainerCallback] = (),
+    recipe: Recipe, tokenizer_folder: Path | None = None, callbacks: Sequence[TrainerCallback] = ()
 ) -> RunResult:
     """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
 
-    A run whose loss becomes infinite or not a number stops there and saves no weights.
-
-    Args:
-        tokenizer_folder: folder of the tokenizer that several runs share; by default the run makes or loads its own.
+    A run whose loss becomes infinite or NaN stops there and saves no weights. `tokenizer_folder` holds a tokenizer
+    that several runs share; by default the run makes or loads its own.
     """
     arguments = recipe.arguments
-    place = RunFolder(Path(arguments.output_dir))
     is_main_process = arguments.process_index == 0
-    folder = place.path
     check_recipe(recipe)
-    with arguments.main_process_first(local=False):
-        place.claim_run(recipe, arguments.world_size, is_main_process)
-    if place.is_finished():
-        logger.warning(f"{folder} is finished: nothing to do")
-        return place.result()
     if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
         logger.warning(warning)
-    # Makes the model without weights, so that an impossible backend is an error before data are prepared
+    place, given = RunFolder(Path(arguments.output_dir)), recipe.to_dict()
+    with arguments.main_process_first(local=False):
+        place.claim_run(given, arguments.world_size, is_main_process)
+    if place.is_finished():
+        logger.warning(f"{place.path} is finished: nothing to do")
+        return place.result()
+
+    # Without weights, so that an impossible backend is an error before data are prepared
     size = measure(
         recipe.config, recipe.sample_lengths, recipe.attn_implementation, functools.partial(choose_trained, recipe)
     )
+    with arguments.main_process_first(local=False, desc="data preparation"):
+        tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder or place.path, arguments.seed)
+    check_vocabulary(tokenizer, recipe.tokenizer_name, recipe.config)
     forget_used_kernels()
     if arguments.torch_compile:
-        # Kernels are recorded while a graph is traced
-        torch.compiler.reset()
-    run = _build(recipe, size, tokenizer_folder or folder, callbacks)
-    if is_main_process:
-        print(_announcement(run), flush=True)
-    _train(run)
-    result = _collect(run)
-    if run.trainer.is_world_process_zero():
-        _write_results(run, result)
-    return result
-
-
-# Build
-
-
-@dataclass
-class _Run:
-    """The parts of a run."""
-
-    recipe: Recipe
-    trainer: Trainer
-    record: RunRecord
-    blocks: dict[str, Blocks]
-    fingerprint: str | None
-    size: Size
-
-
-def _build(recipe: Recipe, size: Size, tokenizer_folder: Path, callbacks: Sequence[TrainerCallback]) -> _Run:
-    arguments = recipe.arguments
-    with arguments.main_process_first(local=False, desc="data preparation"):
-        tokenizer, blocks, fingerprint = prepare_data(recipe, tokenizer_folder, arguments.seed)
+        torch.compiler.reset()  # kernels are recorded while a graph is traced
     set_seed(arguments.seed)
     model = make_model(recipe, tokenizer)
-    objective = objective_of(recipe)
-    if objective.kind is ModelKind.ENCODER_DECODER and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        # One module: FSDP2 lets no two groups share a parameter
-        model.set_input_embeddings(model.get_input_embeddings())
-    factors = None
-    if recipe.base_sizes is not None:
-        factors = completep_factors(model, recipe.base_sizes)
-        scale_initial_values(model, factors)
-    global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    record = RunRecord(global_batch_size, fingerprint)
-    collate = objective.make_collator(tokenizer, model)
-    smoothing = arguments.label_smoothing_factor
-    smoother = functools.partial(LabelSmoother(smoothing), shift_labels=bool(objective.label_shift))
-    trainer = RecordingTrainer(
-        record=record,
-        factors=factors,
-        model=model,
-        args=arguments,
-        train_dataset=blocks["train"].dataset,
-        eval_dataset=blocks["validation"].dataset,
-        data_collator=collate,
-        processing_class=tokenizer,
-        # Trainer itself shifts the labels of model classes it knows by name, which `torch_compile` and FSDP2 change
-        compute_loss_func=smoother if smoothing else None,
-        compute_metrics=LanguageModelingMetrics(blocks["validation"].bytes_per_token, objective),
-        preprocess_logits_for_metrics=functools.partial(token_losses, shift=objective.label_shift),
-    )
-    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-    trainer.masking = objective.make_masking(tokenizer, seed)
-    if recipe.record_stability:
-        probe = collate(list(itertools.islice(blocks["validation"].dataset, _STABILITY_BLOCKS)))
-        callbacks = [
-            StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, probe.get("position_ids")),
-            *callbacks,
-        ]
-    for callback in (ChecksumCallback, *callbacks):
+    trainer = make_trainer(recipe, model, blocks, tokenizer, fingerprint)
+    for callback in callbacks:
         trainer.add_callback(callback)
-    return _Run(recipe, trainer, record, blocks, fingerprint, size)
+    if is_main_process:
+        text = "a stream" if blocks["train"].tokens is None else f"{blocks['train'].tokens:,} tokens"
+        print(
+            f"{size.total:,} parameters, {text} of training text, on {_describe_attention(model, recipe)}", flush=True
+        )
+
+    _train(trainer, place, given)
+    evaluated = _evaluate_and_save(trainer, recipe, blocks) if trainer.record.diverged_at is None else {}
+    result = _make_result(trainer, recipe, blocks, size, evaluated)
+    if trainer.is_world_process_zero():
+        _write_results(trainer, recipe, given, result)
+    return result
 
 
 def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -170,13 +109,11 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     What the recipe does not train is frozen. With a LoRA, the model is a `peft.PeftModel`.
     """
     config = copy.deepcopy(recipe.config)
-    check_vocabulary(tokenizer, recipe.tokenizer_name, config)
+    objective = objective_of(recipe)
     config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.mask_token_id = tokenizer.mask_token_id
     config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    objective = objective_of(recipe)
-    has_both = objective.kind is ModelKind.ENCODER_DECODER
-    if has_both and getattr(config, "decoder_start_token_id", None) is None:
+    if objective.kind is ModelKind.ENCODER_DECODER and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.bos_token_id if config.bos_token_id is not None else config.pad_token_id
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # where Trainer sets them too
         setattr(config.get_text_config(decoder=True), name, getattr(config, name))
@@ -202,68 +139,117 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
     return choose_trained(recipe, model)
 
 
-def _announcement(run: _Run) -> str:
-    """Says what is trained, on how much text, where, and by which attention backends."""
-    model = run.trainer.model
-    arguments = run.trainer.args
-    tokens = run.blocks["train"].tokens
+def make_trainer(
+    recipe: Recipe,
+    model: PreTrainedModel,
+    blocks: dict[str, Blocks],
+    tokenizer: PreTrainedTokenizerBase,
+    fingerprint: str | None,
+) -> RecordingTrainer:
+    """Makes the `Trainer` of a recipe, and scales the model's initial values for CompleteP."""
+    arguments, objective = recipe.arguments, objective_of(recipe)
+    if objective.kind is ModelKind.ENCODER_DECODER and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        # One module: FSDP2 lets no two groups share a parameter
+        model.set_input_embeddings(model.get_input_embeddings())
+    factors = None
+    if recipe.base_sizes is not None:
+        factors = completep_factors(model, recipe.base_sizes)
+        scale_initial_values(model, factors)
+    collate = objective.make_collator(tokenizer, model)
+    smoother = LabelSmoother(arguments.label_smoothing_factor)
+    validation = blocks["validation"]
+    global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    trainer = RecordingTrainer(
+        record=RunRecord(global_batch_size, fingerprint),
+        factors=factors,
+        model=model,
+        args=arguments,
+        train_dataset=blocks["train"].dataset,
+        eval_dataset=validation.dataset,
+        data_collator=collate,
+        processing_class=tokenizer,
+        # Trainer shifts labels by the name of a class, which `torch_compile` and FSDP2 change
+        compute_loss_func=functools.partial(smoother, shift_labels=bool(objective.label_shift))
+        if smoother.epsilon
+        else None,
+        compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, objective),
+        preprocess_logits_for_metrics=functools.partial(token_losses, shift=objective.label_shift),
+    )
+    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    trainer.masking = objective.make_masking(tokenizer, seed)
+    trainer.add_callback(ChecksumCallback)
+    if recipe.record_stability:
+        probe = collate(list(itertools.islice(validation.dataset, _STABILITY_BLOCKS)))
+        positions = probe.get("position_ids")
+        trainer.add_callback(StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, positions))
+    return trainer
+
+
+def _describe_attention(model: PreTrainedModel, recipe: Recipe) -> str:
+    device, length = recipe.arguments.device, max(recipe.sample_lengths)
     backends = {}
     for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
-        parameter = next(layer.parameters())
-        tensors = (arguments.device, parameter.dtype, max(run.recipe.sample_lengths), layer.head_dim)
-        name = find_backend(
-            layer.config._attn_implementation, [layer.layer_idx], layer.attention_request(False, *tensors)
-        )
-        backends[name] = None
-    text = "a stream" if tokens is None else f"{tokens:,} tokens"
-    cpus = f" ({torch.get_num_threads()} threads)" if arguments.device.type == "cpu" else ""
-    attention = ", ".join(backends) or model.config._attn_implementation
-    device = f"{arguments.device}{cpus}"
-    return f"{run.size.total:,} parameters, {text} of training text, on {device}; attention by {attention}"
+        request = layer.attention_request(False, device, next(layer.parameters()).dtype, length, layer.head_dim)
+        backends[find_backend(layer.config._attn_implementation, [layer.layer_idx], request)] = None
+    cpus = f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""
+    return f"{device}{cpus}; attention by {', '.join(backends) or model.config._attn_implementation}"
 
 
-# Run
-
-
-def _train(run: _Run) -> None:
+def _train(trainer: RecordingTrainer, place: RunFolder, given: dict[str, Any]) -> None:
     """Trains from the beginning, or from where the run was interrupted."""
-    trainer, arguments = run.trainer, run.recipe.arguments
-    resumed = checkpoint_to_resume(arguments, trainer.model.config, run.record, trainer.is_fsdp_enabled)
-    place = RunFolder(Path(arguments.output_dir))
+    resumed = checkpoint_to_resume(trainer.args, trainer.model.config, trainer.record, trainer.is_fsdp_enabled)
     # Its shares of a batch may be others
-    if trainer.is_world_process_zero() and place.made_from() != run.recipe.to_dict():
-        place.write(run.recipe.to_dict())
+    if trainer.is_world_process_zero() and place.made_from() != given:
+        place.write(given)
     if resumed is None:
         trainer.train(resume_from_checkpoint=None)
         return
     checkpoint, state = resumed
-    if state.global_step < state.max_steps and run.record.diverged_at is None:
+    if state.global_step < state.max_steps and trainer.record.diverged_at is None:
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint))
         except UnpicklingError:  # PyTorch's message advises to run what it holds
             raise ValueError(f"{checkpoint} is damaged, or holds code besides tensors; delete it") from None
         return
-    # Interrupted after its last step, when Trainer would take one more. TensorBoard would log the evaluation below the
-    # current folder, because its own is named when training begins
+    # Interrupted after its last step: Trainer would take one more, and TensorBoard log below the current folder
     trainer.remove_callback(TensorBoardCallback)
     trainer._load_from_checkpoint(str(checkpoint))
     trainer.state = state
-    best = best_checkpoint(state, arguments.output_dir) if arguments.load_best_model_at_end else None
-    if best is not None:
-        state.best_model_checkpoint = best
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
         trainer._load_best_model()
-    trainer.model.to(arguments.device)
+    trainer.model.to(trainer.args.device)
 
 
-# Collect
+def _evaluate_and_save(trainer: RecordingTrainer, recipe: Recipe, blocks: dict[str, Blocks]) -> dict[str, float]:
+    """Returns the metrics of all splits, and saves the model."""
+    objective = objective_of(recipe)
+    last = {}
+    # The evaluation after the last step, if the weights are still the same
+    if not trainer.args.load_best_model_at_end:
+        step = trainer.state.global_step
+        entries = (entry for entry in trainer.state.log_history if entry["step"] == step and "eval_loss" in entry)
+        last = next(entries, {})
+    evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
+    if "test" in blocks:
+        trainer.compute_metrics = LanguageModelingMetrics(blocks["test"].bytes_per_token, objective)
+        evaluated |= trainer.evaluate(blocks["test"].dataset, metric_key_prefix="test")
+        evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
+    if recipe.lora is not None:
+        merge_lora(trainer)
+    evaluated |= objective.evaluate_generation(trainer.model, trainer.processing_class, blocks["validation"])
+    trainer.save_model()
+    return evaluated
 
 
-def _collect(run: _Run) -> RunResult:
-    recipe, trainer, record, arguments = run.recipe, run.trainer, run.record, run.trainer.args
-    evaluated = _evaluate_and_save(run) if record.diverged_at is None else {}
+def _make_result(
+    trainer: RecordingTrainer, recipe: Recipe, blocks: dict[str, Blocks], size: Size, evaluated: dict[str, float]
+) -> RunResult:
+    record, arguments = trainer.record, trainer.args
     config = trainer.model.config  # with a LoRA, of the merged model
     losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
-    is_on_gpu = arguments.device.type == "cuda"
+    fingerprint = record.conditions["dataset_fingerprint"]
+    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
+    versions = {"python": platform.python_version(), "nlq": modeling_nlq.__version__}
     return RunResult(
         losses=Losses(
             diverged=record.diverged_at is not None or has_diverged(evaluated["eval_loss"], vocabulary_of(config)),
@@ -276,51 +262,27 @@ def _collect(run: _Run) -> RunResult:
             steps=trainer.state.global_step,
             tokens_seen=record.tokens_seen,
             token_stream=record.token_stream,
-            **{f"{split}_tokens": part.tokens for split, part in run.blocks.items()},
-            fingerprint=run.fingerprint,
-            trained_on=record_run(run.recipe, run.fingerprint),
+            **{f"{split}_tokens": part.tokens for split, part in blocks.items()},
+            fingerprint=fingerprint,
+            trained_on=record_run(recipe, fingerprint),
             is_fine_tuned=recipe.has_weights,
-            base_model=base_model_of(run.recipe.model) if recipe.has_weights else None,
+            base_model=base_model_of(recipe.model) if recipe.has_weights else None,
         ),
-        size=run.size,
+        size=size,
         machine=Machine(
             seconds=record.seconds,
             tokens_per_second=record.tokens_seen / record.seconds if record.seconds else None,
             peak_memory=peak_memory(arguments.device),
             processes=arguments.world_size,
-            device=torch.cuda.get_device_name() if is_on_gpu else arguments.device.type,
-            versions={
-                "python": platform.python_version(),
-                "nlq": modeling_nlq.__version__,
-                **{name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", "tokenizers")},
-            },
+            device=torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type,
+            versions=versions | {name: version(name) for name in packages},
         ),
         attention=Attention(config._attn_implementation, _kernels(trainer.model)),
     )
 
 
-def _evaluate_and_save(run: _Run) -> dict[str, Any]:
-    objective = objective_of(run.recipe)
-    trainer = run.trainer
-    last = {}
-    # The evaluation after the last step, if there was one and the weights are still the same
-    if not trainer.args.load_best_model_at_end:
-        entries = (entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step)
-        last = next((entry for entry in entries if "eval_loss" in entry), {})
-    evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
-    if "test" in run.blocks:
-        trainer.compute_metrics = LanguageModelingMetrics(run.blocks["test"].bytes_per_token, objective)
-        evaluated.update(trainer.evaluate(run.blocks["test"].dataset, metric_key_prefix="test"))
-        evaluated["loss_parts"] = trainer.compute_metrics.loss_parts()
-    if run.recipe.lora is not None:
-        merge_lora(trainer)
-    evaluated |= objective.evaluate_generation(trainer.model, trainer.processing_class, run.blocks["validation"])
-    trainer.save_model()
-    return evaluated
-
-
 def _kernels(model: PreTrainedModel) -> str:
-    """The code and the kernels that computed this process's part of a run, in one line."""
+    """Names the code and the kernels that computed this process's part of a run."""
     module = type(model.config).__module__  # FSDP derives a class of the model
     if not module.startswith(f"{modeling_nlq.__name__}."):
         return f"code of {module.split('.')[0]}"
@@ -328,21 +290,21 @@ def _kernels(model: PreTrainedModel) -> str:
     return "; ".join((f"code of the package {modeling_nlq.__version__}", *names))
 
 
-def _write_results(run: _Run, result: RunResult) -> None:
-    """Writes plot, card, state and result. The result is last: a run that has it is finished."""
-    folder, state = Path(run.trainer.args.output_dir), run.trainer.state
-    conversion = run.recipe.conversion if run.recipe.trainable == "new" else None
-    title = without_folders(run.recipe.model)
-    plot_losses(state.log_history, folder / PLOT_FILE, title, objective_of(run.recipe).loss_unit)
+def _write_results(trainer: RecordingTrainer, recipe: Recipe, given: dict[str, Any], result: RunResult) -> None:
+    """Writes plot, card and state, and the result last: a run that has it is finished."""
+    folder, state, model = Path(trainer.args.output_dir), trainer.state, trainer.model
+    conversion = recipe.conversion if recipe.trainable == "new" else None
+    unit = objective_of(recipe).loss_unit
+    plot_losses(state.log_history, folder / PLOT_FILE, without_folders(recipe.model), unit)
     if conversion is not None:
         write_text(folder / CONVERSION_FILE, json.dumps(conversion, indent=2) + "\n")
     if result.losses.diverged_at is None:
         # With a LoRA, the saved model is smaller than the one that was trained
-        size = run.size if run.recipe.lora is None else size_of(run.trainer.model)
-        config = run.trainer.model.config
-        card = render(folder.resolve().name, config, size, run.recipe.to_dict(), result, conversion, has_plot=True)
+        size = result.size if recipe.lora is None else size_of(model)
+        name = folder.resolve().name
+        card = render(name, model.config, size, given, result, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
-    # Trainer's summary counts only the part of the run after the last interruption
+    # Trainer's summary counts only from the last interruption on
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
     with atomic_dir(folder) as unfinished:
         state.save_to_json(str(unfinished / STATE_FILE))

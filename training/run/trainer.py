@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.utils import CONFIG_NAME
 
 from ..disk import atomic_dir, make_empty_folder
-from ..files import CHECKPOINT
+from ..files import CHECKPOINT, differences
 from .mlm import MaskingTrainer
 from .parametrization import Factors, split_groups
 
@@ -26,15 +26,14 @@ _BATCHES_TO_KEEP = 256
 
 
 class RunRecord(TrainerCallback, ExportableState):
-    """Keeps the record of a run, in its checkpoints too, and stops a run whose loss is infinite or not a number.
+    """Keeps the record of a run, in its checkpoints too, and stops a run whose loss is infinite or NaN.
 
     Attributes:
         conditions: batch size and fingerprint of the documents, which fix the order of the data.
-        tokens_seen: number of tokens of all processes so far, with those that Accelerate repeats to fill a last batch,
-            and without padding of pairs.
+        tokens_seen: of all processes, with those that repeat to fill a last batch, without padding of pairs.
         token_stream: a hash of these tokens, row by row in the order of the data.
-        seconds: time of the training steps, with data loading, without evaluation and saving.
-        diverged_at: the step after which the loss was infinite or not a number, or `None`.
+        seconds: time of the training steps, without evaluation and saving.
+        diverged_at: the step after which the loss was infinite or NaN.
     """
 
     def __init__(self, global_batch_size: int | None = None, dataset_fingerprint: str | None = None):
@@ -50,13 +49,13 @@ class RunRecord(TrainerCallback, ExportableState):
         self._started_at: float | None = None
 
     def add_batch(self, input_ids: torch.Tensor) -> None:
-        """Adds a batch, to be hashed later: reading it now would make an accelerator wait."""
+        """Keeps a batch to be hashed later: reading it now would make an accelerator wait."""
         self._batches.append(input_ids.detach())
         if len(self._batches) >= _BATCHES_TO_KEEP:
             self.hash_batches()
 
     def hash_batches(self) -> None:
-        """Hashes the batches since the last call. Every process must call this, for they exchange their batches."""
+        """Hashes the batches since the last call, on all processes together."""
         by_process = gather_object([[batch.cpu().to(torch.int32).numpy() for batch in self._batches]])
         # Row by row, neither the number of processes nor the batch size changes the hash
         for row in (row for batches in zip(*by_process, strict=True) for batch in batches for row in batch):
@@ -66,30 +65,27 @@ class RunRecord(TrainerCallback, ExportableState):
         self._batches.clear()
 
     def state(self) -> dict:
-        """The state that a checkpoint keeps (`ExportableState`), after `hash_batches`."""
+        """The state that a checkpoint keeps, after `hash_batches`."""
         names = ("conditions", "tokens_seen", "token_stream", "seconds", "diverged_at")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
-    def conditions_of(self, state: TrainerState) -> dict:
-        """The conditions of a checkpoint that are known there and here."""
-        before = self._kept(state)["conditions"]
-        return {name: before[name] for name, now in self.conditions.items() if now is not None}
-
-    def restore(self, state: TrainerState) -> None:
-        """Takes over the state of a checkpoint."""
-        for name, value in self._kept(state).items():
-            if name != "conditions":
-                setattr(self, name, value)
-
-    def _kept(self, state: TrainerState) -> dict:
-        return state.stateful_callbacks[type(self).__name__]["attributes"]
+    def restore(self, state: TrainerState, source: Path | str = "the checkpoint") -> None:
+        """Takes over the state of a checkpoint; raises `ValueError` for one of other data or batches."""
+        kept = state.stateful_callbacks[type(self).__name__]["attributes"]
+        now = {name: value for name, value in self.conditions.items() if value is not None}
+        if changes := differences({name: kept["conditions"][name] for name in now}, now):
+            raise ValueError(
+                f"{source} was made with another dataset or global batch size ({changes}); restore what it was, or "
+                "choose another --output_dir"
+            )
+        vars(self).update({name: value for name, value in kept.items() if name != "conditions"})
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:  # also when `auto_find_batch_size` begins anew
             self._reset()
         else:
             self.restore(state)
-            # Trainer (Transformers 5.23) takes them from the checkpoint, which may be that of a longer run
+            # Trainer (Transformers 5.23) takes them from the checkpoint, perhaps of a longer run
             state.compute_steps(args, state.max_steps)
             state.best_model_checkpoint = best_checkpoint(state, args.output_dir)
 
@@ -98,12 +94,8 @@ class RunRecord(TrainerCallback, ExportableState):
             self._started_at = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if (
-            control.should_log
-            or control.should_evaluate
-            or control.should_save
-            or state.global_step >= state.max_steps
-        ):
+        is_last = state.global_step >= state.max_steps
+        if control.should_log or control.should_evaluate or control.should_save or is_last:
             # An accelerator may still compute earlier steps
             if torch.accelerator.is_available() and args.device.type != "cpu":
                 torch.accelerator.synchronize()
@@ -118,17 +110,13 @@ class RunRecord(TrainerCallback, ExportableState):
 
 
 def best_checkpoint(state: TrainerState, run_folder: str) -> str | None:
-    """Returns the best checkpoint so far, also in a run folder that has moved."""
+    """Returns the best checkpoint so far, also in a folder that has moved."""
     best = state.best_model_checkpoint
     return best if best is None else os.path.join(run_folder, os.path.basename(best))
 
 
 class RecordingTrainer(MaskingTrainer):
-    """A `Trainer` whose `record` sees every batch.
-
-    Args:
-        factors: by which each parameter's settings are scaled, by name.
-    """
+    """A `Trainer` whose `record` sees every batch; `factors` scale the settings of parameters."""
 
     def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
         super().__init__(*args, callbacks=[record], **kwargs)
@@ -136,7 +124,6 @@ class RecordingTrainer(MaskingTrainer):
         self.factors = factors
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Makes the optimizer as `Trainer` does, and gives each parameter its factors."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new and self.factors is not None:
@@ -151,13 +138,14 @@ class RecordingTrainer(MaskingTrainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as `Trainer` does, with a configuration in every checkpoint, and the model whole at the end."""
+        """Saves as `Trainer` does, with a configuration in every checkpoint, and the model whole."""
         self.record.hash_batches()
+        output_dir = output_dir or self.args.output_dir
         if not _internal_call and self.args.should_save:  # the model at the end; checkpoints have new folders
-            with atomic_dir(Path(output_dir or self.args.output_dir), last=CONFIG_NAME) as folder:
+            with atomic_dir(Path(output_dir), last=CONFIG_NAME) as folder:
                 self._save_model(str(folder), _internal_call)
         else:
-            self._save_model(output_dir or self.args.output_dir, _internal_call)
+            self._save_model(output_dir, _internal_call)
 
     def _save_model(self, folder: str, _internal_call: bool) -> None:
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
@@ -168,21 +156,20 @@ class RecordingTrainer(MaskingTrainer):
             self.model.config.save_pretrained(folder)
 
     def _save_checkpoint(self, model, trial) -> None:
-        """Saves as `Trainer` does, into a folder that is new."""
         if self.args.should_save:
             make_empty_folder(Path(self.args.output_dir, f"{CHECKPOINT}{self.state.global_step}"))
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
 
     def _issue_warnings_after_load(self, load_result):
-        # A checkpoint holds tied weights once; Trainer (Transformers 5.23) reports the other name as missing
+        # Trainer (Transformers 5.23) reports the second name of tied weights as missing
         tied = self.model.all_tied_weights_keys
         missing = [name for name in load_result.missing_keys if name not in tied]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Returns the peak memory of this process in bytes, on its GPU or machine; `None` on Windows."""
+    """Returns the peak memory of this process in bytes; `None` on Windows."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -194,8 +181,5 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def has_diverged(loss: float, vocab_size: int) -> bool:
-    """Tells whether a validation loss, in nats per token, is worse than that of an untrained model, `log(vocab_size)`.
-
-    Half a nat is added, for models that have hardly learned.
-    """
+    """Tells whether a loss, in nats per token, is 0.5 worse than that of an untrained model, `log(vocab_size)`."""
     return not loss <= math.log(vocab_size) + 0.5  # true for NaN

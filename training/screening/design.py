@@ -18,12 +18,9 @@ RATE = "learning rate"
 
 @dataclass(frozen=True)
 class Design:
-    """The design of a screening.
+    """The design of a screening: its columns, the learning rate last, and its rows `(rows, factors)`.
 
-    Attributes:
-        factors: the names of the columns, the learning rate last.
-        rows: `(rows, factors)`, -1 for off or low, 1 for on or high. The first row has all factors off and the low
-            rate.
+    -1 is off or low, 1 on or high. The first row has all factors off and the low rate.
     """
 
     factors: list[str]
@@ -38,7 +35,6 @@ class Design:
         return list(groups.values())
 
     def product(self, pair: Sequence[str]) -> np.ndarray:
-        """The column of an interaction."""
         first, second = map(self.factors.index, pair)
         return self.rows[:, first] * self.rows[:, second]
 
@@ -65,8 +61,6 @@ def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]
             for field, value in fields.items():
                 owner = owners.setdefault((section, field), name)
                 if merged[section].setdefault(field, value) != value:
-                    raise ValueError(
-                        f"factors {owner!r} and {name!r} exclude each other: they set "
-                        f"{field}={merged[section][field]!r} and {field}={value!r}"
-                    )
+                    values = f"{field}={merged[section][field]!r} and {field}={value!r}"
+                    raise ValueError(f"factors {owner!r} and {name!r} exclude each other: they set {values}")
     return {section: fields for section, fields in merged.items() if fields}

@@ -18,7 +18,7 @@ class MainEffect:
     """The effect of a factor on the loss, averaged over all others and both rates.
 
     Attributes:
-        effect: mean loss with the factor on minus that with it off, in nats per token; negative is better.
+        effect: mean loss with the factor on minus that with it off, in nats per token.
         low, high: its 95 % interval, not corrected for the number of factors.
         improvement, improvement_interval: the same in percent of the mean loss, where positive is better.
         p: of Student's t-test; `holm_p` is corrected for the number of factors, without the rate.
@@ -51,8 +51,7 @@ class Effects:
     """What the runs of a design say.
 
     Attributes:
-        interaction_size: their root mean square, in nats.
-        p_of_interactions: of the F test that there are none.
+        interaction_size: root mean square of the interactions, in nats; `p_of_interactions` is that of the F test.
         noise: the standard deviation of a run within a seed, in nats.
         survivors: the factors that lower the loss with a corrected p below `ALPHA`.
     """
@@ -71,17 +70,16 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
     The noise s is the root mean square of what rows and seeds leave over, with `(rows - 1)(seeds - 1)` degrees of
-    freedom. An effect is the difference between the means of two halves of all runs, so its standard error is
-    `2 s / sqrt(rows * seeds)`.
+    freedom. An effect is the difference of two halves, so its standard error is `2 s / sqrt(rows * seeds)`.
 
     Args:
         losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.
     """
     rows, seeds = losses.shape
+    means, mean_loss = losses.mean(axis=1), float(losses.mean())
     residuals = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0, keepdims=True) + losses.mean()
     freedom = (rows - 1) * (seeds - 1)
     noise = math.sqrt(float((residuals**2).sum()) / freedom)
-    mean_loss, means = float(losses.mean()), losses.mean(axis=1)
     error = noise * math.sqrt(4 / rows / seeds)
 
     def contrast(column: np.ndarray) -> tuple[float, float]:
@@ -90,18 +88,18 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
             return effect, 0.0 if effect else 1.0
         return effect, float(2 * stats.t.sf(abs(effect) / error, freedom))
 
-    found = {name: contrast(design.rows[:, index]) for index, name in enumerate(design.factors)}
-    corrected = dict(zip(design.factors[:-1], holm(found[name][1] for name in design.factors[:-1])))
-    main, margin = {}, float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
-    for name, (effect, p) in found.items():
+    contrasts = {name: contrast(design.rows[:, index]) for index, name in enumerate(design.factors)}
+    corrected = dict(zip(design.factors[:-1], holm(contrasts[name][1] for name in design.factors[:-1])))
+    margin = float(stats.t.ppf(1 - ALPHA / 2, freedom)) * error
+    main = {}
+    for name, (effect, p) in contrasts.items():
         low, high = effect - margin, effect + margin
         improvement, *interval = (-100 * value / mean_loss for value in (effect, high, low))
         main[name] = MainEffect(effect, low, high, improvement, interval, p, corrected.get(name))
-    interactions = []
-    for group in design.aliases():
-        effect, p = contrast(design.product(group[0]))
-        interactions.append(Interaction([list(pair) for pair in group], effect, p))
-    survivors = [name for name, p in corrected.items() if p < ALPHA and found[name][0] < 0]
+    interactions = [
+        Interaction([list(pair) for pair in group], *contrast(design.product(group[0]))) for group in design.aliases()
+    ]
+    survivors = [name for name, p in corrected.items() if p < ALPHA and main[name].effect < 0]
     size = math.sqrt(float(np.mean([group.effect**2 for group in interactions])))
     no_noise = float(not size > 1e-12)
     return Effects(

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..comparison import estimate
-from ..comparison.comparison import Comparison, Variant, outline
+from ..comparison.comparison import Comparison, Variant, outline, read_shared_recipe, size_scale, size_variant
 from ..comparison.config import (
     SINGLE,
     ComparisonConfig,
@@ -18,9 +17,9 @@ from ..comparison.config import (
     ModelConfig,
     SearchConfig,
 )
+from ..comparison.estimate import describe_estimate
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.lr_search import Rates
-from ..comparison.reading import read_shared_recipe, size_scale, size_variant
 from ..run.recipe import Recipe
 from ..size import Size
 from .design import RATE, Design, make_design, merged_change
@@ -36,7 +35,7 @@ class Screening:
 
     Attributes:
         runs: a comparison of the rows of the design, in order.
-        sizes: the size of the model with one factor on, by its name, and of the baseline, by `OFF`.
+        sizes: of the model with one factor on, by its name, and of the baseline, by `OFF`.
         confirm: function from the factors that survive to the comparison that confirms them.
         confirmation: the comparison for the first factor alone; any other has as many runs.
     """
@@ -52,21 +51,17 @@ class Screening:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
         return self.config.name
 
     @property
     def factors(self) -> dict[str, FactorConfig]:
-        """The changes by name."""
         return self.config.factors
 
     @property
     def machine_warning(self) -> str | None:
-        """A warning about this machine, as of a comparison."""
         return self.runs.machine_warning
 
     def describe(self) -> Iterator[str]:
-        """Yields the plan line by line."""
         scale = self.runs.largest
         for name, factor in self.factors.items():
             yield f"{name}: {json.dumps(factor.to_dict())}, {self.added_parameters(name):+,} parameters"
@@ -88,19 +83,18 @@ class Screening:
         )
 
     def added_parameters(self, factor: str) -> int:
-        """Returns the number of parameters that a factor adds to the baseline."""
         return self.sizes[factor].total - self.sizes[OFF].total
 
 
-def describe_estimate(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
+@describe_estimate.register
+def _(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
     """Yields lines about the time of both parts on this machine, and what the confirmation can find."""
-    yield from estimate.describe_estimate(plan.runs, threads, has_verdicts=False)
+    yield from describe_estimate(plan.runs, threads, has_verdicts=False)
     yield "confirmation, without what its factors add to the time:"
-    yield from estimate.describe_estimate(plan.confirmation, threads, noise_floor)
+    yield from describe_estimate(plan.confirmation, threads, noise_floor)
 
 
 def read_screening(file: ComparisonFile) -> Screening:
-    """Makes the plan of a screening from its file."""
     config, source = file.config, file.source
     _check(config, source)
     design = make_design(list(config.factors))
@@ -113,9 +107,8 @@ def read_screening(file: ComparisonFile) -> Screening:
             changed = dataclasses.replace(config, factors=None, confirm=None, **fields)
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
-        (scale,) = outline(changed, source).scales.values()
-        scale = dataclasses.replace(scale, name=f"{file.config.name}, {name}")
-        scale = size_scale(scale, shared, source)
+        unsized = dataclasses.replace(outline(changed, source).largest, name=f"{config.name}, {name}")
+        scale = size_scale(unsized, shared, source)
         return Comparison(scale.name, scale.config, {SINGLE: scale}, file.command)
 
     rows = {}
@@ -139,7 +132,6 @@ def read_screening(file: ComparisonFile) -> Screening:
 
 
 def _row_name(factors: list[str], rate: float) -> str:
-    """The name of a row, which also names its folder."""
     return f"{'+'.join(factors) or OFF}, rate {rate:g}"
 
 
@@ -151,14 +143,14 @@ def _model_with(config: ComparisonConfig, factors: Sequence[str], **fields: Any)
 def _sizes(config: ComparisonConfig, shared: Recipe, source: str) -> dict[str, Size]:
     """Returns the size of the baseline, and of the model with each factor alone."""
 
-    def variant(name: str, factors: list[str], budget: Size | None = None) -> Variant:
-        unsized = Variant(_model_with(config, factors), Rates(listed=(1.0,)))
-        return size_variant(name, unsized, shared, source, config.match, budget)
+    def sized(name: str, factors: list[str], budget: Size | None = None) -> Variant:
+        variant = Variant(_model_with(config, factors), Rates(listed=(1.0,)), config.match)
+        return size_variant(variant, shared, f"{source}: model {name!r}", budget)
 
-    off = variant(OFF, [])
+    off = sized(OFF, [])
     sizes = {OFF: off.size}
     for factor in config.factors:
-        on = variant(factor, [factor], off.size)
+        on = sized(factor, [factor], off.size)
         if on.model_config == off.model_config and on.recipe.training == off.recipe.training:
             raise ValueError(f"{source}: factor {factor!r} changes nothing; remove it")
         sizes[factor] = on.size
@@ -166,12 +158,9 @@ def _sizes(config: ComparisonConfig, shared: Recipe, source: str) -> dict[str, S
 
 
 def _check(config: ComparisonConfig, path: str) -> None:
-    """Raises `ValueError` for fields that a screening does not have, or that it needs otherwise."""
     for name in ("models", "baseline", "scales", "tokens_per_parameter", "stop", "tasks"):
         if getattr(config, name) is not None:
-            raise ValueError(
-                f"{path}: factors and {name} exclude each other: the models of a screening are those of its design"
-            )
+            raise ValueError(f"{path}: factors and {name} exclude each other: a screening makes its own models")
     if not 2 <= len(config.factors) <= _MOST_FACTORS:
         raise ValueError(f"{path}: factors holds {len(config.factors)} changes; it must hold 2 to {_MOST_FACTORS}")
     if wrong := [name for name in config.factors if "+" in name or "," in name or name in (OFF, BEST, RATE)]:
@@ -179,6 +168,4 @@ def _check(config: ComparisonConfig, path: str) -> None:
     if config.rates is None or len(config.rates.listed) != 2:
         raise ValueError(f"{path}: learning_rates must be a list of two with factors: the low rate and the high one")
     if len(config.seeds or ()) < 2:
-        raise ValueError(
-            f"{path}: seeds={config.seeds!r}: a screening needs two or more: the noise shows between seeds"
-        )
+        raise ValueError(f"{path}: seeds={config.seeds!r}: a screening needs two or more")

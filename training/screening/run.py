@@ -8,8 +8,7 @@ import numpy as np
 
 from ..comparison.comparison import Comparison
 from ..comparison.results import Outcome
-from ..comparison.run import Engine, is_main_process, run_comparison
-from ..comparison.run import run_and_report as confirm_and_report
+from ..comparison.run import Engine, is_main_process, run_and_report, run_comparison
 from ..comparison.status import CONFIRMATION, SCREENING
 from ..disk import write_text
 from ..files import COMPARISON_FILE, RESULTS_FILE
@@ -18,16 +17,18 @@ from ..sharing.scrub import without_folders
 from ..values import to_json
 from .effects import ALPHA, analyse_effects
 from .plan import Screening
+from .plan import read_screening as read_screening  # for those who then make its runs
 from .sections import Factor, ScreeningOutcome, write_report
 
 
 Run = Callable[[Comparison, Path], Outcome]
 
 
-def run_and_report(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
+@run_and_report.register
+def _(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
     """Makes a screening: its runs, their confirmation with a report of its own, and the report of both."""
     results = run_screening(
-        screening, folder, partial(run_comparison, engine=engine), partial(confirm_and_report, engine=engine)
+        screening, folder, partial(run_comparison, engine=engine), partial(run_and_report, engine=engine)
     )
     if is_main_process():
         write_report(results, folder)
@@ -36,16 +37,16 @@ def run_and_report(screening: Screening, folder: Path, engine: Engine | None = N
 
 def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> ScreeningOutcome:
     """Makes the runs of the design and of the confirmation, writes `results.json`, and returns its content."""
-    place = RunFolder(folder, COMPARISON_FILE)
-    with place.held(CLAIM_PATIENCE):
-        place.claim(screening.config.to_dict())
+    claimed = RunFolder(folder, COMPARISON_FILE)
+    with claimed.held(CLAIM_PATIENCE):
+        claimed.claim(screening.config.to_dict())
     made = run(screening.runs, folder / SCREENING)
     # The test split is for the confirmation alone: what survives is chosen on the validation split
     losses = {
         name: [None if run.diverged else run.validation_loss for run in made.largest.models[name].runs]
         for name in screening.runs.largest.variants
     }
-    diverged = [name for name, own in losses.items() if None in own]
+    diverged = [name for name, values in losses.items() if None in values]
     effects = None if diverged else analyse_effects(screening.design, np.array(list(losses.values())))
     confirmation = None
     if effects is not None and effects.survivors:

@@ -11,20 +11,19 @@ from matplotlib import rc_context, rcParamsDefault
 from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
-from ..comparison.render import Section, bullets, markdown_table, to_markdown, to_page, warning
-from ..comparison.report import PROTOCOL, in_line, outcome_sentence, verdicts, warning_sentences
+from ..comparison.render import Rows, Section, bullets, warning, write_sections
+from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
-from ..comparison.tables import Rows, number, p_value, with_interval
-from ..disk import write_text
+from ..comparison.tables import number, p_value, with_interval
 from ..text import Markdown, align, code
 from .design import RATE, Design
-from .effects import Effects
+from .effects import Effects, MainEffect
 from .plan import BEST, OFF
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A factor: what it changes, and how many parameters it adds."""
+    """What a factor changes, and how many parameters it adds."""
 
     change: dict[str, Any]
     parameters: int
@@ -60,8 +59,7 @@ _NO_VERDICT = (
     "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates "
     "misjudge a change that moves the best one. The verdict is that of the confirmation."
 )
-
-
+_FOLDERS = Markdown("Its own report is in the folder `confirmation`, and the runs of the design are in `screening`.")
 _INTERACTIONS = (
     "The design cannot separate the interactions in one row; the number is their sum. It is positive if the loss is "
     "lower with both on or both off than with one alone. p is not corrected."
@@ -70,17 +68,15 @@ _INTERACTIONS = (
 
 @rc_context(rcParamsDefault)
 def write_report(results: ScreeningOutcome, folder: Path) -> None:
-    """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all."""
     figures = []
     if results.effects is not None:
         caption = "How much lower the loss is with each factor on, with 95 % intervals."
         figures = [figure_section(folder, "effects", "Effects", caption, draw_effects(results))]
-    sections = _sections(results, figures)
-    write_text(folder / "results.md", to_markdown(results.name, sections))
-    write_text(folder / "report.html", to_page(results.name, sections))
+    write_sections(folder, results.name, _sections(results, figures))
 
 
-def describe(results: ScreeningOutcome) -> str:
+@describe.register
+def _(results: ScreeningOutcome) -> str:
     """The outcome for a terminal."""
     rows = effect_rows(results)
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
@@ -88,7 +84,6 @@ def describe(results: ScreeningOutcome) -> str:
 
 
 def screening_outcome(results: ScreeningOutcome) -> list[str]:
-    """What was found, in a few sentences."""
     if results.effects is None:
         return [f"No effects: {in_line(results.diverged)} diverged, and the design needs all runs."]
     survivors = results.effects.survivors
@@ -98,7 +93,7 @@ def screening_outcome(results: ScreeningOutcome) -> list[str]:
 
 
 def warnings_of(results: ScreeningOutcome) -> list[str]:
-    """What a reader must know first: of the runs of the design, and of those that confirm."""
+    """Returns the warnings about the runs of the design, and about the confirmation."""
     warnings = [f"Screening: {text}" for text in warning_sentences(results.runs, has_tests=False)]
     if results.confirmation:
         warnings += [f"Confirmation: {text}" for text in warning_sentences(results.confirmation)]
@@ -106,67 +101,61 @@ def warnings_of(results: ScreeningOutcome) -> list[str]:
 
 
 def limits_of(results: ScreeningOutcome) -> list[str]:
-    """What the main effects do not say."""
     effects, sentences = results.effects, [_NO_VERDICT]
-    if results.confirmation and (known := {*results.runs.largest.seeds} & {*results.confirmation.largest.seeds}):
+    seeds = set(results.runs.largest.seeds)
+    if results.confirmation and (known := seeds & {*results.confirmation.largest.seeds}):
         sentences.append(
             f"The seeds {', '.join(map(str, sorted(known)))} of the confirmation chose what it confirms, so its p is "
             "too small."
         )
-    if effects is None or effects.p_of_interactions >= results.alpha:
-        return sentences
-    noise = 2 * effects.noise / math.sqrt(len(results.design.rows) * len(results.runs.largest.seeds))
-    size, noise = (100 * value / effects.mean_loss for value in (effects.interaction_size, noise))
-    return [
-        *sentences,
-        f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone "
-        f"{noise:.2g} %. Main effects are mixed with interactions of three factors, so one of about this size may be "
-        "an interaction.",
-    ]
-
-
-def protocol(results: ScreeningOutcome) -> list[str]:
-    """How the numbers were measured."""
-    rows, seeds = len(results.design.rows), len(results.runs.largest.seeds)
-    low, high = results.rates
-    sentences = [
-        f"{len(results.factors)} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional "
-        f"factorial design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
-        "Runs of one seed are a block"
-        + (": they saw the same tokens in the same order." if results.runs.largest.same_tokens else "."),
-    ]
-    if note := results.runs.largest.objective.loss_note:
-        sentences.append(note)
-    if results.effects is not None:
+    if effects is not None and effects.p_of_interactions < results.alpha:
+        noise = 2 * effects.noise / math.sqrt(len(results.design.rows) * len(seeds))
+        size, noise = (100 * value / effects.mean_loss for value in (effects.interaction_size, noise))
         sentences.append(
-            f"Effects are on the loss of the {results.split} split. The noise of a run is {results.effects.noise:.2g} "
-            f"nats, with {results.effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect "
-            "each. Holm's method corrects p for all factors. A factor survives if it lowers the loss and its "
-            f"corrected p is below {results.alpha:g}. This takes the effect of a factor to be the same for every "
-            "seed; if it varies, p is too small."
+            f"Factors interact: the interactions of two have a root mean square of {size:.2g} %, and noise alone "
+            f"{noise:.2g} %. Main effects are mixed with interactions of three factors, so one of about this size may "
+            "be an interaction."
         )
     return sentences
 
 
+def protocol(results: ScreeningOutcome) -> list[str]:
+    runs, effects = results.runs.largest, results.effects
+    rows, seeds = len(results.design.rows), len(runs.seeds)
+    low, high = results.rates
+    sentences = [
+        f"{len(results.factors)} factors and the learning rate ({low:g} or {high:g}) in a two-level fractional "
+        f"factorial design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
+        f"Runs of one seed are a block{': they saw the same tokens in the same order' if runs.same_tokens else ''}.",
+        runs.objective.loss_note,
+        effects is not None
+        and f"Effects are on the loss of the {results.split} split. The noise of a run is {effects.noise:.2g} nats, "
+        f"with {effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect each. Holm's method "
+        f"corrects p for all factors. A factor survives if it lowers the loss and its corrected p is below "
+        f"{results.alpha:g}. This takes the effect of a factor to be the same for every seed; if it varies, p is too "
+        "small.",
+    ]
+    return [text for text in sentences if text]
+
+
+def _sorted_effects(results: ScreeningOutcome) -> dict[str, MainEffect]:
+    """Main effects, the best first and that of the rate last."""
+    main = results.effects.main
+    return {name: main[name] for name in sorted(main, key=lambda name: (name == RATE, main[name].effect))}
+
+
 def effect_rows(results: ScreeningOutcome) -> Rows:
     """A row for each factor, the best first, and one for the rate."""
-    if results.effects is None:
-        return []
-    main = results.effects.main
-    rows = []
-    for name in sorted(main, key=lambda name: (name == RATE, main[name].effect)):
-        effect = main[name]
-        factor = results.factors.get(name)
-        rows.append(
-            {
-                "factor": name,
-                "loss improvement (%)": with_interval(effect.improvement, effect.improvement_interval, "+.2f"),
-                "Holm p": p_value(effect.holm_p),
-                "parameters": "" if factor is None else f"{factor.parameters:+,}",
-                "survives": "yes" if name in results.effects.survivors else "",
-            }
-        )
-    return rows
+    return [
+        {
+            "factor": name,
+            "loss improvement (%)": with_interval(effect.improvement, effect.improvement_interval, "+.2f"),
+            "Holm p": p_value(effect.holm_p),
+            "parameters": f"{results.factors[name].parameters:+,}" if name in results.factors else "",
+            "survives": "yes" if name in results.effects.survivors else "",
+        }
+        for name, effect in (_sorted_effects(results) if results.effects else {}).items()
+    ]
 
 
 def interaction_rows(results: ScreeningOutcome) -> Rows:
@@ -182,16 +171,14 @@ def interaction_rows(results: ScreeningOutcome) -> Rows:
 
 
 def draw_effects(results: ScreeningOutcome) -> Figure:
-    """Main effects with their intervals."""
-    main = results.effects.main
-    names = sorted(main, key=lambda name: (name == RATE, main[name].effect))
-    figure = Figure(figsize=(8, 1.2 + 0.45 * len(names)), layout="constrained")
+    effects = _sorted_effects(results)
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(effects)), layout="constrained")
     axes = figure.subplots()
-    middles = np.array([main[name].improvement for name in names])
-    ends = np.array([main[name].improvement_interval for name in names]).T
+    middles = np.array([effect.improvement for effect in effects.values()])
+    ends = np.array([effect.improvement_interval for effect in effects.values()]).T
     axes.axvline(0.0, color=BASELINE["color"], linewidth=1)
-    axes.errorbar(middles, range(len(names)), xerr=np.abs(ends - middles), fmt="o", color="#0072B2", capsize=3)
-    axes.set_yticks(range(len(names)), names)
+    axes.errorbar(middles, range(len(effects)), xerr=np.abs(ends - middles), fmt="o", color="#0072B2", capsize=3)
+    axes.set_yticks(range(len(effects)), effects)
     axes.invert_yaxis()
     axes.set_xlabel(
         f"improvement of {results.split} {results.runs.largest.objective.loss_name} (%), average over the other "
@@ -206,16 +193,13 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
     head = [*map(warning, warnings_of(results)), *screening_outcome(results), *map(warning, limits_of(results))]
     sections = [Section("", head), *figures]
     if results.effects is not None:
-        sections.append(Section("Main effects", [markdown_table(effect_rows(results))]))
-        sections.append(Section("Interactions", [_INTERACTIONS, markdown_table(interaction_rows(results))]))
+        sections.append(Section("Main effects", [effect_rows(results)]))
+        sections.append(Section("Interactions", [_INTERACTIONS, interaction_rows(results)]))
     if results.confirmation is not None:
-        about = "Its own report is in the folder `confirmation`, and the runs of the design are in `screening`."
-        sections.append(
-            Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), Markdown(about)])
-        )
+        sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), _FOLDERS]))
     changes = [
-        Markdown(f"{code(name)}: {code(yaml.safe_dump(found.change, default_flow_style=True).strip())}")
-        for name, found in results.factors.items()
+        Markdown(f"{code(name)}: {code(yaml.safe_dump(factor.change, default_flow_style=True).strip())}")
+        for name, factor in results.factors.items()
     ]
     factors = Section("Factors", [bullets(changes), code(results.command)], is_folded=True)
     return [*sections, Section(PROTOCOL, [bullets(protocol(results))], is_folded=True), factors]

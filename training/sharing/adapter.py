@@ -24,19 +24,15 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
             modules.append(path)
             remaining -= parameters
     if remaining:
-        parameters = listed(sorted(remaining))
-        raise ValueError(
-            f"PEFT's adapters hold whole modules, and these new parameters are parts of others: {parameters}"
-        )
+        text = "PEFT's adapters hold whole modules, and these new parameters are parts of others"
+        raise ValueError(f"{text}: {listed(sorted(remaining))}")
     return modules
 
 
 def write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
-    """Writes modules of the model in the folder `run` as an adapter, and returns its files.
+    """Writes modules, by their paths, of the model in the folder `run` as an adapter, and returns its files.
 
-    Args:
-        modules: paths of the modules in the model.
-        base: Hub name of the base model, if it is on the Hub.
+    `base` is the Hub name of the base model, if it is on the Hub.
     """
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import DUMMY_TARGET_MODULES

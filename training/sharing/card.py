@@ -55,7 +55,7 @@ def render(
     location: str,
     config: PreTrainedConfig,
     size: Size,
-    given: dict[str, Any] | None = None,
+    recipe: dict[str, Any] | None = None,
     result: RunResult | None = None,
     conversion: dict[str, Any] | None = None,
     comparison: str | None = None,
@@ -68,15 +68,17 @@ def render(
 
     Args:
         location: name of the folder or repository to load the model from.
-        given: the fields that the user set in the recipe.
+        recipe: the fields that the user set in the recipe.
         result: result of the run, if the model was trained.
         license: license of the weights; by default Apache-2.0 for weights trained from scratch, otherwise none.
     """
-    given, conversion = (without_folders(record or {}) for record in (given, conversion))
-    auto_class, kind = _auto_class(config), kind_of(config)
+    recipe = without_folders(recipe or {})
+    conversion = without_folders(conversion or {})
+    auto_class = _auto_class(config)
+    kind = kind_of(config)
     is_nlq = config.model_type in ("nlq", "nlq_seq2seq")
     name = location.split("/")[-1]
-    dataset = given.get("dataset", "python-stdlib")
+    dataset = recipe.get("dataset", "python-stdlib")
     is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
     trained_base = without_folders(result.data.base_model) if result else None
     base_model = trained_base or conversion.get("base_model")
@@ -86,8 +88,7 @@ def render(
         for metric in _METRICS
         if (value := getattr(getattr(result.losses, split), metric)) is not None
     }
-    is_masked = auto_class == "AutoModelForMaskedLM"
-    texts = _METRICS | (_MASKED_METRICS if is_masked else {})
+    texts = _METRICS | (_MASKED_METRICS if auto_class == "AutoModelForMaskedLM" else {})
     pipeline = _PIPELINES[auto_class]
     results = [
         EvalResult(
@@ -108,7 +109,7 @@ def render(
         pipeline_tag=pipeline,
         tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
         base_model=base_model,
-        datasets=None if not given or is_local else [dataset],
+        datasets=None if not recipe or is_local else [dataset],
         eval_results=results or None,
     )
     return ModelCard.from_template(
@@ -122,19 +123,18 @@ def render(
         is_nlq=is_nlq,
         is_derived=any(map(is_derived, (getattr(config, "auto_map", None) or {}).values())),
         is_adapter=is_adapter,
-        base=converted_base(given, trained_base),
+        base=converted_base(recipe, trained_base),
         commands=code("\n".join(_conversion_commands(conversion)) + "\n", "sh") if is_adapter else None,
         model_type=config.model_type,
         auto_class=auto_class,
-        is_masked=is_masked,
         kind="a GPT-style language model" if kind is ModelKind.DECODER else kind.description,
-        prompt="import " if given and dataset in BUILT_IN_CORPORA else "The",
+        prompt="import " if recipe and dataset in BUILT_IN_CORPORA else "The",
         minimum_transformers=MINIMUM_TRANSFORMERS,
         switches=_switches(config) if is_nlq else {},
         parts=parts_in(config),
         size=size,
         trained_parameters=result.size.trained if result else size.total,
-        has_lora=given.get("lora") is not None,
+        has_lora=recipe.get("lora") is not None,
         context=positions_of(config) or context_of(config),
         has_tokenizer=has_tokenizer,
         conversion=conversion,
@@ -142,7 +142,7 @@ def render(
         base_model=base_model,
         dataset=dataset,
         result=result,
-        recipe=code(yaml.safe_dump(given, sort_keys=False), "yaml") if given and result else None,
+        recipe=code(yaml.safe_dump(recipe, sort_keys=False), "yaml") if recipe and result else None,
         results={f"{split} {texts[metric]}": f"{value:.4f}" for (split, metric), value in measured.items()},
         has_plot=has_plot,
         comparison=comparison and plain(comparison),
@@ -160,10 +160,10 @@ def base_model_of(model: str | Path) -> str | None:
     return base_model if isinstance(base_model, str) else None
 
 
-def converted_base(given: dict[str, Any], base_model: str | None) -> str | None:
+def converted_base(recipe: dict[str, Any], base_model: str | None) -> str | None:
     """Returns the Hub name of the model that a run started from, or `None` if it was a folder."""
     # For a folder, `base_model` is the model in its card, and so differs from `model`
-    return base_model if base_model == given.get("model") else None
+    return base_model if base_model == recipe.get("model") else None
 
 
 def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:

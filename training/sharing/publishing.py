@@ -77,13 +77,7 @@ class PublishingError(OSError):
 
 @dataclass
 class Publication:
-    """The published files, or those that a dry run would publish.
-
-    Attributes:
-        files: sizes in bytes by name.
-        url: address of the commit; `None` after a dry run.
-        commit: id of the commit; `None` after a dry run.
-    """
+    """The published files with their sizes in bytes; after a dry run, without address and id of a commit."""
 
     files: dict[str, int]
     url: str | None = None
@@ -98,7 +92,7 @@ class CardOptions:
         file: a Markdown file to publish as the card, instead of a generated card.
         license: license of the weights.
         verdicts: verdicts of a comparison.
-        report: files of the comparison's report, by name in the repository.
+        report: files of its report, by name in the repository.
     """
 
     file: str | Path | None = None
@@ -132,40 +126,36 @@ def publish_model(
 def publish_space(
     page: str | Path, repo_id: str, private: bool | None = None, revision: str | None = None, dry_run: bool = False
 ) -> Publication:
-    """Uploads a page of `nlq explore` as a static Space, in one commit. The page quotes its text.
+    """Uploads a page of `nlq explore`, which quotes its text, as a static Space, in one commit.
 
-    Args:
-        page: the file, or the folder of a run or comparison that contains it.
-
-    Raises:
-        ValueError: if there is no page, it contains a token or a path of this machine, or the name of the repository
-            is not valid.
-        PublishingError: as in `publish`.
+    `page` is the file, or the folder of a run or comparison that contains it. Raises `ValueError` if there is no page,
+    it contains a token or a path of this machine, or the name of the repository is not valid, and `PublishingError`.
     """
     page = resolve_user_path(page) / PAGE_FILE if Path(page).is_dir() else resolve_user_path(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
-    text = read_bytes(page)
-    title = re.search(r"<title>(.*?)</title>", text.decode(errors="replace"))
-    if title is None or not _is_page(text.decode(errors="replace")):
+    content = read_bytes(page)
+    if (title := _title_of_page(content.decode(errors="replace"))) is None:
         raise ValueError(f"{page} is no page of `nlq explore` as this version makes it")
-    settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
+    settings = {"title": title, "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
-    contents = {"README.md": card.encode(), "index.html": text}
+    contents = {"README.md": card.encode(), "index.html": content}
     check_for_traces(page.parent, contents)
     return _send(repo_id, contents, private, revision, dry_run, "space")
 
 
-def _is_page(text: str) -> bool:
-    """Tells whether a text is the template of `nlq explore` with texts and numbers in it, and no other script."""
+def _title_of_page(text: str) -> str | None:
+    """Returns the title if a text is the page of `nlq explore` with texts and numbers in it, and no other script."""
     folder = Path(__file__).parents[1] / "explorer"
-    names = ("page.html", "explorer.css", "explorer.js")
-    page, style, script = ((folder / name).read_text(encoding="utf-8") for name in names)
-    forms = {"style": re.escape(style), "script": re.escape(script), "notes": r'(?:<p class="soft">[^<]*</p>\n)*'}
+    names = {"page": "page.html", "style": "explorer.css", "script": "explorer.js"}
+    forms = {key: re.escape((folder / name).read_text(encoding="utf-8")) for key, name in names.items()}
     checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
     forms["together"] = f"(?:<label>{checkbox} same head in both models</label>\n)?"
-    pattern = re.sub(r"\\\$(\w+)", lambda match: forms.get(match[1], "[^<]*"), re.escape(page))
-    return re.fullmatch(pattern, text) is not None
+    forms["notes"] = r'(?:<p class="soft">[^<]*</p>\n)*'
+    pattern = re.sub(r"\\\$(\w+)", lambda match: forms.get(match[1], "[^<]*"), forms.pop("page"))
+    if re.fullmatch(pattern, text) is None:
+        return None
+    return html.unescape(re.search(r"<title>(.*?)</title>", text)[1])
 
 
 def _copy(folder: Path, target: Path, open_files: ExitStack) -> None:
@@ -204,11 +194,8 @@ def _send(
     }
     if dry_run:
         return Publication(sizes)
-    token = get_token()
-    if token is None:
-        raise PublishingError(
-            f"{repo_id} was not published: no login was found; log in by `hf auth login`, or set HF_TOKEN"
-        )
+    if (token := get_token()) is None:
+        raise PublishingError(f"{repo_id} was not published: log in by `hf auth login`, or set HF_TOKEN")
     api = HfApi(token=token)
     try:
         sdk = "static" if kind == "space" else None
@@ -217,17 +204,13 @@ def _send(
             api.create_branch(repo_id, repo_type=kind, branch=revision, exist_ok=True)
         before = api.repo_info(repo_id, repo_type=kind, revision=revision)
         if private and not before.private:
-            raise ValueError(
-                "the repository exists and is public; make it private on the Hub first, or leave out --private"
-            )
+            raise ValueError("the repository is public; make it private on the Hub first, or leave out --private")
         existing = {file.rfilename for file in before.siblings or []}
         stale = sorted(name for name in existing - contents.keys() if kind == "model" and _is_published(name))
+        added = [CommitOperationAdd(name, content) for name, content in contents.items()]
         commit = api.create_commit(
             repo_id,
-            [
-                *(CommitOperationAdd(name, content) for name, content in contents.items()),
-                *map(CommitOperationDelete, stale),
-            ],
+            [*added, *map(CommitOperationDelete, stale)],
             commit_message="Publish",
             repo_type=kind,
             revision=revision,
@@ -246,26 +229,26 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
         adapter_folder: where to write an adapter, which is then published instead of the model.
     """
     records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
+    conversion = records.get(CONVERSION_FILE)
     result = RunResult.load(folder) if METRICS_FILE in records else None
-    given = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
+    recipe = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
     settings, auto_map = _read_config(folder)
     model, weights = _check_weights(folder, settings, auto_map)
+    paths = files_in(folder, (*TOKENIZER, *RECORDS))
     if adapter_folder is None:
         code = code_files(folder)
-        _check_code(folder, [*weights, *code], code)
-        paths = [*weights, *code, *files_in(folder, (*SETTINGS, *TOKENIZER, *RECORDS))]
-        contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in paths}
-    else:
-        adapter = _adapter(folder, adapter_folder, model, given, result, records.get(CONVERSION_FILE))
-        contents = {path.name: path for path in adapter}
-        contents |= {path.relative_to(folder).as_posix(): path for path in files_in(folder, (*TOKENIZER, *RECORDS))}
+        _check_code(folder, weights, code)
+        paths |= {*weights, *code, *files_in(folder, SETTINGS)}
+    contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in paths}
+    if adapter_folder is not None:
+        adapter = _adapter(folder, adapter_folder, model, recipe, result, conversion)
+        contents |= {path.name: path for path in adapter}
     for name in {*SETTINGS, "special_tokens_map.json", "tokenizer_config.json"} & contents.keys():
         fields = {key: value for key, value in read_json(folder / name).items() if key not in _PATH_FIELDS}
         contents[name] = _json(fields | ({"auto_map": auto_map} if name == "config.json" else {}))
-    for name, record in records.items():
-        contents[name] = _json(without_folders(record))
-    if given is not None:
-        contents[RECIPE_FILE] = yaml.safe_dump(without_folders(given), sort_keys=False).encode()
+    contents |= {name: _json(without_folders(record)) for name, record in records.items()}
+    if recipe is not None:
+        contents[RECIPE_FILE] = yaml.safe_dump(without_folders(recipe), sort_keys=False).encode()
     contents |= options.report or {}
     if options.file is not None:
         contents[CARD_FILE] = read_bytes(resolve_user_path(options.file))
@@ -274,9 +257,9 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
             repo_id,
             model.config,
             size_of(model),
-            given=given,
+            recipe=recipe,
             result=result,
-            conversion=records.get(CONVERSION_FILE),
+            conversion=conversion,
             comparison=options.verdicts,
             license=options.license,
             has_plot=PLOT_FILE in contents,
@@ -291,22 +274,20 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns `config.json` and its `auto_map`; raises `ValueError` unless it describes an NLQ model."""
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder} holds no config.json: it is no saved model, or its training diverged or did not finish"
+            f"{folder} lacks config.json: it is not a saved model, or its training diverged or did not finish"
         )
     settings = read_json(folder / "config.json")
     auto_map = saved_auto_map(folder, settings)
     # A derived configuration may have its own type
     if settings.get("model_type") not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
-        raise ValueError(
-            f"{folder} holds a model of type {settings.get('model_type')!r}; `nlq publish` takes NLQ models; "
-            "use `hf upload`"
-        )
+        kind = settings.get("model_type")
+        raise ValueError(f"{folder} holds a model of type {kind!r}, not an NLQ model; upload it by `hf upload`")
     return settings, auto_map
 
 
-def _check_code(folder: Path, files: list[Path], code: list[Path]) -> None:
+def _check_code(folder: Path, weights: list[Path], code: set[Path]) -> None:
     """Raises `ValueError` if files do not exist, or the code names files that are not published."""
-    if missing := sorted(path.name for path in files if not path.is_file()):
+    if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
         raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
     names = set(os.listdir(folder))
     for path in code:  # Transformers would look for these files on the Hub, too
@@ -318,18 +299,16 @@ def _adapter(
     folder: Path,
     target: Path,
     model: PreTrainedModel,
-    given: dict[str, Any] | None,
+    recipe: dict[str, Any] | None,
     result: RunResult | None,
     conversion: dict[str, Any] | None,
 ) -> list[Path]:
     """Writes the adapter of a run into the folder `target`, and returns its files."""
-    if (given or {}).get("trainable") != "new" or result is None or conversion is None:
-        raise ValueError(
-            f"--adapter publishes what a finished run with `trainable: new` trained, and {folder} is none (a LoRA "
-            "lies in the run's folder `adapter`, for `hf upload`)"
-        )
+    if (recipe or {}).get("trainable") != "new" or result is None or conversion is None:
+        text = "--adapter publishes what a finished run with `trainable: new` trained"
+        raise ValueError(f"{text}, and {folder} is none (`hf upload` takes a LoRA, in the run's folder `adapter`)")
     modules = whole_modules(model, conversion["added"])
-    return write_adapter(folder, target, modules, converted_base(given, result.data.base_model))
+    return write_adapter(folder, target, modules, converted_base(recipe, result.data.base_model))
 
 
 def _check_weights(
@@ -338,10 +317,8 @@ def _check_weights(
     """Returns the model on the meta device, and the files of its weights.
 
     The code in the folder does not run. A derived class is represented by the class of this package that it loads as,
-    and the parameters that only the derived class has are added.
-
-    Raises:
-        ValueError: if files are incomplete, or do not match the parameters of a class of this package.
+    and the parameters that only the derived class has are added. Raises `ValueError` if files are incomplete, or do
+    not match the parameters of a class of this package.
     """
     name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
     default = default_auto_map(settings)
@@ -379,7 +356,8 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
         error = error.__cause__  # raised for a large file
     if isinstance(error, HfHubHTTPError):
-        status, reason = error.response.status_code, " ".join((error.server_message or "no reason given").split())
+        status = error.response.status_code
+        reason = " ".join((error.server_message or "no reason given").split())
         return f"{status}: {_STATUS.get(status, 'the Hub refused')} ({reason})"
     if isinstance(error, HTTPError):
         return f"the connection to {constants.ENDPOINT} could not be made, or broke ({type(error).__name__})"

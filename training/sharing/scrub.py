@@ -43,14 +43,10 @@ def _last_component(match: re.Match) -> str:
 
 
 def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
-    """Raises `ValueError` for files that contain a token, a password, or a path of this machine.
+    """Raises `ValueError` for files, paths or bytes by name, that contain a token, a password, or a path.
 
-    The paths are the home folder, the working folder, and the published folder. Weights are not read. The error names
-    file and line, but neither token nor password.
-
-    Args:
-        folder: the folder to publish.
-        contents: paths of files, or bytes to upload, by name.
+    The paths are the home folder, the working folder, and the published `folder`. Weights are not read. The error
+    names file and line, but neither token nor password.
     """
     folders = {str(path) for each in (folder, Path.home(), Path.cwd()) for path in (each.absolute(), each.resolve())}
     known = "|".join(map(re.escape, sorted(folders - {"/"})))

@@ -67,7 +67,7 @@ def load(namespace: str) -> bool:
     return True
 
 
-def is_private(place: int | Path) -> bool:
+def is_private(file: int | Path) -> bool:
     """Tells whether only this user and root can write a file or folder.
 
     A group of the owner's name without other members may write it too, as with a umask of 002.
@@ -77,11 +77,12 @@ def is_private(place: int | Path) -> bool:
     import grp
     import pwd
 
-    status, is_own = os.stat(place), False
+    status = os.stat(file)
+    is_users_group = False
     with contextlib.suppress(KeyError):  # an id without a name
         owner, group = pwd.getpwuid(status.st_uid), grp.getgrgid(status.st_gid)
-        is_own = owner.pw_gid == group.gr_gid and {group.gr_name, *group.gr_mem} == {owner.pw_name}
-    others = stat.S_IWOTH if is_own else stat.S_IWOTH | stat.S_IWGRP
+        is_users_group = owner.pw_gid == group.gr_gid and {group.gr_name, *group.gr_mem} == {owner.pw_name}
+    others = stat.S_IWOTH if is_users_group else stat.S_IWOTH | stat.S_IWGRP
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & others
 
 

@@ -303,7 +303,7 @@ def key_kernel(
 
 
 # TILE, STEP, warps and stages to try, by `is_forward`, bytes of a number (of float16 TF32) and WIDTH. The first is for
-# capability 9.0 and later, whose tensor cores read operands from shared memory; the others spill no registers before
+# GPUs of capability 9.0 and later only
 SHAPES = {
     (True, 2, 64): [(128, 128, 8, 2), (128, 64, 8, 3), (128, 64, 8, 2)],
     (True, 2, 128): [(128, 64, 8, 2), (128, 32, 8, 2)],

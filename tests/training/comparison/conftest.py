@@ -12,7 +12,6 @@ from modeling_nlq.training.files import read_yaml
 
 @pytest.fixture(scope="session")
 def finished(make_file, recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
-    """A comparison with what must be found in it: folder, results, file."""
     models = {
         "base": None,
         "twin": None,

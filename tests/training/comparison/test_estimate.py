@@ -23,7 +23,6 @@ TRAINING = {"max_steps": 100, "save_strategy": "no", "eval_strategy": "no", "rep
 
 @pytest.fixture
 def step(monkeypatch):
-    """Every step takes 11 seconds, and those of wide models 22."""
     monkeypatch.setattr(
         estimate, "seconds_of_step", lambda variant, threads: 22.0 if variant.intermediate_size == 1024 else 11.0
     )
@@ -91,7 +90,6 @@ class TestOutput:
 
 @pytest.mark.parametrize(("seeds", "stop", "alpha"), [(2, None, 0.05), (5, None, 0.05), (5, "early", 0.025)])
 def test_smallest_difference(seeds, stop, alpha):
-    """With interim analyses, the last one has half of alpha."""
     scale = SimpleNamespace(seeds=range(seeds), variants=range(3), stop=stop)
     times = smallest_difference(seeds, 2, 1.0, alpha, 0.8)
     assert estimate._describe_difference(scale, 0.5) == f"{times * 0.5:.2g} % of the loss, if the noise floor is 0.5 %"

@@ -20,7 +20,6 @@ def outcome() -> Outcome:
 
 
 def with_runs(outcome: Outcome, model: str, change) -> Outcome:
-    """A ladder in which the losses of the reported runs of a model, each with its index, are changed."""
     scales = {}
     for name, found in outcome.scales.items():
         own = found.models[model]

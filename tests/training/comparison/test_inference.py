@@ -93,9 +93,7 @@ class TestVerdict:
             (runs(3.40, 3.41, 3.40, 3.43, 3.42), "better"),
             (runs(3.60, 3.61, 3.60, 3.63, 3.62), "worse"),
             (runs(3.52, 3.51, 3.48, 3.54, 3.50), "within noise"),
-            (BASE, "within noise"),
             (runs(3.40, 3.42), "better"),  # the same difference twice, but for rounding
-            (runs(3.40, 3.50), "too few seeds: no verdict"),
             (runs(3.40), "too few seeds: no verdict"),
             (runs(3.40, 3.41, None, 3.43, 3.42), "diverged in some runs"),
             (runs(3.40, math.nan, None), "diverged in some runs"),
@@ -135,26 +133,7 @@ class TestVerdict:
         assert (equal.noise_floor, equal.effects["model"].difference_deviation) == (0, 0)
         assert equal.effects["model"].verdict == "worse"
 
-    def test_zeros_have_no_minus(self):
-        effect = analyse({"base": BASE, "model": BASE}, "base").effects["model"]
-        for value in (effect.loss_improvement, effect.perplexity_improvement, *effect.perplexity_improvement_interval):
-            assert (value, math.copysign(1, value)) == (0, 1)
-
-    @pytest.mark.parametrize(
-        ("models", "verdict"), [(2, "within noise"), (3, "too few seeds: no verdict")], ids=["2 models", "3 models"]
-    )
-    def test_no_verdict_where_the_plan_was_warned(self, models, verdict):
-        base, noises = (3.0, 3.5, 4.0), (0.1, -0.2, 0.2)
-        losses = {str(model): runs(*(loss + noise for loss, noise in zip(base, noises))) for model in range(models)}
-        # Models that equal the baseline have no noise to learn of; one that diverged is not among the tests
-        same = {"same": runs(*base)} if models == 3 else {}
-        effects = analyse({"base": runs(*base), **losses, **same, "gone": runs(None)}, "base").effects
-        assert {effects[name].verdict for name in losses} == {verdict}
-        assert {effects[name].verdict for name in same} <= {"within noise"}
-        assert (power_warning(3, models) is None) == (verdict == "within noise")
-
     def test_of_unsettled_models(self):
-        """Not tested, not counted; what diverged stays so, and a baseline at the boundary leaves no verdict to any."""
         better = runs(3.40, 3.41, 3.40, 3.43, 3.42)
         losses = {
             "base": BASE,
@@ -238,9 +217,6 @@ class TestPlan:
 class TestNoiseFromText:
     @pytest.mark.parametrize("shape", [(2, 2), (3, 5), (5, 10)], ids=str)
     def test_is_that_of_a_regression(self, shape):
-        """By the residuals of least squares on a dummy variable for each seed and each part, with and without the
-        seeds.
-        """
         parts = 3 + np.random.default_rng(1).normal(0, 0.01, shape) + np.arange(shape[0])[:, None] / 20
         seeds, count = shape
         by_seed, by_part = np.repeat(np.eye(seeds), count, axis=0), np.tile(np.eye(count), (seeds, 1))
@@ -259,9 +235,6 @@ class TestNoiseFromText:
         documents = np.repeat(random.normal(0, 0.05, (4000, 10)), 5, axis=1)
         parts = 3.5 + random.normal(0, 0.01, (4000, 1)) + documents
         assert noise_from_text(parts) == pytest.approx(0.05**2 / 10 / (0.05**2 / 10 + 0.01**2), rel=0.05)
-
-    def test_is_at_most_1(self):
-        assert noise_from_text([[3.0, 4.0], [4.001, 3.0]]) == 1.0
 
     @pytest.mark.parametrize("parts", [[], [[3.0, 3.1]], [[3.0], [3.1]], [[3.0, 4.0], [4.0, 3.0]]])
     def test_is_unknown_where_it_cannot_be_computed(self, parts):

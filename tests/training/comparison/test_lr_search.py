@@ -16,7 +16,6 @@ from modeling_nlq.training.comparison.run import run_comparison
 
 
 def bowl(best: float, depth: float = 0.1):
-    """A loss with its minimum at a rate."""
     return lambda rate: 3.0 + depth * math.log2(rate / best) ** 2
 
 
@@ -65,13 +64,10 @@ class TestSearch:
                 [1e-3, "fast"],
                 r"learning_rates=\[0.001, 'fast'\] must be a finite number or a list of",
             ),
-            ([1e-3, 0], r"learning_rates=\[0.001, 0.0\] must be a list of numbers above 0"),
             ([1e-3, 1e-3], "holds a rate twice"),
             ({"factor": 2}, "start is missing; a search is {start: RATE, factor: 2, limit: 8}"),
-            ({"start": 1e-3, "step": 2}, "learning_rates: unknown field 'step'"),
             ({"start": 0}, "learning_rates: start=0 must be a number above 0"),
-            ({"start": 1e-3, "factor": 1}, "factor=1 must be a number from 1.05 to 100"),
-            ({"start": 1e-3, "limit": 2}, "limit=2 must be a whole number of at least 3 rates"),
+            ({"start": 1e-3, "limit": 2}, "limit=2 must be at least 3"),
         ],
     )
     def test_bad_input(self, fields, message):
@@ -95,8 +91,6 @@ class TestChoice:
         assert results.largest.statistics.effects["twin"].p is not None
 
     def test_no_verdict_on_a_best_rate_at_the_boundary(self, make_file, tmp_path):
-        """Of a search and of a list; a single rate is no choice."""
-
         def results(name, rates):
             comparison = load_plan(make_file(learning_rates=rates, seeds=[0, 1, 2]))
             engine = PlantedEngine(lambda comparison, run: bowl(1.0)(run.learning_rate) - 0.5 * (run.model == "twin"))

@@ -21,7 +21,6 @@ from modeling_nlq.training.disk import files_below
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run import checkpoints, subprocess_run
-from modeling_nlq.training.run import train as train_module
 from modeling_nlq.training.run.ray_jobs import share_batch, share_data
 from modeling_nlq.training.run.recipe import Recipe
 from modeling_nlq.training.run.subprocess_run import RunFailed
@@ -37,14 +36,12 @@ def cluster(monkeypatch) -> FakeRay:
 
 @pytest.fixture
 def without_one(finished, tmp_path):
-    """A copy of the finished comparison without one of its runs: folder, results, comparison."""
     shutil.copytree(finished[0], tmp_path / "results")
     shutil.rmtree(tmp_path / "results" / RUN)
     return tmp_path / "results", finished[1], load_plan(finished[2])
 
 
 def lose_node(monkeypatch, times: int) -> None:
-    """The node dies after the second checkpoint of an attempt, so many times."""
     save, count = checkpoints.ChecksumCallback.on_save, iter(range(2 * times))
 
     def on_save(self, *arguments, **kwargs):
@@ -57,7 +54,6 @@ def lose_node(monkeypatch, times: int) -> None:
 
 class TestComparison:
     def test_last_run(self, cluster, without_one):
-        """Finished runs of the local engine are kept, and the numbers are the same."""
         folder, expected, comparison = without_one
         assert without_times(run_comparison(comparison, folder, RayEngine(cpus_per_run=1))) == without_times(expected)
         assert len(cluster.tasks) == 1 and cluster.tasks[0]["max_retries"] == 3 and cluster.tasks[0]["num_cpus"] == 1
@@ -68,8 +64,6 @@ class TestComparison:
         assert read_outcome(folder / "results.json").largest.models["twin"].runs[2].test_loss is not None
 
     def test_runs_that_fail(self, cluster, make_file, tmp_path, monkeypatch):
-        """They are not retried, and all others are finished."""
-
         def train_recipe(recipe, *arguments, **options):
             if "base" not in recipe.output_dir:
                 raise TypeError("no\nsuch argument")
@@ -188,28 +182,6 @@ class TestSharedData:
             folder, changed = share(**changes)
             assert (folder != before) == (name in Recipe.affecting("data")), name
             assert folder != before or changed == tokens, name
-
-    def test_pairs_of_another_length_after_a_failure(self, cluster, pairs_recipe, tmp_path, monkeypatch):
-        """A run that failed before its first weights, and is repeated: on pairs of the new length, to its end."""
-        begin, lengths = train_module._train, []
-
-        def train_once(run):
-            lengths.append(max(map(len, run.blocks["train"].dataset["input_ids"])))
-            if len(lengths) == 1:
-                raise TypeError("no disk")
-            begin(run)
-
-        monkeypatch.setattr(train_module, "_train", train_once)
-        options = {
-            "max_steps": 1,
-            "save_strategy": "no",
-            "output_dir": tmp_path / "run",
-            "engine": "ray",
-            "cpus_per_worker": 1,
-        }
-        with pytest.raises(ChildProcessError, match="no disk"):
-            train(pairs_recipe, **options)
-        assert train(pairs_recipe, **options, max_source_length=9).losses.validation.chrf >= 0 and lengths == [24, 9]
 
 
 class TestTraining:

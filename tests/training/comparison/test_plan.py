@@ -1,10 +1,10 @@
 """The plan of a comparison: its file, its models and runs, and one line for each mistake."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 from modeling_nlq.configuration import names
@@ -38,12 +38,10 @@ class TestPlan:
         assert "9.9" in plan and "warning" in plan
         fields = {"models": models | dict.fromkeys(("f", "g", "h")), "seeds": [0, 1, 2, 3]}
         assert "warning" not in "\n".join(load_plan(make_file(**fields)).describe())
-        assert "may need |t|" in "\n".join(load_plan(make_file(**fields, stop="early")).describe())
-
-    def test_two_rates_leave_no_verdict(self, make_file):
         assert "warning: of two learning rates" in "\n".join(
             load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe()
         )
+        assert "may need |t|" in "\n".join(load_plan(make_file(**fields, stop="early")).describe())
 
     @pytest.mark.parametrize("match", ["parameters", "flops"])
     def test_models_are_matched_in_size(self, make_file, match):
@@ -58,16 +56,6 @@ class TestPlan:
         base, identity, as_it_is = (getattr(variants[name].size, field) for name in models)
         assert abs(identity - base) <= unit / 2 < base - as_it_is
         assert variants["base"].intermediate_size == variants["as it is"].intermediate_size == 128
-
-    def test_tokens_per_parameter(self, make_file, tmp_path):
-        training = {"save_strategy": "no", "report_to": "none"}
-        recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
-        recipe["training"].pop("max_steps", None)
-        comparison = load_plan(make_file(recipe=recipe, training=training, tokens_per_parameter=0.5))
-        size = comparison.largest.variants["base"].size.non_embedding
-        assert size / 2 <= comparison.largest.tokens_per_run < size / 2 + 8 * 64
-        (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(comparison.config.to_dict()))
-        assert load_plan(tmp_path / "comparison.yaml").config == comparison.config
 
     def test_null_takes_a_field_of_the_recipe_back(self, make_file):
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
@@ -110,16 +98,9 @@ class TestBadInput:
         "fields, message",
         [
             ({"baseline": None}, "baseline=None must be one of the models base, twin"),
-            ({"baseline": False}, "baseline=False must be text or null; quote it, because YAML reads off, no"),
             ({"baseline": False, "models": {True: None, False: None}}, "models: the name True must be text; quote it"),
-            (
-                {"scales": {"x": {"models": {False: {}}}, "y": {}}},
-                "scale 'x': models: the name False must be text; quote it",
-            ),
-            ({"tasks": [False]}, r"tasks=\[False\] must be a list of which each entry is text"),
             ({"models": {"base": None}}, "holds only the baseline 'base'"),
             ({"models": {"base": None, "x": "tiny-liner"}}, "did you mean 'tiny-linear'"),
-            ({"models": {"base": None, "x": {"switch": {}}}}, "unknown field 'switch'; did you mean 'switches'"),
             ({"models": {"base": None, "x": {"training": {"seed": 3}}}}, "model 'x': training: seed: set seeds"),
             ({"models": {"base": None, "x": {"training": {"max_steps": 6}}}}, "model 'x' would see 3,072 tokens"),
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
@@ -133,13 +114,10 @@ class TestBadInput:
             ),
             ({"seeds": [0, 0]}, "holds a seed twice"),
             ({"learning_rates": None}, "learning_rates is missing"),
-            ({"learning_rates": [1e-2, 0.01]}, "holds a rate twice"),
             ({"match": "memory"}, "match='memory' must be 'parameters' or 'flops' or null"),
-            ({"model": "tiny-linear"}, "unknown field 'model'; did you mean 'models'"),
             ({"training": {"max_steps": -1}}, "needs max_steps"),
             ({"training": {"max_step": 1}}, r"\.yaml with .*\.yaml: training: unknown field 'max_step'"),
             ({"weight_decay": 0.1}, "unknown field 'weight_decay'; set it in the section 'training'"),
-            ({"learning_rate": 0.1}, "unknown field 'learning_rate'; did you mean 'learning_rates'"),
             (
                 {
                     "match": "parameters",
@@ -153,10 +131,9 @@ class TestBadInput:
         ],
     )
     def test_one_line(self, make_file, fields, message, capsys, tmp_path):
-        with pytest.raises(ValueError, match=message):
-            load_plan(make_file(**fields))
         assert main(["compare", make_file(**fields), "--output_dir", str(tmp_path / "out")]) == 1
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1 and not (tmp_path / "out").exists()
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert re.search(message, line) and not (tmp_path / "out").exists()
 
     def test_recipe_that_no_comparison_can_use(self, make_file, run, recipe_file):
         with pytest.raises(ValueError, match="test_fraction=0 leaves no test split"):
@@ -200,7 +177,3 @@ class TestBadInput:
             ValueError, match=r"model 'narrow': the switches .*intermediate_size change parameters of the saved"
         ):
             load_plan(file)
-
-    def test_unknown_comparison(self, capsys):
-        assert main(["compare", "querys"]) == 1
-        assert "did you mean 'queries'" in capsys.readouterr().err

@@ -15,13 +15,10 @@ from modeling_nlq.training.run.data import prepare_data
 
 
 class TestFindsWhatIsThere:
-    def test_planted_difference(self, finished):
-        effect = finished[1].largest.statistics.effects["planted"]
-        assert effect.verdict == "worse" and effect.holm_p < 0.05 and effect.loss_improvement < 0
-
-    def test_two_copies_of_one_model_are_within_noise(self, finished):
-        models = finished[1].largest.models
-        assert finished[1].largest.statistics.effects["twin"].verdict == "within noise"
+    def test_planted_difference_and_two_copies_of_one_model(self, finished):
+        effects, models = finished[1].largest.statistics.effects, finished[1].largest.models
+        assert effects["planted"].verdict == "worse" and effects["planted"].holm_p < 0.05
+        assert effects["planted"].loss_improvement < 0 and effects["twin"].verdict == "within noise"
         assert [run.test_loss for run in models["twin"].runs] == [run.test_loss for run in models["base"].runs]
 
     def test_diverged_model_is_recorded_and_the_rest_completes(self, finished):
@@ -29,13 +26,10 @@ class TestFindsWhatIsThere:
         absurd = results.largest.models["absurd"]
         assert results.largest.statistics.effects["absurd"].verdict == "diverged"
         assert absurd.boundaries == {} and all(run.diverged for run in [*absurd.tried, *absurd.runs])
-        far, without_number = absurd.runs[0], absurd.tried[0]  # the smallest rate is reported
-        assert (
-            far.result.losses.diverged_at is None
-            and far.result.data.steps == 8
-            and without_number.result.losses.diverged_at == without_number.result.data.steps == 2
-        )
-        assert without_number.history.stability["0"]["entropy"][1] == (2, None)
+        far, lost = absurd.runs[0].result, absurd.tried[0].result  # the smallest rate is reported
+        assert (far.losses.diverged_at, far.data.steps) == (None, 8)
+        assert lost.losses.diverged_at == lost.data.steps == 2
+        assert absurd.tried[0].history.stability["0"]["entropy"][1] == (2, None)
         assert all(len(model.runs) == 3 for model in results.largest.models.values())
 
     def test_one_diverged_rate_is_not_chosen(self, finished):
@@ -62,20 +56,13 @@ class TestRuns:
         expected = -log_probabilities.gather(-1, rows[:, 1:, None]).mean().item()
         assert run.test_loss == pytest.approx(expected, rel=1e-5) and run.test_loss != run.validation_loss
 
-    def test_other_tokens_would_be_noticed(self, finished, tmp_path):
-        folder, _, file = finished
-        copy = tmp_path / "results"
-        shutil.copytree(folder, copy)
-        metrics_file = next((copy / "runs" / "twin").glob("rate-*-seed-2/metrics.json"))
-        change_json(metrics_file, data__token_stream="0" * 64)
-        assert not run_comparison(load_plan(file), copy).largest.same_tokens
-
     def test_tokens_are_those_that_the_runs_saw(self, finished, tmp_path):
         folder, results, file = finished
         comparison, copy = load_plan(file), tmp_path / "results"
         shutil.copytree(folder, copy)
         files = sorted(copy.glob("runs/*/*/metrics.json"))
-
+        change_json(next((copy / "runs" / "twin").glob("rate-*-seed-2/metrics.json")), data__token_stream="0" * 64)
+        assert not run_comparison(comparison, copy).largest.same_tokens
         for index, metrics_file in enumerate(files):
             change_json(metrics_file, data__tokens_seen=5000 + index)
         change_json(files[-1], losses__diverged=True, losses__diverged_at=3)  # of a model that has one rate

@@ -12,16 +12,13 @@ from scipy import stats
 from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.comparison import outline, progress_of
-from modeling_nlq.training.comparison.config import ComparisonConfig
+from modeling_nlq.training.comparison.comparison import progress_of
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
 from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.store import RunStore
-from modeling_nlq.training.result import Data, Evaluation, Losses, RunResult
 
 
 def losses_of(differences, baseline=None):
-    """Losses of models by seed, whose differences from the baseline are given."""
     count = max(map(len, differences.values()))
     baseline = np.zeros(count) if baseline is None else baseline
     models = {
@@ -79,53 +76,6 @@ def test_interim_analyses_are_those_of_the_first_seeds():
     assert found.effects["short"].verdict == "worse"
 
 
-def plan(models, most):
-    content = {"name": "plan", "models": dict.fromkeys(models), "baseline": models[0], "seeds": list(range(most))}
-    content |= {"learning_rates": [1e-2], "stop": "early"}
-    return outline(ComparisonConfig.read(content, "file"), "file").largest
-
-
-def run_all(comparison, loss_of):
-    """Makes the runs of a comparison as an engine does, with losses in place of training; returns them and what was
-    made.
-    """
-    finished, made = {}, []
-    while ready := (progress := progress_of(comparison, finished)).ready:
-        for run in ready:
-            loss = loss_of(run.model, run.seed)
-            made.append(run)
-            losses = Losses(loss is None, None, loss, Evaluation(loss), Evaluation(loss))
-            finished[run.name] = RunResult(losses, Data(1, 1, ""))
-    losses = {
-        model: {run.seed: finished[run.name].test_loss for run in progress.reported(model)}
-        for model in comparison.variants
-    }
-    return losses, made
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 10_000), st.sampled_from([0.0, 0.9]))
-def test_the_report_has_the_verdicts_with_which_models_left(seed, shared):
-    """Whatever the baseline does later; a model without a verdict has all seeds."""
-    rng, most, models = np.random.default_rng(seed), 8, ["base", "a", "b", "c"]
-    common, own = rng.normal(size=most), rng.normal(size=(most, 4))
-    noise = np.sqrt(shared) * common[:, None] + np.sqrt(1 - shared) * own
-    differences = np.array([0, 0, rng.choice([0, 3]), 0])
-    comparison = plan(models, most)
-    table = 4 + 0.1 * (noise + differences)
-    losses, made = run_all(comparison, lambda model, run: table[run, models.index(model)])
-    assert len(made) == len(set(made)) == sum(map(len, losses.values()))
-    assert len(losses["base"]) == max(map(len, losses.values()))
-    found, _ = analyse_early(losses, "base", comparison.seeds, {})
-    for name in models[1:]:
-        count = len(losses[name])
-        seen = {model: range(min(count, len(runs))) for model, runs in losses.items()}
-        first = {model: {run: table[run, models.index(model)] for run in runs} for model, runs in seen.items()}
-        verdict = analyse(first, "base", most=most).effects[name].verdict
-        assert found.effects[name].verdict == verdict
-        assert (verdict in ("within noise", "too few seeds: no verdict")) <= (count == most)
-
-
 def test_a_baseline_at_the_boundary_counts_where_it_is():
     values = {"left": np.array([0.5, 0.51, 0.49]), "open": np.array([0.01, -0.02, 0.005, 0.01])}
     found, _ = analyse_early(losses_of(values), "base", range(6), {"base": [3]})
@@ -134,8 +84,6 @@ def test_a_baseline_at_the_boundary_counts_where_it_is():
 
 
 def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
-    """A twin stays longer than a model that is certainly worse; seeds cannot be added to the plan."""
-
     def loss(scale, run):
         return (
             4
@@ -153,6 +101,9 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
         "planted": 3,
     }
     assert whole.largest.statistics.effects["planted"].verdict == "worse"
+    both = load_plan(make_file(models=dict.fromkeys(("base", "planted")), seeds=seeds, stop="early"))
+    found = run_comparison(both, tmp_path / "both", PlantedEngine(loss)).largest.models
+    assert [len(model.runs) for model in found.values()] == [3, 3], "the baseline ends with the last model"
     parts = PlantedEngine(loss)
     for most in (4, 10, 12):
         parts.most_runs = most
@@ -163,7 +114,7 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     for lost in ("twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"):
         shutil.rmtree(tmp_path / "parts" / "runs" / lost)
     progress = progress_of(plan.largest, RunStore(tmp_path / "parts"))
-    ready, done = progress.ready, sum(progress.finished.values())
+    ready, done = progress.ready, progress.finished
     assert {run.name for run in ready} == {"twin/rate-0.01-seed-2", "base/rate-0.01-seed-1"} and done >= 7
     more = load_plan(make_file(models=models, seeds=[*seeds, 5], stop="early"))
     with pytest.raises(ValueError, match="stop: early needs the plan of its interim analyses"):
@@ -173,7 +124,6 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"stop": "soon"}, "stop='soon' must be 'early' or null"),
         ({"seeds": [0, 1, 2]}, "has its first interim analysis at 3 seeds"),
         ({"tasks": [__file__]}, "stop: early needs a comparison at one scale, without tasks"),
         (

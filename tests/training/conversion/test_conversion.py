@@ -33,7 +33,6 @@ from transformers import (
     BertConfig,
     GenerationConfig,
     GPT2ForSequenceClassification,
-    GPT2LMHeadModel,
     GPT2Model,
     PreTrainedTokenizerFast,
 )
@@ -65,7 +64,6 @@ def gpt2_model():
 
 @pytest.fixture(scope="module")
 def gpt2_folder(gpt2_model, tmp_path_factory):
-    """A saved GPT-2 with its tokenizer."""
     folder = tmp_path_factory.mktemp("sources") / "gpt2"
     gpt2_model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
@@ -74,7 +72,6 @@ def gpt2_folder(gpt2_model, tmp_path_factory):
 
 @pytest.fixture
 def source(gpt2_folder, tmp_path):
-    """A copy of it that a test may damage."""
     return Path(shutil.copytree(gpt2_folder, tmp_path / "source"))
 
 
@@ -95,12 +92,6 @@ class TestConvert:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
         assert type(loaded) is NLQForCausalLM
         assert_same_function(loaded, gpt2_model)
-
-    def test_pickled_weights(self, source, gpt2_model, tmp_path):
-        (source / "model.safetensors").unlink()
-        torch.save(gpt2_model.state_dict(), source / "pytorch_model.bin")
-        convert(str(source), tmp_path / "target")
-        assert_same_function(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), gpt2_model)
 
     def test_upcycle_with_switches(self, gpt2_folder, gpt2_model, tmp_path):
         switches = {
@@ -140,8 +131,6 @@ def write_folder(name, content):
 
 # (what writes the source, what the error names)
 NO_MODELS = {
-    "missing": (lambda path: None, "source"),
-    "empty_folder": (lambda path: path.mkdir(), "source"),
     "bert": (BertConfig().save_pretrained, "bert"),
     "broken_configuration": (write_folder("config.json", "{broken"), "config"),
 }
@@ -171,12 +160,8 @@ class TestConvertFaults:
         write(tmp_path / "source")
         before = snapshot(tmp_path)
         assert named in nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target")
+        assert "nobody/nothing" in nlq_fails(capsys, "convert", "nobody/nothing", tmp_path / "target")
         assert snapshot(tmp_path) == before
-
-    @pytest.mark.parametrize("name", ["no-such-model", "nobody/no-such-model"])
-    def test_no_such_name(self, tmp_path, capsys, name):
-        assert name in nlq_fails(capsys, "convert", name, tmp_path / "target")
-        assert not list(tmp_path.iterdir())
 
     @parametrize_cases("damage, named", DAMAGES)
     def test_damaged_source(self, source, tmp_path, capsys, damage, named):
@@ -229,15 +214,10 @@ class TestConvertFaults:
         target = tmp_path / "target"
         make_model().save_pretrained(target, max_shard_size="8KB")
         (target / "pytorch_model.bin").write_bytes(b"weights in an old format")
-        (target / "notes.txt").write_text("mine")
-        (target / "runs").mkdir()
-        (target / "runs/log.txt").write_text("mine too")
         assert len(list(target.glob("model-*.safetensors"))) > 1
         assert run_nlq("convert", source, target, "--overwrite") == 0
         check_folder(target)
         assert [path.name for path in target.glob("*.safetensors*")] == ["model.safetensors"]
-        assert (target / "notes.txt").read_text() == "mine"
-        assert (target / "runs/log.txt").read_text() == "mine too"
         assert_same_function(AutoModelForCausalLM.from_pretrained(target), gpt2_model)
 
     @pytest.mark.parametrize("name", ["modeling_nlq.py", "additional_chat_templates"])
@@ -253,7 +233,8 @@ class TestConvertFaults:
     @pytest.mark.parametrize("has_record", [False, True])
     def test_overwriting_keeps_files_of_the_user(self, source, nlq_folder, has_record):
         """What `auto_map` names, and what somebody else wrote into the record, may be the user's."""
-        names = ["recipe.yaml", "loss.png", "mine.py", "settings.py", "notes.txt"]
+        names = ["recipe.yaml", "loss.png", "mine.py", "settings.py", "notes.txt", "runs/log.txt"]
+        (nlq_folder / "runs").mkdir()
         for name in names:
             (nlq_folder / name).write_text("from .settings import KEY" if name == "mine.py" else "")
         settings = json.loads((nlq_folder / "config.json").read_text())
@@ -265,7 +246,7 @@ class TestConvertFaults:
         assert run_nlq("convert", source, nlq_folder, "--overwrite") == 0
         assert all((nlq_folder / name).exists() for name in names)
 
-    @pytest.mark.parametrize("name", ["vocab.txt", "merges.txt", "mine.jinja", "pytorch_model-2.bin", "README.md"])
+    @pytest.mark.parametrize("name", ["vocab.txt", "mine.jinja", "pytorch_model-2.bin", "README.md"])
     def test_overwriting_twice_keeps_what_nlq_did_not_write(self, source, nlq_folder, tmp_path, name):
         target = tmp_path / "target"
         assert run_nlq("convert", source, target) == 0
@@ -283,7 +264,6 @@ class TestConvertFaults:
 
     @pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors"])
     def test_links_in_the_source(self, nlq_folder, tmp_path, capsys, name):
-        """The new folder, which may be published, would contain the files behind the links."""
         (tmp_path / name).write_bytes((nlq_folder / name).read_bytes() if (nlq_folder / name).exists() else b"secret")
         (nlq_folder / name).unlink(missing_ok=True)
         (nlq_folder / name).symlink_to(tmp_path / name)
@@ -322,14 +302,6 @@ class TestConvertFaults:
         assert "Traceback" not in capsys.readouterr().err
         assert snapshot(tmp_path) == before
 
-    def test_tokenizers_that_do_not_fit(self, gpt2_folder, tmp_path, capsys):
-        tokenizer = make_tokenizer()
-        tokenizer.add_tokens([f"<new {index}>" for index in range(9)])
-        tokenizer.save_pretrained(tmp_path / "large")
-        for name, named in (("no-such-folder", "no-such-folder"), ("large", "48")):
-            message = nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", "--tokenizer", tmp_path / name)
-            assert named in message and not (tmp_path / "target").exists()
-
     @pytest.mark.parametrize("options", [("--to", "gpt2", "--upcycle"), ("--to", "bert")], ids=["upcycled", "unknown"])
     def test_formats_that_there_are_not(self, gpt2_folder, tmp_path, capsys, options):
         assert options[1] in nlq_fails(capsys, "convert", gpt2_folder, tmp_path / "target", *options)
@@ -339,8 +311,6 @@ class TestConvertFaults:
         "settings, named",
         [
             (["head_projection"], "head_projection"),
-            (["no_such_field=3"], "no_such_field"),
-            (["attention_sink=learned"], "attention_sink"),
             (["intermediate_size=wide"], "intermediate_size"),
             (["head_projection=True", "head_projection=False"], "given twice"),
             (["head_projection=False"], "head_projection=False already"),
@@ -352,36 +322,34 @@ class TestConvertFaults:
         assert not list(tmp_path.iterdir())
 
 
-class TestTokenizerOfAnotherFolder:
-    """`--tokenizer` puts one beside any model, whatever its head."""
-
-    @pytest.mark.parametrize("model_class", [GPT2LMHeadModel, GPT2Model, GPT2ForSequenceClassification])
-    @pytest.mark.parametrize("to", ["nlq", "gpt2"])
-    def test_every_head(self, model_class, to, tmp_path):
-        make_gpt2(model_class, pad_token_id=3, vocab_size=48).save_pretrained(tmp_path / "source")
+@pytest.mark.parametrize("to", ["nlq", "gpt2"])
+def test_tokenizer_of_another_folder_beside_any_head(to, tmp_path):
+    for model_class in (GPT2Model, GPT2ForSequenceClassification):
+        source, target = (tmp_path / f"{model_class.__name__}-{kind}" for kind in ("source", "target"))
+        make_gpt2(model_class, pad_token_id=3, vocab_size=48).save_pretrained(source)
         tokenizer = make_tokenizer()
         tokenizer.save_pretrained(tmp_path / "tokenizer")
-        convert(tmp_path / "source", tmp_path / "target", to=to, tokenizer=str(tmp_path / "tokenizer"))
-        assert AutoTokenizer.from_pretrained(tmp_path / "target").get_vocab() == tokenizer.get_vocab()
-        settings = json.loads((tmp_path / "target/config.json").read_text())
+        convert(source, target, to=to, tokenizer=str(tmp_path / "tokenizer"))
+        assert AutoTokenizer.from_pretrained(target).get_vocab() == tokenizer.get_vocab()
+        settings = json.loads((target / "config.json").read_text())
         assert settings["eos_token_id"] == tokenizer.eos_token_id
-        if model_class is GPT2ForSequenceClassification:
-            assert settings["pad_token_id"] == 3, "the token that its answer is read off is another"
+    assert settings["pad_token_id"] == 3, "the token that a classifier's answer is read off is another"
 
 
-def test_rounding_of_low_precision_is_allowed(tmp_path):
+def test_rounding_of_low_precision_is_allowed_and_its_type_stays(tmp_path):
     to_nlq(make_gpt2()).to(torch.bfloat16).save_pretrained(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "target", switches={"query_projection": "residual"})
+    assert {value.dtype for value in load_file(tmp_path / "target" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "target/config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("save_original_format", [True, False])
-def test_converted_model_keeps_its_names_without_this_package(gpt2_folder, tmp_path, save_original_format):
+def test_converted_model_keeps_its_names_without_this_package(gpt2_folder, tmp_path):
     convert(gpt2_folder, tmp_path / "0")
-    script = f"""
+    script = """
 from transformers import AutoModelForCausalLM
 for index in range(2):
     model = AutoModelForCausalLM.from_pretrained(str(index), trust_remote_code=True)
-    model.save_pretrained(str(index + 1), save_original_format={save_original_format})
+    model.save_pretrained(str(index + 1), save_original_format=index == 0)
 """
     words = [sys.executable, "-c", WITHOUT_THIS_PACKAGE + script]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}

@@ -1,6 +1,5 @@
 """Checkpoints of the paper's code and of nanoGPT, against an independent restatement of its forward pass."""
 
-import argparse
 import copy
 import re
 
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion.converting import convert
-from modeling_nlq.training.conversion.nanogpt import from_paper, read_checkpoint
+from modeling_nlq.training.conversion.nanogpt import from_paper
 
 
 pytestmark = pytest.mark.thin(2)
@@ -73,38 +72,27 @@ class TestPaper:
         dropouts = {getattr(model.config, f"{place}_dropout") for place in ("embedding", "residual", "attention")}
         assert dropouts == {0.0 if name == "dropout" else 0.15}
 
-    def test_mask_buffers(self):
-        """The slow attention of the code keeps its mask in the state dict."""
-        checkpoint = make_checkpoint("_orig_mod.", bias=True)
-        for index in range(2):
-            checkpoint["model"][f"_orig_mod.transformer.h.{index}.attn.bias"] = (
-                torch.ones(11, 11).tril().view(1, 1, 11, 11)
-            )
-        assert_same_as_paper(from_paper(checkpoint), checkpoint)
-
     @pytest.mark.parametrize("use_bias", [False, True])
-    @pytest.mark.parametrize("prefix", ["", "_orig_mod."], ids=["plain", "compiled"])
-    def test_checkpoints_of_nanogpt_are_converted(self, prefix, use_bias):
+    def test_checkpoints_of_nanogpt_are_converted(self, use_bias):
         """nanoGPT's own: other names, no scale, queries as in GPT-2."""
-        checkpoint = paper_reference.random_checkpoint({**NANOGPT, "bias": use_bias}, prefix)
+        checkpoint = paper_reference.random_checkpoint({**NANOGPT, "bias": use_bias}, "_orig_mod.")
+        mask = torch.ones(11, 11).tril().view(1, 1, 11, 11)  # which its slow attention keeps in the state dict
+        checkpoint["model"] |= {f"_orig_mod.transformer.h.{index}.attn.bias": mask for index in range(2)}
         model = from_paper(checkpoint)
         assert model.config.query_projection == "linear"
         assert model.config.intermediate_size == 48
         assert_same_as_paper(model, checkpoint)
 
 
-@pytest.mark.parametrize("name, value", [("query_mode", "residual_relu"), ("num_heads", 5), ("dropout", 1.5)])
+@pytest.mark.parametrize(
+    "name, value", [("rotary", True), ("query_mode", "residual_relu"), ("num_heads", 5), ("dropout", 1.5)]
+)
 def test_wrong_arguments_are_refused_by_name(name, value):
     checkpoint = make_checkpoint()
+    if name == "rotary":  # of a fork of nanoGPT
+        checkpoint = paper_reference.random_checkpoint({**NANOGPT, "bias": True})
     checkpoint["model_args"][name] = value
     with pytest.raises((ValueError, StrictDataclassError), match=f"{name}|attention_scaling|num_attention_heads"):
-        from_paper(checkpoint)
-
-
-def test_fork_of_nanogpt():
-    checkpoint = paper_reference.random_checkpoint({**NANOGPT, "bias": True})
-    checkpoint["model_args"]["rotary"] = True
-    with pytest.raises(ValueError, match="nanoGPT has no field rotary"):
         from_paper(checkpoint)
 
 
@@ -113,7 +101,6 @@ def test_fork_of_nanogpt():
     {
         "missing": ("transformer.h.0.attn.residual_in.weight", None),
         "norm_of_a_fork": ("transformer.h.1.attn.q_norm.weight", (4,)),
-        "third_layer": ("transformer.h.2.ln_1.weight", (12,)),
         "no_mask": ("transformer.h.0.attn.bias", (12,)),
         "shape": ("transformer.wte.weight", (18, 12)),
     },
@@ -141,9 +128,8 @@ def write_truncated(path):
     path.write_bytes(content[: len(content) // 2])
 
 
-def write_archive(**content):
-    """`torch.save` of a checkpoint with something else in it."""
-    return lambda path: torch.save({**make_checkpoint(), **content}, path)
+def write_exploit(path):
+    torch.save({**make_checkpoint(), "extra": Exploit(path.with_name("made"))}, path)
 
 
 # (what writes the file, what the error names)
@@ -155,19 +141,8 @@ BAD_FILES = {
         "does not hold 'model' and 'model_args'",
     ),
     "safetensors": (lambda path: save_file({"weight": torch.zeros(3)}, path), "ckpt.pt"),
-    "missing": (lambda path: None, "ckpt.pt"),
-    "exploit": (lambda path: write_archive(extra=Exploit(path.with_name("made")))(path), "which could run code"),
-    "custom_class": (write_archive(config=argparse.Namespace(dropout=0.0)), "which could run code"),
+    "exploit": (write_exploit, "which could run code"),
 }
-
-
-@pytest.mark.parametrize("old_format", [False, True], ids=["zip", "old_format"])
-def test_a_file_is_read_in_both_formats(tmp_path, old_format):
-    checkpoint = make_checkpoint("_orig_mod.", query_mode="residual_gelu")
-    torch.save(checkpoint, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=not old_format)
-    found = read_checkpoint(tmp_path / "ckpt.pt")
-    assert_same_state(found["model"], checkpoint["model"])
-    assert found["model_args"] == checkpoint["model_args"]
 
 
 @parametrize_cases("write, named", BAD_FILES)
@@ -179,12 +154,10 @@ def test_bad_file(tmp_path, write, named, capsys):
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("mode", KINDS)
-def test_a_converted_folder_loads(tmp_path, mode):
-    checkpoint = make_checkpoint(
-        "_orig_mod.", query_mode=mode, tie_weights=mode != "residual", bias=mode == "identity"
-    )
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
+@pytest.mark.parametrize("is_new", [True, False], ids=["zip", "old format"])
+def test_a_converted_folder_loads(tmp_path, is_new):
+    checkpoint = make_checkpoint("_orig_mod.", query_mode="residual_gelu", tie_weights=is_new, bias=is_new)
+    torch.save(checkpoint, tmp_path / "ckpt.pt", _use_new_zipfile_serialization=is_new)
     done = convert(tmp_path, tmp_path / "target")  # the folder holds nothing else
     assert (done.source_class, done.difference) == ("checkpoint", None)
     check_folder(tmp_path / "target")

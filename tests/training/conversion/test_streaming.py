@@ -16,7 +16,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.conversion import converting
 from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.draft import to_nlq
@@ -30,7 +29,6 @@ one_of_each = pytest.mark.parametrize("family, name", ONE_OF_EACH.items(), ids=O
 
 
 def stored(folder):
-    """Returns all tensors in the files of a folder, and the names of the files."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}, [file.name for file in files]
 
@@ -48,7 +46,6 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def sources(tokenizer, tmp_path_factory):
-    """Saved models of each family in several shards, by name of the family."""
     root = tmp_path_factory.mktemp("sources")
     for family, name in ONE_OF_EACH.items():
         model = make_family_model(name)
@@ -100,26 +97,20 @@ class TestThereAndBack:
         assert not list((tmp_path / "back").glob("*.py"))
         assert type(language_model_class(name).from_pretrained(tmp_path / "back")) is type(theirs)
 
-    def test_an_upcycled_folder_keeps_the_function(self, sources, family, name, tmp_path, no_model_in_memory):
+    def test_an_upcycled_folder_keeps_the_function(self, sources, family, name, tmp_path, capsys, no_model_in_memory):
         assert run_nlq("convert", sources / family, tmp_path / "target", "--upcycle") == 0
+        assert "outputs were not compared: the weights take 0.0 GiB" in capsys.readouterr().out
         model = language_model_class(name).from_pretrained(tmp_path / "target")
         assert_same_function(model, shared_family_model(name), length=LENGTH)
         record = json.loads((tmp_path / "target/conversion.json").read_text())
         assert record["added"] == [name for name, _ in model.named_parameters() if ".q_bottleneck." in name]
-        assert record["enlarged"] == []
+        assert record["enlarged"] == [] and record["difference"] is None and record["not_compared"]
         bottleneck = model.model.layers[1].self_attn.q_bottleneck
         assert not bottleneck.output_norm.weight.any() and (bottleneck.input_norm.weight == 1).all()
         for matrix in (bottleneck.fc1.weight, bottleneck.fc2.weight):
             assert float(matrix.std()) == pytest.approx(model.config.initializer_range, rel=0.3)
         other = model.model.layers[2].self_attn.q_bottleneck
         assert not torch.equal(bottleneck.fc1.weight, other.fc1.weight)
-
-
-def test_bfloat16_stays(tmp_path, no_model_in_memory):
-    make_family_model("gpt2-untied", dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "nlq", upcycle=True)
-    assert {value.dtype for value in stored(tmp_path / "nlq")[0].values()} == {torch.bfloat16}
-    assert json.loads((tmp_path / "nlq/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_gpt_neox_in_other_shards(tmp_path, no_model_in_memory):
@@ -130,23 +121,6 @@ def test_gpt_neox_in_other_shards(tmp_path, no_model_in_memory):
     assert len({index[f"model.layers.0.self_attn.{part}_proj.weight"] for part in "qkv"}) > 1
     convert(tmp_path / "nlq", tmp_path / "back", to="gpt_neox")
     assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict(), theirs.state_dict())
-
-
-def test_buffers_of_old_versions(sources, tmp_path, no_model_in_memory):
-    source = shutil.copytree(sources / "gpt_neox", tmp_path / "source")
-    file = sorted(source.glob("*.safetensors"))[0]
-    buffers = {
-        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool),
-        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
-        "gpt_neox.layers.0.attention.rotary_emb.inv_freq": torch.ones(2),
-    }
-    save_file({**load_file(file), **buffers}, file, metadata={"format": "pt"})
-    convert(source, tmp_path / "target")
-    assert_same_function(
-        NLQForCausalLM.from_pretrained(tmp_path / "target"),
-        shared_family_model(ONE_OF_EACH["gpt_neox"]),
-        length=LENGTH,
-    )
 
 
 def test_copy_of_tied_embeddings(sources, tmp_path, capsys, no_model_in_memory):
@@ -162,16 +136,7 @@ def test_copy_of_tied_embeddings(sources, tmp_path, capsys, no_model_in_memory):
     assert "tie_word_embeddings=True, and yet lm_head.weight differs from model.embed_tokens.weight" in message
 
 
-def test_not_compared(sources, tmp_path, capsys, no_model_in_memory):
-    assert run_nlq("convert", sources / "llama", tmp_path / "target") == 0
-    assert "outputs were not compared: the weights take 0.0 GiB" in capsys.readouterr().out
-    record = json.loads((tmp_path / "target/conversion.json").read_text())
-    assert record["difference"] is None and record["not_compared"]
-
-
 def change(name, edit):
-    """Edits the tensor of this name, in the file that holds it."""
-
     def damage(source):
         for file in source.glob("*.safetensors"):
             state = load_file(file)
@@ -192,7 +157,6 @@ UP = "model.layers.1.mlp.up_proj.weight"
 DAMAGES = {
     "truncated": (truncate, "/source"),
     "missing_shard": (lambda source: sorted(source.glob("*.safetensors"))[1].unlink(), "model-00002-of"),
-    "missing": (change(UP, lambda state: state.pop(UP)), f"missing: {UP}"),
     "shape": (
         change(UP, lambda state: state.update({UP: torch.zeros(3, 16)})),
         f"{UP} has the shape (3, 16), and (20, 16)",
@@ -214,7 +178,6 @@ DAMAGES = {
         lambda source: edit_json(source / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"]),
         "type 'mixtral'; only arcee, cwm, diffllama, eurobert, gpt2, gpt_neox,",
     ),
-    "class": (lambda source: edit_json(source / "config.json", architectures=["LlamaForVision"]), "LlamaForVision"),
 }
 
 
@@ -225,13 +188,3 @@ def test_damaged_files_are_refused_by_name(sources, tmp_path, capsys, damage, na
     before = snapshot(tmp_path)
     assert named in nlq_fails(capsys, "convert", source, tmp_path / "target")
     assert snapshot(tmp_path) == before
-
-
-def test_shards_are_as_large_as_those_of_the_source(sources, tmp_path, no_model_in_memory):
-    convert(sources / "llama", tmp_path / "target", upcycle=True)
-
-    def sizes(folder):
-        return [sum(value.nbytes for value in load_file(file).values()) for file in folder.glob("*.safetensors")]
-
-    before, after = sizes(sources / "llama"), sizes(tmp_path / "target")
-    assert max(after) <= max(before) * sum(after) / sum(before) + 1

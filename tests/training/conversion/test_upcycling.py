@@ -6,7 +6,6 @@ from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given
 from hypothesis import strategies as st
 from support.conversion_cases import (
-    HEADS,
     Frozen,
     assert_no_shared_memory,
     assert_same_function,
@@ -33,9 +32,7 @@ pytestmark = pytest.mark.thin(4)
 LINEAR_SOURCES = {
     "gpt2": "gpt2",
     "linear": {},
-    "biased": {"use_bias": True},
     "grouped_queries": {"num_key_value_heads": 2},
-    "rope": {"position_embedding": "rope", "use_bias": True},
     # Softmax without rotary positions ignores the bias of keys
     "sigmoid": {"attention_activation": "sigmoid", "use_bias": True},
     "qk_norm_rms": {"qk_norm": "rms", "use_bias": True},
@@ -51,30 +48,19 @@ LINEAR_SOURCES = {
 }
 # (model whose pairs of queries can begin as copies, tolerance)
 PAIRED_SOURCES = {
-    **{
-        name: (LINEAR_SOURCES[name], 0.0)
-        for name in ("linear", "biased", "grouped_queries", "qk_norm_l2", "sink_and_gate")
-    },
+    **{name: (LINEAR_SOURCES[name], 0.0) for name in ("linear", "grouped_queries", "qk_norm_l2", "sink_and_gate")},
     "one_key_head": ({"num_key_value_heads": 1, "position_embedding": "rope"}, 0.0),
-    "qk_norm_rms": ({"qk_norm": "rms", "num_key_value_heads": 2}, 0.0),
     "qk_norm_rms_all_heads": ({"qk_norm": "rms_all_heads", "use_bias": True}, 1e-6),
-    "fourth_matrix": ({"head_projection": True, "attention_output_scaling": 0.7}, 0.0),
     "bottleneck": ({"query_projection": "bottleneck", "use_bias": True}, 1e-6),
-    "upcycled": ({"query_projection": "upcycled", "num_key_value_heads": 2}, 1e-6),
-    "forgetting": ({"forget_gate": "learned", "num_key_value_heads": 2}, 0.0),
-    "length_scaling": ({"attention_length_scaling": "log", "sliding_window": 5}, 0.0),
     "other_parts": ({"exclusive_attention": "learned", "value_residual": "learned"}, 0.0),
 }
 STARTING_PARTS = {"exclusive_attention": "learned", "value_residual": "learned", "differential_attention": "v2"}
 # `None` is the default of the function, not a switch.
 SWITCHES_FOR_ALL = {
     "default": None,
-    "nothing": {},
     "queries": {"query_projection": "upcycled"},
     "all_projections": {f"{role}_projection": "upcycled" for role in ("query", "key", "value")},
     "bottleneck": {"query_projection": "upcycled", "projection_bottleneck_size": 3, "projection_activation": "silu"},
-    "biases": {"use_bias": True},
-    "output_scaling_uneven": {"attention_output_scaling": -0.7},
     "wide": {"intermediate_size": 53},
     "exclusive_attention": {"exclusive_attention": "learned"},
     "value_residual": {"value_residual": "learned"},
@@ -84,10 +70,8 @@ SWITCHES_FOR_ALL = {
 # Those below are already in place in some of the sources.
 SWITCHES_FOR_SOME = {
     "head_projection": {"head_projection": True},
-    "gate_headwise": {"attention_gate": "headwise"},
     "gate_elementwise": {"attention_gate": "elementwise"},
     "gate_value": {"attention_gate": "value"},
-    "scaling": {"attention_scaling": 0.3},
     "together": {
         "query_projection": "upcycled",
         "value_projection": "upcycled",
@@ -99,11 +83,10 @@ SWITCHES_FOR_SOME = {
         "intermediate_size": 50,
         "tie_word_embeddings": False,
     },
-    "untied": {"tie_word_embeddings": False},
     "more_positions": {"max_position_embeddings": 40},
     "second_layer": {"per_layer_config": {1: {"query_projection": "upcycled", "attention_gate": "elementwise"}}},
 }
-SIMPLE_SOURCES = ("gpt2", "linear", "biased", "grouped_queries", "rope", "sigmoid", "qk_norm_rms", "post_norm")
+SIMPLE_SOURCES = ("gpt2", "linear", "grouped_queries", "sigmoid", "qk_norm_rms", "post_norm")
 # (source, switches) beyond the two products
 OTHERS = {
     "sink_zero_to_learned": ({"attention_sink": "zero"}, {"attention_sink": "learned"}),
@@ -117,20 +100,15 @@ OTHERS = {
         {"head_projection": False},
     ),
     "identity_to_nonlinear": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "nonlinear"}),
-    "identity_to_linear": ({"query_projection": "identity"}, {"query_projection": "linear"}),
-    "residual_to_linear": ({"query_projection": "residual"}, {"query_projection": "linear"}),
-    "residual_to_upcycled": ({"query_projection": "residual", "use_bias": True}, {"query_projection": "upcycled"}),
     "bottleneck_to_upcycled": ({"query_projection": "bottleneck", "use_bias": True}, {"query_projection": "upcycled"}),
     "wider_bottleneck": ({"query_projection": "nonlinear", "use_bias": True}, {"projection_bottleneck_size": 11}),
     "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it, which is not rounded
     "canon_key_heads": ({"canon": "ABCD", "num_key_value_heads": 2}, {"num_key_value_heads": 4}),
-    "canon_wider": ({"canon": "ABCD", "mlp_type": "gated"}, {"intermediate_size": 60}),
     "output_of_zero": ({"attention_output_scaling": 0.0}, {"attention_output_scaling": 0.5}),
     "scaling_of_bottleneck_keys": (
         {"key_projection": "bottleneck"},
         {"attention_scaling": 0.3, "query_projection": "upcycled"},
     ),
-    "rope_more_positions": ({"position_embedding": "rope"}, {"max_position_embeddings": 64}),
     "angles_of_no_use": ({}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "more_key_heads": (
         {"num_key_value_heads": 2, "value_projection": "bottleneck", "use_bias": True},
@@ -149,11 +127,6 @@ OTHERS = {
         {"num_key_value_heads": 2, "forget_gate": "learned", "exclusive_attention": "fixed"},
         {"num_key_value_heads": 4},
     ),
-    "no_values_before_the_first_layer": ({}, {"per_layer_config": {0: {"value_residual": "fixed"}}}),
-    "training_fields": (
-        {},
-        {"residual_dropout": 0.2, "initializer_range": 0.1, "use_cache": False, "eos_token_id": 3},
-    ),
 }
 UPCYCLING = {
     f"{source}-{name}": (LINEAR_SOURCES[source], switches)
@@ -166,8 +139,6 @@ UPCYCLING |= OTHERS
 
 @pytest.fixture(scope="session")
 def make_source(make_model):
-    """A function from a source of the tables here to a model with random weights, linear projections by default."""
-
     def make(source, dtype=torch.float32):
         if source == "gpt2":
             return to_nlq(make_gpt2(dtype=dtype, n_positions=32, scale_attn_by_inverse_layer_idx=True))
@@ -177,7 +148,6 @@ def make_source(make_model):
 
 
 def assert_only_these_changed(config, before, switches):
-    """Checks that a configuration has the switches in all layers, and its other fields as before."""
     expected = layer_switches(before)
     for index, layer in enumerate(expected):
         layer.update({name: value for name, value in switches.items() if name in PER_LAYER_SWITCHES})
@@ -191,7 +161,6 @@ def assert_only_these_changed(config, before, switches):
 
 
 def assert_new_weights_learn(model, before):
-    """Checks that every new or larger parameter has a gradient after a step of the gains."""
     old, tokens = {name: value.shape for name, value in before.named_parameters()}, random_tokens(2, 12)
     new = [name for name, value in model.named_parameters() if old.get(name) != value.shape]
     parameters, optimizer = dict(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
@@ -228,15 +197,6 @@ def test_same_function(make_source, source, switches, dtype, tolerance):
     if not model.config.tie_word_embeddings:
         assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
     assert_new_weights_learn(model, source)
-
-
-@parametrize_cases("gpt2_class, nlq_class", HEADS)
-def test_heads_are_kept(gpt2_class, nlq_class):
-    labels = {"num_labels": 3} if "Classification" in gpt2_class.__name__ else {}
-    source = to_nlq(make_gpt2(gpt2_class, dtype=torch.float64, **labels))
-    model = upcycle(source, {"query_projection": "upcycled", "attention_gate": "headwise"})
-    assert type(model) is nlq_class
-    assert_same_function(model, source, 1e-10)
 
 
 def test_generation_config_and_mode(make_source):
@@ -278,9 +238,9 @@ def test_parts_start_without_effect(make_source, source, tolerance, switches):
     """The difference is 0 where no number is rounded."""
     source, tokens = make_source(source), random_tokens(2, 24)
     switches = {name: value for name, value in switches.items() if getattr(source.config, name) is None}
-    source.set_attn_implementation("eager")
     model = upcycle(source, switches)
-    model.set_attn_implementation("eager")
+    for each in (source, model):
+        each.set_attn_implementation("eager")
     logits = output_of(model, tokens)
     difference = (logits - output_of(source, tokens)).abs().max().item()
     assert difference <= (tolerance if "differential_attention" in switches else 0.0) * logits.abs().max().item()
@@ -289,28 +249,17 @@ def test_parts_start_without_effect(make_source, source, tolerance, switches):
 
 # Field of a plain model -> a value that would change the function
 REFUSED_ALWAYS = {
+    "value_projection": "identity",
+    "attention_scaling": 0.0,
     "attention_sink": "learned",
     "attention_activation": "sigmoid",
     "query_projection": "nonlinear",
-    "key_projection": "bottleneck",
-    "value_projection": "identity",
     "qk_norm": "rms",
-    "norm_position": "post",
-    "attention_output_activation": "gelu",
-    "residual_activation": "relu",
-    "sublayer_activation": "relu",
-    "hidden_act": "relu",
     "layer_norm_eps": 0.1,
-    "attention_scaling": 0.0,
-    "attention_output_scaling": 0.0,
-    "intermediate_size": 12,
     "max_position_embeddings": 16,
     "position_embedding": "none",
     "num_key_value_heads": 2,
-    "vocab_size": 20,
-    "num_hidden_layers": 3,
     "exclusive_attention": "fixed",
-    "value_residual": "fixed",
     "forget_gate": "fixed",
     "attention_length_scaling": "log",
     "differential_attention": "v1",
@@ -325,35 +274,22 @@ REFUSED = {
             ("attention_sink", "learned", None),
             ("attention_activation", "sigmoid", "softmax"),
             ("query_projection", "nonlinear", "linear"),
-            ("query_projection", "bottleneck", "nonlinear"),
             ("query_projection", "upcycled", "linear"),
-            ("qk_norm", "rms", None),
             ("attention_gate", "headwise", None),
-            ("use_bias", True, False),
             ("tie_word_embeddings", False, True),
-            ("exclusive_attention", "learned", None),
             ("value_residual", "fixed", "learned"),
-            ("differential_attention", "v1", "v2"),
-            ("differential_attention", "v2", None),
-            ("norm_type", "rmsnorm", "layernorm"),
             ("sliding_window", 4, 5),
             ("query_key_value_bias", True, False),
         )
     },
-    "normalization": ({"attention_activation": "sigmoid"}, {"attention_normalization": "length"}),
-    "bottleneck_activation": ({"query_projection": "nonlinear"}, {"projection_activation": "relu"}),
     "narrower_bottleneck": ({"query_projection": "nonlinear"}, {"projection_bottleneck_size": 3}),
+    "normalization": ({"attention_activation": "sigmoid"}, {"attention_normalization": "length"}),
     "head_projection_before_gate": (
         {"head_projection": True, "attention_gate": "elementwise"},
         {"head_projection": False},
     ),
-    "head_projection_before_function": (
-        {"head_projection": True, "attention_output_activation": "tanh"},
-        {"head_projection": False},
-    ),
     "angles": ({"position_embedding": "rope"}, {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}),
     "scale_before_function": ({"attention_output_activation": "tanh"}, {"attention_output_scaling": 0.5}),
-    "scaling_of_identity_keys": ({"key_projection": "identity"}, {"attention_scaling": 0.3}),
     "good_and_bad": ({}, {"qk_norm": "rms", "query_projection": "upcycled", "attention_gate": "headwise"}),
 }
 
@@ -371,15 +307,11 @@ def test_switches_without_a_start_are_refused(make_source, source, switches):
     assert len(message) > len(f"{name}={value!r}") + 15, "no reason"
 
 
-@pytest.mark.parametrize("switches", [{"max_position_embeddings": 40}, {"differential_attention": "v2"}], ids=str)
-def test_rates_that_would_change(make_source, switches):
+def test_other_refusals(make_source):
     with pytest.raises(
         ValueError, match=r"forget_gate='fixed' cannot stay: the rates depend on max_position_embeddings"
     ):
-        upcycle(make_source({"forget_gate": "fixed"}), switches)
-
-
-def test_other_refusals(make_source):
+        upcycle(make_source({"forget_gate": "fixed"}), {"differential_attention": "v2"})
     classifier = to_nlq(make_gpt2(GPT2ForSequenceClassification, num_labels=3))
     with pytest.raises(ValueError, match="id2label"):  # a head of another size would be a new one
         upcycle(classifier, {"id2label": {index: str(index) for index in range(5)}})

@@ -1,6 +1,7 @@
 """A run resumes with the same data, processes and best weights, or is refused."""
 
 import json
+import math
 import pickle
 import re
 import shutil
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.thin(2)
 
 
 def cut_after_its_last_step(finished: Path, folder: Path) -> None:
-    """Makes a copy of a run that was killed before it wrote its weights and metrics."""
     shutil.copytree(finished, folder)
     (folder / "metrics.json").unlink()
     (folder / "model.safetensors").unlink()
@@ -32,7 +32,6 @@ def cut_after_its_last_step(finished: Path, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def interrupted(recipe_file, tmp_path_factory) -> Path:
-    """A run that was interrupted in its fifth step."""
     folder = tmp_path_factory.mktemp("interrupted") / "run"
     interrupt(recipe_file, output_dir=folder)
     return folder
@@ -42,36 +41,32 @@ class TestCheckpoints:
     def test_interrupted_run_goes_on_to_the_same_result(self, run, recipe_file, tmp_path, monkeypatch, capsys):
         folder = tmp_path / "interrupted"
         real_init = Trainer.__init__
+
+        def init(self, callbacks, **rest):
+            real_init(self, callbacks=[*callbacks, PowerCut()], **rest)
+
         with monkeypatch.context() as patch:
-            patch.setattr(
-                Trainer,
-                "__init__",
-                lambda self, callbacks, **rest: real_init(self, callbacks=[*callbacks, PowerCut()], **rest),
-            )
+            patch.setattr(Trainer, "__init__", init)
             arguments = ["train", str(recipe_file), "--output_dir", str(folder)]
             assert main(arguments) == 130
         message = "nlq: interrupted: the same command goes on from the last checkpoint\n"
         assert capsys.readouterr().err.endswith(message)
         # A checkpoint that is half written must be passed over
         make_empty_folder(folder / "checkpoint-6")
-        shutil.copytree(folder / "checkpoint-4", folder / "checkpoint-6", dirs_exist_ok=True)
-        (folder / "checkpoint-6" / "checksums.json").unlink()
         assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
-
         assert main(arguments) == 0
         assert logged_losses(folder) == logged_losses(run[0])
         assert RunResult.load(folder).data.token_stream == run[1].data.token_stream
         assert (folder / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
 
-    @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
-    def test_run_cut_in_a_later_epoch_ends_with_the_same_bits(self, streaming, corpus, recipe_file, tmp_path):
+    def test_run_cut_in_a_later_epoch_ends_with_the_same_bits(self, corpus, recipe_file, tmp_path):
         dataset = tmp_path / "few.jsonl"  # some three steps an epoch
         dataset.write_text("".join(corpus.read_text().splitlines(keepends=True)[:14]))
-        overrides = {"dataset": dataset, "streaming": streaming, "max_validation_documents": 3, "eval_strategy": "no"}
+        overrides = {"dataset": dataset, "streaming": True, "max_validation_documents": 3, "eval_strategy": "no"}
         overrides |= {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 2}
         overrides |= {"switches": {"residual_dropout": 0.1}}
         whole = train(recipe_file, output_dir=tmp_path / "whole", **overrides)
-        assert streaming or whole.data.tokens_seen > 2 * whole.data.train_tokens, "one epoch: nothing is tested"
+        assert math.isfinite(whole.losses.train) and whole.data.steps == 8
         interrupt(recipe_file, output_dir=tmp_path / "cut", **overrides)
         assert (
             train(recipe_file, output_dir=tmp_path / "cut", **overrides).data.token_stream == whole.data.token_stream
@@ -121,12 +116,9 @@ class TestCheckpoints:
     @pytest.mark.parametrize(
         ("name", "content", "fault"),
         [
-            ("config.json", None, "is damaged (.*config.json"),
             ("optimizer.pt", b"", "is damaged (optimizer.pt is not as it was written)"),
             ("checksums.json", None, "is incomplete"),
-            ("checksums.json", b"{}", "is incomplete"),
             ("checksums.json", b'{"trainer_state.json": "", "../../recipe.yaml": ""}', "is damaged (.*"),
-            ("checksums.json", b"[", "is damaged (.*checksums.json"),
         ],
     )
     def test_faults_of_a_checkpoint_are_named(self, name, content, fault, run, tmp_path):
@@ -162,17 +154,13 @@ def best_run(recipe_file, tmp_path_factory) -> tuple[Path, dict, str]:
 
 class TestBestModel:
     @pytest.mark.slow
-    @pytest.mark.parametrize("is_cut_earlier", [False, True], ids=["after its last step", "earlier"])
     def test_run_that_was_killed_and_moved_ends_with_the_best_weights(
-        self, best_run, recipe_file, tmp_path, monkeypatch, is_cut_earlier
+        self, best_run, recipe_file, tmp_path, monkeypatch
     ):
         finished, overrides, best = best_run
         monkeypatch.chdir(tmp_path)
         folder = tmp_path / "moved"
         cut_after_its_last_step(finished, folder)
-        for checkpoint in folder.glob("checkpoint-*") if is_cut_earlier else []:
-            if int(checkpoint.name.removeprefix("checkpoint-")) > int(best.removeprefix("checkpoint-")):
-                shutil.rmtree(checkpoint)
         finished.rename(hidden := finished.with_name("hidden"))  # the checkpoints name this folder
         try:
             metrics = train(recipe_file, output_dir=folder, **overrides)
@@ -193,33 +181,22 @@ class TestBestModel:
 
 
 class TestConditions:
-    def test_dataset_that_changed(self, corpus, recipe_file, tmp_path, capsys):
-        dataset, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
-        shutil.copy(corpus, dataset)
-        arguments = ["--dataset", str(dataset), "--output_dir", str(folder)]
-        interrupt(recipe_file, dataset=dataset, output_dir=folder)
-        lines = dataset.read_text().splitlines(keepends=True)
-        dataset.write_text("".join(reversed(lines)))
-        assert main(["train", str(recipe_file), *arguments]) == 1
-        error = capsys.readouterr().err
-        assert (
-            f"{folder / 'checkpoint-4'} was made with another dataset or global batch size (dataset_fingerprint: "
-            in error
-        )
-        assert not (folder / "metrics.json").exists()
-        dataset.write_text("".join(lines))
-        assert main(["train", str(recipe_file), *arguments]) == 0
+    def test_dataset_that_changed(self, corpus, recipe_file, tmp_path):
+        options = {"dataset": shutil.copy(corpus, tmp_path / "corpus.jsonl"), "output_dir": tmp_path / "run"}
+        interrupt(recipe_file, **options)
+        lines = corpus.read_text().splitlines(keepends=True)
+        options["dataset"].write_text("".join(reversed(lines)))
+        message = r"checkpoint-4 was made with another dataset or global batch size \(dataset_fingerprint: "
+        with pytest.raises(ValueError, match=message):
+            train(recipe_file, **options)
+        assert not (tmp_path / "run" / "metrics.json").exists()
 
-    def test_another_global_batch_size(self, interrupted, recipe_file, tmp_path, capsys):
+    def test_same_batch_in_other_shares_or_another_batch(self, interrupted, run, recipe_file, tmp_path):
         folder = shutil.copytree(interrupted, tmp_path / "run")
-        arguments = ["--output_dir", str(folder), "--per_device_train_batch_size", "16"]
         recipe = (folder / "recipe.yaml").read_text()
-        assert main(["train", str(recipe_file), *arguments]) == 1
-        assert "(global_batch_size: 8 there, 16 now); restore what it was" in capsys.readouterr().err
+        with pytest.raises(ValueError, match=r"\(global_batch_size: 8 there, 16 now\); restore what it was"):
+            train(recipe_file, output_dir=folder, per_device_train_batch_size=16)
         assert (folder / "recipe.yaml").read_text() == recipe
-
-    def test_same_batch_in_other_shares(self, interrupted, run, recipe_file, tmp_path):
-        folder = shutil.copytree(interrupted, tmp_path / "run")
         shares = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
         metrics = train(recipe_file, output_dir=folder, **shares)
         assert metrics.data.token_stream == run[1].data.token_stream

@@ -1,22 +1,16 @@
 """Masked language modelling: which tokens are masked, and runs, evaluations and comparisons of encoders."""
 
-import re
-
 import numpy as np
 import pytest
 import torch
 import yaml
-from support.runs import interrupt, write_comparison
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
-    EuroBertConfig,
-    EuroBertForMaskedLM,
 )
 
 from modeling_nlq import NLQConfig, NLQForMaskedLM
-from modeling_nlq.training import convert, evaluate, explore, train
-from modeling_nlq.training.comparison.results import read_outcome
+from modeling_nlq.training import evaluate, explore, train
 from modeling_nlq.training.run.blocks import BlockCollator
 from modeling_nlq.training.run.data import train_byte_pair_encoding
 from modeling_nlq.training.run.mlm import EVALUATION, Masking
@@ -101,43 +95,7 @@ class TestMasking:
         torch.testing.assert_close(*losses)
 
 
-def test_trains_as_eurobert_does(tokenizer, tmp_path):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 280,
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
-    # Without a pad token, since EuroBERT's embedding passes it no gradient where a random token is the pad token
-    EuroBertForMaskedLM(EuroBertConfig(**sizes, pad_token_id=None, mask_token_id=2)).save_pretrained(
-        tmp_path / "theirs"
-    )
-    convert(tmp_path / "theirs", tmp_path / "ours")
-    models = [AutoModelForMaskedLM.from_pretrained(tmp_path / name).train() for name in ("theirs", "ours")]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-    ids, masking = TestMasking().batch(tokenizer, 40), Masking(tokenizer, 0.3, 0)
-    for step in range(5):
-        batch, found = masking.mask({name: each[8 * step : 8 * step + 8] for name, each in ids.items()}, step), []
-        for model, optimizer in zip(models, optimizers):
-            loss = model(**batch).loss
-            loss.backward()
-            found.append([loss, *(parameter.grad.clone() for parameter in model.parameters())])
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.testing.assert_close(*found, rtol=0, atol=0)
-
-
 class TestRun:
-    @pytest.mark.slow
-    def test_goes_on_to_the_same_bits(self, encoder_run, recipe_file, tmp_path):
-        interrupt(recipe_file, output_dir=tmp_path / "cut", **MASKED)
-        metrics = train(recipe_file, output_dir=tmp_path / "cut", **MASKED)
-        assert metrics.data.token_stream == encoder_run[1].data.token_stream
-        weights = [(folder / "model.safetensors").read_bytes() for folder in (encoder_run[0], tmp_path / "cut")]
-        assert weights[0] == weights[1]
-
     def test_metrics_are_those_of_masked_tokens(self, encoder_run, corpus):
         folder, metrics = encoder_run
         again = evaluate(folder, corpus, validation_fraction=0.1)
@@ -148,11 +106,8 @@ class TestRun:
         assert metrics.losses.validation.perplexity is metrics.losses.validation.bits_per_byte is None
         assert again["eval_pseudo_perplexity"] == pytest.approx(np.exp(metrics.losses.validation.loss))
         card = (folder / "README.md").read_text()
-        assert (
-            "pipeline_tag: fill-mask" in card
-            and "loss (nats per masked token)" in card
-            and "AutoModelForMaskedLM" in card
-        )
+        for said in ("pipeline_tag: fill-mask", "loss (nats per masked token)", "AutoModelForMaskedLM"):
+            assert said in card
 
     def test_page_has_maps_of_both_directions(self, encoder_run, tmp_path):
         done = explore(encoder_run[0], text="def f(self): return 1", output=tmp_path / "page.html")
@@ -171,21 +126,14 @@ class TestRun:
         "arguments, message",
         [
             (["generate", "RUN", "x"], "is an encoder: generation needs a decoder"),
-            (["evaluate", "RUN", "--tasks", "arc_easy"], "is an encoder: lm_eval needs a decoder"),
             (
                 ["train", "RECIPE", "--objective", "masked"],
                 "is a decoder; set objective: causal; or set is_causal: false",
             ),
             (
-                ["train", "RECIPE", "--set", "is_causal=false"],
-                "is an encoder; set objective: masked; or set is_causal: true",
-            ),
-            (
                 ["train", "MASKED", "--tokenizer", "PLAIN"],
                 "plain' has no mask token, which an encoder needs; add one by",
             ),
-            (["compare", "COMPARISON", "--dry-run"], "tasks=['arc_easy']: lm_eval's tasks need decoders"),
-            (["train", "RECIPE", "--mask_probability", "1"], "mask_probability=1.0 must be between 0 and 1"),
         ],
     )
     def test_wrong_recipes_are_refused_in_one_line(
@@ -194,27 +142,8 @@ class TestRun:
         AutoTokenizer.from_pretrained(encoder_run[0], mask_token=None).save_pretrained(tmp_path / "plain")
         recipe = yaml.safe_load(recipe_file.read_text())
         (tmp_path / "masked.yaml").write_text(yaml.safe_dump({**recipe, **MASKED, "model": "tiny-linear"}))
-        comparison = write_comparison(
-            tmp_path, recipe={**recipe, **MASKED}, models={"base": None, "other": None}, tasks=["arc_easy"]
-        )
         places = {"RUN": str(encoder_run[0]), "RECIPE": str(recipe_file), "MASKED": str(tmp_path / "masked.yaml")}
-        places |= {"PLAIN": str(tmp_path / "plain"), "COMPARISON": comparison}
+        places |= {"PLAIN": str(tmp_path / "plain")}
         more = ["--output_dir", str(tmp_path / "run")] if arguments[0] == "train" else []
         assert main([*(places.get(word, word) for word in arguments), *more]) == 1
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_comparison_of_encoders(recipe_file, tmp_path, capsys):
-    models = {"base": None, "softmax": {"switches": {"attention_activation": "softmax"}}}
-    training = {"max_steps": 6, "save_steps": 3, "logging_steps": 3, "eval_steps": 3, "report_to": "none"}
-    fields = {"recipe": str(recipe_file), "models": models, "training": training, "switches": ENCODER}
-    options = ["--output_dir", str(tmp_path / "results"), "--objective", "masked"]
-    assert main(["compare", write_comparison(tmp_path, **fields), *options]) == 0
-    results = read_outcome(tmp_path / "results" / "results.json")
-    assert results.largest.same_tokens, "the same masks, too"
-    report = (tmp_path / "results" / "results.md").read_text()
-    assert "test loss of masked tokens (nats)" in report and "validation loss of masked tokens" in report
-    assert "pseudo-perplexity improvement (%)" in report and not re.search(
-        "(?<!pseudo-)perplexity|nats per token", report
-    )

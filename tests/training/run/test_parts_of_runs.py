@@ -13,8 +13,6 @@ from nlq import main
 
 @pytest.fixture
 def new_process(monkeypatch):
-    """A function after which no part is registered, as in another process."""
-
     def forget():
         monkeypatch.setattr(parts_user_nlq, "_registered", {})
         monkeypatch.setattr(parts_user_nlq, "_latest", {})
@@ -88,19 +86,3 @@ def test_another_machine_needs_no_file(recipe, new_process, tmp_path):
     assert again.config.attention_parts == ["distance"]
     with pytest.raises(ValueError, match=r"^parts: there is no file my_idea.py$"):
         load_recipe(recipe)
-
-
-@pytest.mark.thin(2)
-@pytest.mark.parametrize("holds", [True, False])
-def test_command_check(holds, two_surroundings, new_process, tmp_path, capsys):
-    path = tmp_path / "my_idea.py"
-    path.write_text(
-        DISTANCE
-        if holds
-        else DISTANCE.replace("tokens.key_position[:", "torch.arange(tokens.key_position.shape[-1])[None, :")
-    )
-    assert main(["check", str(path)]) == (0 if holds else 1)
-    printed = capsys.readouterr().out
-    assert printed.startswith("distance, random cases of --seed ") and ("FAILS" in printed) == (not holds)
-    assert main(["check", str(tmp_path / "none.py")]) == 1
-    assert capsys.readouterr().err.startswith("nlq: error: ")

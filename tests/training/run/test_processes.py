@@ -16,8 +16,6 @@ from support.paths import REPOSITORY
 from support.runs import logged_losses
 
 from modeling_nlq.configuration import find
-from modeling_nlq.training import train
-from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.result import RunResult
 from modeling_nlq.training.run.checkpoints import fault_of, last_complete_checkpoint
 
@@ -36,36 +34,19 @@ def fsdp_environment(state_dict_type: str) -> dict[str, str]:
     return {"ACCELERATE_USE_FSDP": "true", **variables}
 
 
-def launch(
-    recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None, *arguments: str, shard: bool = True
-):
-    """Trains with a global batch of 8, under FSDP2 if a `state_dict_type` is given."""
-    program = "support.fsdp_on_cpu" if state_dict_type is not None and shard else "nlq"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(processes),
-        "-m",
-        program,
-    ]
-    command += ["train", str(recipe_file), "--output_dir", str(folder), "--report_to", "none"]
-    command += ["--per_device_train_batch_size", str(8 // processes), *arguments]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(REPOSITORY / "tests"),
-    }
+def launch(recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None):
+    program = "support.fsdp_on_cpu" if state_dict_type is not None else "nlq"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += ["-m", program, "train", str(recipe_file), "--output_dir", str(folder), "--report_to", "none"]
+    command += ["--per_device_train_batch_size", str(8 // processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(REPOSITORY / "tests")
     if state_dict_type is not None:
         environment |= fsdp_environment(state_dict_type)
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=folder.parent)
 
 
 def cut(finished: Path, folder: Path, step: int = 4) -> None:
-    """Makes a copy of a run that was killed after a checkpoint."""
     shutil.copytree(finished, folder)
     for file in (folder / "metrics.json", folder / "model.safetensors"):
         file.unlink()
@@ -89,8 +70,6 @@ def check_same_run(folder: Path, run: tuple[Path, dict], processes: int) -> None
 
 @pytest.fixture(scope="module")
 def finished(recipe_file, tmp_path_factory):
-    """A function from a number of processes and how they store weights to the folder of a finished run."""
-
     @functools.cache
     def make(processes: int, state_dict_type: str | None) -> Path:
         folder = tmp_path_factory.mktemp("finished") / "run"
@@ -143,44 +122,3 @@ def test_checkpoint_that_is_damaged_or_of_fsdp(finished, recipe_file, tmp_path, 
         and "was made with FSDP; choose what it was" in done.stderr
         and not (folder / "metrics.json").exists()
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state_dict_type", [None, SHARDED], ids=["data parallel", "fsdp"])
-def test_what_is_new_is_trained_as_by_one_process(state_dict_type, run, recipe_file, tmp_path):
-    upcycled = tmp_path / "upcycled"
-    new = convert(run[0], upcycled, upcycle=True, switches={"attention_gate": "headwise"}).added
-    recipe = {
-        **yaml.safe_load(recipe_file.read_text()),
-        "model": str(upcycled),
-        "tokenizer": str(upcycled),
-        "trainable": "new",
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    one = tmp_path / "one", train(path, output_dir=tmp_path / "one", report_to="none")
-    done = launch(path, tmp_path / "two", 2, state_dict_type)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cut(tmp_path / "two", tmp_path / "cut")
-    done = launch(path, tmp_path / "cut", 1, state_dict_type)
-    assert done.returncode == 0 and "checkpoint-4" in done.stderr, done.stderr[-3000:]
-    start = load_file(upcycled / "model.safetensors")
-    for folder, processes in ((tmp_path / "two", 2), (tmp_path / "cut", 1)):
-        check_same_run(folder, one, processes)
-        metrics, weights = RunResult.load(folder), load_file(folder / "model.safetensors")
-        assert metrics.size.trained == one[1].size.trained < metrics.size.total
-        assert {name for name in start if (weights[name] != start[name]).any()} == set(new)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("state_dict_type", [None, SHARDED], ids=["data parallel", "fsdp"])
-def test_pairs_are_trained_as_by_one_process(state_dict_type, pairs_recipe, tmp_path):
-    expected = train(pairs_recipe, output_dir=tmp_path / "one", max_steps=8, eval_steps=4)
-    options = ("--max_steps", "8", "--eval_steps", "4")
-    done = launch(pairs_recipe, tmp_path / "two", 2, state_dict_type, *options)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cut(tmp_path / "two", tmp_path / "cut")
-    done = launch(pairs_recipe, tmp_path / "cut", 1, state_dict_type, *options)
-    assert done.returncode == 0 and "checkpoint-4" in done.stderr, done.stderr[-3000:]
-    for folder, processes in ((tmp_path / "two", 2), (tmp_path / "cut", 1)):
-        check_same_run(folder, (tmp_path / "one", expected), processes)

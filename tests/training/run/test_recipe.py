@@ -1,25 +1,14 @@
 """Recipes: overrides from the command line and from Python, and conflicts found before data are prepared."""
 
-import numpy as np
 import pytest
 
-from modeling_nlq.configuration import descriptions, names
 from modeling_nlq.training.run import train as train_module
 from modeling_nlq.training.run.recipe import load_recipe, override_words, read_overrides
 from nlq import main
 
 
-WORDS = [
-    "--learning_rate",
-    "1e-3",
-    "--streaming",
-    "--set",
-    "qk_norm=l2",
-    "--set",
-    "attention_gate=None",
-    "--report_to",
-    "none",
-]
+WORDS = ["--learning_rate", "1e-3", "--streaming", "--set", "qk_norm=l2", "--set", "attention_gate=None"]
+WORDS += ["--report_to", "none"]
 
 
 class TestOverrides:
@@ -36,10 +25,6 @@ class TestOverrides:
             [*WORDS, "--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}', "--set", "sliding_window=3"]
         )
         assert read_overrides(override_words(overrides)) == overrides
-
-    def test_numbers_of_numpy(self):
-        overrides = {"learning_rate": np.float32(0.5), "max_steps": np.int64(3)}
-        assert load_recipe("demo", overrides).arguments.max_steps == 3
 
     @pytest.mark.parametrize(
         ("typed", "read"),
@@ -95,16 +80,6 @@ class TestBeforeData:
     def test_new_tokenizer_for_saved_weights(self, run, recipe_file, tmp_path, capsys):
         assert main(["train", str(recipe_file), "--model", str(run[0]), "--output_dir", str(tmp_path / "run")]) == 1
         assert f"the weights of '{run[0]}' know another; set --tokenizer {run[0]}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command, kind", [("train", "recipes"), ("compare", "comparisons")])
-def test_help_lists_what_is_shipped(command, kind, capsys):
-    assert main([command, "--help"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for name, text in descriptions(kind).items():
-        assert [line for line in lines if line.startswith(f" {name} ") and text[:20] in line], name
-        assert len(text) < 90, f"{name}: too long for a line"
-    assert descriptions(kind).keys() == set(names(kind))
 
 
 def test_given_holds_no_place_and_no_token():

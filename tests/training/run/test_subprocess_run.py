@@ -8,7 +8,6 @@ from support.runs import logged_losses
 
 from modeling_nlq.training.files import read_json
 from modeling_nlq.training.run.recipe import Recipe, load_recipe
-from modeling_nlq.training.run.run_folder import FolderIsLocked, RunFolder
 from modeling_nlq.training.run.subprocess_run import RunFailed, run_in_subprocess
 
 
@@ -17,12 +16,11 @@ def make(recipe: Recipe, data: Path, sender) -> None:
     try:
         run_in_subprocess(recipe, data, report=reports.append, pace=0.05)
         sender.send(reports)
-    except (RunFailed, FolderIsLocked) as error:
+    except RunFailed as error:
         sender.send(error)
 
 
 def in_a_process(recipe: Recipe, data: Path):
-    """Makes a run, and returns what it reported, or its error."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["modeling_nlq.training.run.subprocess_run"])  # imports once
     receiver, sender = context.Pipe(duplex=False)
@@ -46,13 +44,6 @@ def test_finished_run(recipe, run, tmp_path):
     assert "train_runtime" in folder.with_name("one.log").read_text()
     assert not folder.with_name("one.progress.json").exists()
     assert reports[0].state == "running" and (reports[-1].step, reports[-1].steps) == (8, 8)
-
-
-@pytest.mark.slow
-def test_run_that_another_process_makes(recipe, tmp_path):
-    with RunFolder(Path(recipe.output_dir)).held():
-        assert isinstance(in_a_process(recipe, tmp_path / "data"), FolderIsLocked)
-    assert not Path(recipe.output_dir).exists()
 
 
 def test_run_that_fails(recipe, tmp_path):

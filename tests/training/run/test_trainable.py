@@ -8,10 +8,10 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from support.runs import interrupt, logged_losses
+from support.runs import interrupt, logged_losses, write_comparison
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
-from modeling_nlq import NLQConfig, NLQForCausalLM
+from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training import train
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.conversion.converting import convert
@@ -19,7 +19,6 @@ from modeling_nlq.training.loading import load_config
 from modeling_nlq.training.run.lora import choose_trained
 from modeling_nlq.training.run.recipe import load_recipe, read_recipe
 from modeling_nlq.training.run.train import train_recipe
-from modeling_nlq.training.sharing.adapter import whole_modules
 from modeling_nlq.training.size import measure
 from nlq import main
 
@@ -28,12 +27,10 @@ pytestmark = pytest.mark.thin(2)
 
 
 NEW = ("q_bottleneck", "gate_proj")
-MLP = ("fc1.weight", "fc1.bias", "fc2.weight")
 
 
 @pytest.fixture(scope="module")
 def gpt2(run, tmp_path_factory):
-    """A small GPT-2 with the tokenizer of the finished run."""
     folder = tmp_path_factory.mktemp("trainable") / "gpt2"
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0)
@@ -64,7 +61,6 @@ def test_the_training_loss_of_a_stock_model(gpt2, recipe_file, tmp_path):
 
 @pytest.fixture(scope="module")
 def tune(upcycled, recipe_file):
-    """The recipe that trains what is new in it."""
     recipe = yaml.safe_load(recipe_file.read_text())
     recipe = {**recipe, "model": str(upcycled), "tokenizer": str(upcycled), "trainable": "new"}
     recipe["training"]["report_to"] = "none"
@@ -74,8 +70,6 @@ def tune(upcycled, recipe_file):
 
 
 class Gradients(TrainerCallback):
-    """Keeps the names of the parameters that have gradients, and of those that the optimizer knows."""
-
     def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs):
         self.found = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -84,7 +78,6 @@ class Gradients(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def tuned(tune, upcycled):
-    """The finished run, its metrics, and its gradients."""
     gradients = Gradients()
     recipe = load_recipe(tune, {"output_dir": upcycled.with_name("tuned")})
     return upcycled.with_name("tuned"), train_recipe(recipe, callbacks=[gradients]), gradients
@@ -114,39 +107,25 @@ def test_the_run_records_what_was_trained(tuned, upcycled, recipe_file, capsys):
     assert json.loads((folder / "conversion.json").read_text()) == json.loads(
         (upcycled / "conversion.json").read_text()
     )
-    share = f"{metrics.size.trained:,} of {metrics.size.total:,} parameters were trained"
     assert main(["train", str(folder.with_name("tune.yaml")), "--output_dir", str(folder)]) == 0  # it is finished
+    share = f"{metrics.size.trained:,} of {metrics.size.total:,} parameters were trained"
     assert share in capsys.readouterr().out
     card = ModelCard.load(folder / "README.md").text
     assert f"{metrics.size.trained:,} of them were trained" in card and "trainable: new" in card
     assert "Before training, its outputs on random tokens were" in card
 
 
-@pytest.mark.parametrize("changes", [{}, {"load_best_model_at_end": True}], ids=["last", "best"])
-def test_interrupted_run_ends_alike(changes, tune, tuned, tmp_path):
-    folder = tmp_path / "run"
-    if changes:
-        changes |= {"save_steps": 4}
-    interrupt(tune, output_dir=folder, **changes)
-    metrics = train(tune, output_dir=folder, **changes)
-    assert logged_losses(folder) == logged_losses(tuned[0]) and metrics.data.token_stream == tuned[1].data.token_stream
-    weights, expected = (load_file(path / "model.safetensors") for path in (folder, tuned[0]))
+def test_interrupted_run_ends_alike(tune, tuned, tmp_path):
+    interrupt(tune, output_dir=tmp_path / "run", load_best_model_at_end=True, save_steps=4)
+    metrics = train(tune, output_dir=tmp_path / "run", load_best_model_at_end=True, save_steps=4)
+    assert logged_losses(tmp_path / "run") == logged_losses(tuned[0])
+    assert metrics.data.token_stream == tuned[1].data.token_stream
+    weights, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "run", tuned[0]))
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_checkpointing_changes_nothing(tune, tuned, tmp_path):
-    """The first layer has gradients, though its input comes from frozen embeddings."""
-    gradients = Gradients()
-    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    recipe = load_recipe(tune, {"output_dir": tmp_path / "run", "save_strategy": "no", **changes})
-    train_recipe(recipe, callbacks=[gradients])
-    assert gradients.found == tuned[2].found
-    assert logged_losses(tmp_path / "run") == pytest.approx(logged_losses(tuned[0]), abs=1e-5)
 
 
 class TestConversions:
     def test_two_are_as_one(self, gpt2, upcycled, tmp_path):
-        """What no training has touched is new, whichever conversion added it."""
         first = convert(gpt2, tmp_path / "gated", switches={"attention_gate": "headwise"})
         second = convert(tmp_path / "gated", tmp_path / "both", upcycle=True)
         once = json.loads((upcycled / "conversion.json").read_text())
@@ -157,25 +136,10 @@ class TestConversions:
         )
 
     def test_what_was_trained_is_new_no_more(self, tuned, tmp_path):
-        done = convert(tuned[0], tmp_path / "more", switches={"head_projection": True})
-        assert (
-            done.added == [f"model.layers.{layer}.self_attn.head_proj.weight" for layer in range(2)]
-            and done.before is None
-        )
-
-    @pytest.mark.parametrize(
-        "switches, enlarged",
-        [
-            ({"intermediate_size": 160}, {f"layers.{n}.mlp.{name}" for n in range(2) for name in MLP}),
-            ({"max_position_embeddings": 80}, {"embed_positions.weight"}),
-            ({"tie_word_embeddings": False}, set()),  # a copy of the embeddings
-            ({"attention_dropout": 0.5}, set()),
-        ],
-        ids=["mlp", "positions", "head", "nothing"],
-    )
-    def test_what_only_grew_is_not_new(self, switches, enlarged, gpt2, tmp_path):
-        done = convert(gpt2, tmp_path / "target", switches=switches)
-        assert done.added == [] and set(done.enlarged) == {f"model.{name}" for name in enlarged}
+        """Nor is what only grew."""
+        done = convert(tuned[0], tmp_path / "more", switches={"head_projection": True, "max_position_embeddings": 80})
+        assert done.added == [f"model.layers.{layer}.self_attn.head_proj.weight" for layer in range(2)]
+        assert done.enlarged == ["model.embed_positions.weight"] and done.before is None
 
 
 class TestBadInput:
@@ -192,17 +156,14 @@ class TestBadInput:
         self.check(tune, tmp_path / "run", capsys, *words, model=run[0], tokenizer=run[0])
         self.check(tune, tmp_path / "run", capsys, "'old'", trainable="old")
 
-    @pytest.mark.parametrize("environment", [{}, {"ACCELERATE_USE_FSDP": "true"}], ids=["one process", "fsdp"])
-    def test_lora_is_refused_by_name(self, environment, recipe_file, tune, tmp_path, capsys, monkeypatch):
+    def test_lora_is_refused_by_name(self, recipe_file, tune, tmp_path, capsys, monkeypatch):
         """What is refused with or without PEFT; tests/clients/test_lora.py trains."""
         monkeypatch.setattr("modeling_nlq.training.run.lora.find_spec", lambda name: None)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        words = ["without FSDP"] if environment else []
-        self.check(tune, tmp_path / "run", capsys, *words, "trainable='new' both say", lora="{r: 8}")
-        self.check(recipe_file, tmp_path / "run", capsys, *words, "has none; name a saved model", lora="{r: 8}")
-        if not environment:
-            self.check(tune, tmp_path / "run", capsys, "pip install peft", trainable="all", lora="{r: 8}")
+        self.check(tune, tmp_path / "run", capsys, "trainable='new' both say", lora="{r: 8}")
+        self.check(tune, tmp_path / "run", capsys, "pip install peft", trainable="all", lora="{r: 8}")
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        words = ("has none; name a saved model", "without FSDP")
+        self.check(recipe_file, tmp_path / "run", capsys, *words, lora="{r: 8}")
 
 
 class TestAdapter:
@@ -229,19 +190,8 @@ class TestAdapter:
         capsys.readouterr()
         self.check(tmp_path / "run", capsys, f"parts of others: {', '.join(names)}")
 
-    def test_attention_parts_are_whole_modules(self):
-        """Each for itself, because PEFT takes no container of them."""
-        parts = {"exclusive_attention": "learned", "value_residual": "learned"}
-        sizes = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
-        with torch.device("meta"):
-            model = NLQForCausalLM(NLQConfig(**sizes, **parts))
-        names = [name for name, _ in model.named_parameters() if ".parts." in name]
-        found = ["0.self_attn.parts.exclusive_attention", *(f"1.self_attn.parts.{part}" for part in parts)]
-        assert sorted(whole_modules(model, names)) == [f"model.layers.{name}" for name in sorted(found)]
-
 
 def test_frozen_matrices_cost_two_thirds(upcycled):
-    """A frozen matrix has no gradient of its own, which is a third of its operations."""
     config = load_config(str(upcycled))
     new = json.loads((upcycled / "conversion.json").read_text())["added"]
     recipe = read_recipe({"model": str(upcycled), "trainable": "new"})
@@ -254,30 +204,14 @@ def test_frozen_matrices_cost_two_thirds(upcycled):
     assert part.trained == sum(state[name].numel() for name in new) and whole.trained == whole.total == part.total
 
 
-@pytest.fixture
-def comparison_file(tune, tmp_path):
-    fields = {
-        "recipe": {**yaml.safe_load(tune.read_text()), "trainable": "all"},
-        "baseline": "whole",
-        "models": {"whole": None, "new": {"trainable": "new"}},
-        "learning_rates": [1e-2],
-        "seeds": [0, 1],
-        "training": {"max_steps": 2, "save_strategy": "no", "eval_steps": 2, "report_to": "none"},
-    }
-    path = tmp_path / "comparison.yaml"
-    path.write_text(yaml.safe_dump(fields, sort_keys=False))
-    return path
-
-
-def test_plan_of_a_comparison(comparison_file, upcycled):
-    header, whole, new, *_ = load_plan(comparison_file).describe()
+def test_plan_of_a_comparison(tune, upcycled, tmp_path):
+    recipe = {**yaml.safe_load(tune.read_text()), "trainable": "all"}
+    file = write_comparison(tmp_path, recipe=recipe, models={"base": None, "new": {"trainable": "new"}})
+    header, base, new, *_ = load_plan(file).describe()
     recipe = read_recipe({"model": str(upcycled), "trainable": "new"})
     size = measure(recipe.config, 64, prepare=partial(choose_trained, recipe))
     assert header.split()[:3] == ["model", "parameters", "trained"]
-    assert whole.split()[2:4] == [f"{size.total:,}"] * 2 and new.split()[1:3] == [
-        f"{size.total:,}",
-        f"{size.trained:,}",
-    ]
-    assert f"{size.flops_per_token:,}" in new and f"{size.flops_per_token:,}" not in whole
+    assert [f"{size.total:,}", f"{size.trained:,}"] == new.split()[1:3] and f"{size.flops_per_token:,}" in new
+    assert base.split()[2:4] == [f"{size.total:,}"] * 2 and f"{size.flops_per_token:,}" not in base
     with pytest.raises(ValueError, match="model 'new': trainable='new' trains what `nlq convert` added"):
-        load_plan(comparison_file, {"model": "tiny-linear", "tokenizer": str(upcycled)})
+        load_plan(file, {"model": "tiny-linear", "tokenizer": str(upcycled)})

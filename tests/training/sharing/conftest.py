@@ -20,9 +20,10 @@ from support.publishing_cases import (
     outputs,
 )
 from support.remote_code import WITHOUT_THIS_PACKAGE
+from support.runs import write_comparison
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from modeling_nlq import NLQForMaskedLM, NLQForSequenceClassification, NLQForTokenClassification, NLQModel
+from modeling_nlq import NLQForMaskedLM, NLQForSequenceClassification, NLQModel
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.report import write_report
 from modeling_nlq.training.comparison.run import run_comparison
@@ -45,7 +46,6 @@ def nlq(server, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def elsewhere(server, tmp_path_factory):
-    """A process without this package and without a token, and with caches of its own."""
     home = tmp_path_factory.mktemp("elsewhere") / "home"
     worker = Worker(home, {**server.client_environment(home), "PYTHONPATH": ""}, before=WITHOUT_THIS_PACKAGE)
     yield worker
@@ -54,8 +54,6 @@ def elsewhere(server, tmp_path_factory):
 
 @pytest.fixture
 def copy_run(run, tmp_path):
-    """A function that makes a copy of the finished run, by name, for a test to change."""
-
     def copy(name: str = "copy") -> Path:
         return shutil.copytree(run[0], tmp_path / name, ignore=shutil.ignore_patterns("checkpoint-*"))
 
@@ -64,8 +62,6 @@ def copy_run(run, tmp_path):
 
 @pytest.fixture
 def refuses(server, nlq):
-    """A function that publishes what cannot be: one line with these words, and not one request."""
-
     def check(*arguments: object, words: tuple[str, ...] = (), without: str | None = None) -> None:
         before = len(server.requests)
         done = nlq("publish", *arguments)
@@ -91,21 +87,15 @@ def published(server, nlq, run, tmp_path_factory) -> Publication:
 
 @pytest.fixture(scope="session")
 def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
-    """A finished comparison, whose command line names a file of this machine."""
-    fields = {
-        "recipe": str(recipe_file),
-        "baseline": "base",
-        "models": {"base": None, "linear queries": {"switches": {"query_projection": "linear"}}},
-        "learning_rates": [1e-2],
-        "seeds": [0, 1],
-        "training": {"max_steps": 4, "save_steps": 4, "eval_steps": 4, "report_to": "none"},
-    }
-    path = tmp_path_factory.mktemp("comparison") / "queries.yaml"
-    path.write_text(yaml.safe_dump(fields, sort_keys=False))
+    models = {"base": None, "linear queries": {"switches": {"query_projection": "linear"}}}
+    training = {"max_steps": 4, "save_steps": 4, "eval_steps": 4, "report_to": "none"}
+    file = write_comparison(
+        tmp_path_factory.mktemp("comparison"), recipe=str(recipe_file), models=models, training=training
+    )
     folder = tmp_path_factory.mktemp("compared") / "results"
     engine = InlineEngine()
     engine.draws_losses = True
-    results = run_comparison(load_plan(path, {"dataset": corpus}), folder, engine)
+    results = run_comparison(load_plan(file, {"dataset": corpus}), folder, engine)
     write_report(results, folder)
     return folder, results
 
@@ -135,8 +125,6 @@ def converted(nlq, run, tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def fine_tune(nlq, recipe_file, tmp_path_factory):
-    """A function that trains on from a saved model, by folder or name, for two steps."""
-
     def make(model: str | Path) -> Path:
         folder = tmp_path_factory.mktemp("tuned") / "run"
         recipe = {**yaml.safe_load(recipe_file.read_text()), "model": str(model), "tokenizer": str(model)}
@@ -151,14 +139,13 @@ def fine_tune(nlq, recipe_file, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def heads(server, nlq, run, make_model, tmp_path_factory) -> dict[str, str]:
-    """Models with other heads, published: repository by Auto class."""
     tokenizer = AutoTokenizer.from_pretrained(run[0])
     sizes = {"vocab_size": 512, "pad_token_id": 0, "num_labels": 3, "tie_word_embeddings": False}
     config = make_model(**sizes).config
     encoder = copy.deepcopy(config)
     encoder.is_causal = False
     repositories = {}
-    for head in (NLQForSequenceClassification, NLQForTokenClassification, NLQForMaskedLM, NLQModel):
+    for head in (NLQForSequenceClassification, NLQForMaskedLM, NLQModel):
         folder = tmp_path_factory.mktemp("heads") / head.__name__
         head(encoder if head is NLQForMaskedLM else config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -49,15 +49,12 @@ def check_not_published(done: Done, repo: str, *words: str) -> None:
 class TestFaults:
     @pytest.fixture(scope="class")
     def folder(self, nlq, run, tmp_path_factory) -> Path:
-        """A run that was published before, and has other weights now."""
         folder = tmp_path_factory.mktemp("faulty") / "run"
         shutil.copytree(run[0], folder, ignore=shutil.ignore_patterns("checkpoint-*"))
         nlq.publish(folder, "anna/faulty")
         return folder
 
     def check(self, server, nlq, folder, *words: str, repo: str = "anna/faulty") -> None:
-        """It fails in one line, nothing has changed, and after the fault the same command succeeds."""
-
         def state() -> tuple[list[str], dict[str, bytes]]:
             return (server.commits(repo), server.files(repo)) if repo in server._repos else ([], {})
 
