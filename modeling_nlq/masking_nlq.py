@@ -251,7 +251,7 @@ class LayerMasks(LayerArgument):
     """The backend, the mask and the token context of every layer in one call of the model.
 
     All layers get the same object as their `attention_mask`, because layer-wise quantizers call them one by one with
-    the arguments of the first. A layer that is wrapped adds its entry itself.
+    the arguments of the first.
     """
 
     sequences: Sequences
