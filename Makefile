@@ -9,8 +9,8 @@ OTHERS = --ignore tests/browser --ignore tests/clients --ignore tests/cluster --
 # One process per core. One thread in each: the tests' tensors are too small to share.
 PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -n logical --dist worksteal
 
-.PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray test-weights lint benchmark
-.PHONY: clean docs dist
+.PHONY: demo test test-all test-oldest test-newest test-versions test-browser test-clients test-ray test-triton test-weights lint
+.PHONY: benchmark clean docs dist
 .PHONY: gpu gpu-test
 
 # As many runs at a time as there are cores
@@ -67,6 +67,13 @@ ALONE = unshare --net --map-root-user bash -c 'ip link set lo up && exec "$$@"' 
 test-ray: .venv-ray/installed
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(if $(shell $(ALONE) echo yes 2>/dev/null),$(ALONE)) \
 		.venv-ray/bin/python -m pytest tests/cluster
+
+# The GPU kernels in Triton's interpreter, on the CPU. The interpreter of 3.4 fails with numpy 2.4
+TRITON ?= 3.9.0
+
+test-triton: .venv-triton/installed
+	$(subst .venv,.venv-triton,$(PIP)) install --quiet triton==$(TRITON) "numpy<2.4"
+	TRITON_INTERPRET=1 $(subst .venv,.venv-triton,$(PYTEST)) -m "not slow" tests/modeling/test_triton.py tests/modeling/test_backends.py
 
 # The explorer's page in Chromium, which CHROMIUM names
 CHROMIUM ?= $(shell command -v chromium chromium-browser google-chrome | head -1)
@@ -149,6 +156,11 @@ gpu-%: $(GPU_READY)
 	$(subst .venv,.venv-ray,$(PIP)) install --quiet -c constraints.txt -e ".[test,ray]"
 	touch $@
 
+.venv-triton/installed: pyproject.toml constraints.txt
+	$(call new_environment,.venv-triton,constraints.txt)
+	$(subst .venv,.venv-triton,$(PIP)) install --quiet -c constraints.txt -e ".[test]"
+	touch $@
+
 .venv-clients/installed: pyproject.toml constraints.txt
 	$(call new_environment,.venv-clients,constraints.txt)
 	$(subst .venv,.venv-clients,$(PIP)) install --quiet -c constraints.txt -e ".[test,clients]"
@@ -186,4 +198,4 @@ $(subst .venv,$(1),$(PIP)) install -qq -c $(2) $(if $(TORCH_INDEX_URL),--index-u
 endef
 
 clean:
-	rm -rf site .venv .venv-docs .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .venv-weights .cache build dist *.egg-info
+	rm -rf site .venv .venv-docs .venv-oldest .venv-newest .venv-browser .venv-clients .venv-ray .venv-triton .venv-weights .cache build dist *.egg-info

@@ -31,7 +31,7 @@ class AttentionActivation:
 
     name: str  # the value of the switch `attention_activation`
     function: Callable[..., Tensor]  # `phi`
-    # Maps the scores and `phi` to `phi'`. Without it PyTorch differentiates `function`, which is slower
+    # Maps the scores and `phi` to `phi'`. Without it PyTorch differentiates `function`
     derivative: Callable[[Tensor, Tensor], Tensor] | None = None
     normalization: str = "sum"  # the default of `attention_normalization`
     non_negative: bool = True  # whether `phi >= 0` everywhere, which `"sum"` and `flex_attention` need
@@ -272,7 +272,6 @@ def register_attention_activation(
     Args:
         function: `phi`, maps scores of any shape to a new tensor of the same shape, element by element, and has no
             parameters, because nothing would train them.
-        derivative, normalization, non_negative, formula, source: as in `AttentionActivation`.
         exist_ok: replace an activation that was registered under this name, also in existing models.
 
     Raises `ValueError` if the name is taken, or the function contradicts the other arguments.

@@ -1,8 +1,7 @@
 """Attention functions, as Transformers' `eager_attention_forward`, for every activation of the scores.
 
 They are the backends `eager`, the reference, `nlq_rows`, which is `eager` for some queries at a time, and
-`flex_attention`. Each gets the attention layer as `module`, whose `activation`, `normalization` and `sink` say how
-scores become weights: `softmax`, and what else `activations_nlq.py` has.
+`flex_attention`. The `activation`, `normalization` and `sink` of the layer `module` say how scores become weights.
 
 Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call), head_dim.
 """
@@ -147,7 +146,6 @@ def eager_attention_forward(
     """Computes attention for every activation, with the weights in memory: the reference for all other backends.
 
     Args:
-        module: the attention layer.
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
         attention_mask: a `Visibility` or a mask `(batch, 1 or heads, query, key)`; see `read_mask`.

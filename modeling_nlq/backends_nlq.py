@@ -36,7 +36,7 @@ def sdpa_with_sink_forward(
 
     The sink is another key before all others, with the value 0. A learned logit `b` needs another column: 1 in the
     sink's key, 0 in the other keys, `b` in every query. More columns of 0 keep the width of the head a multiple of 8,
-    which CUDA's kernels need. The result is exact.
+    which CUDA's kernels need.
     """
     # Transformers' function cannot infer a size of an empty batch, and its copies of padded keys would fix an exported
     # length

@@ -42,7 +42,6 @@ class NLQSeq2SeqConfig(NLQConfigMixin, PreTrainedConfig):
         decoder: the decoder; `add_cross_attention=True` is set, and `cross_attention_hidden_size` and
             `cross_attention_max_positions` are the encoder's sizes.
         decoder_start_token_id: the first token of the decoder; by default `bos_token_id`, or else `pad_token_id`.
-        bos_token_id, eos_token_id, pad_token_id: by default the decoder's.
         tie_word_embeddings: whether both halves and the LM head have the same token embedding.
         kwargs: fields of both halves; a field in a half's `dict` wins.
     """

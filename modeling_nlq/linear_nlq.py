@@ -7,9 +7,7 @@ output is
 
 over the keys that query `i` sees. `t` counts the tokens but padding. `R` are rotary positions (Su et al. 2021, arXiv
 2104.09864, section 3.3). `decay` is 1 or a rate per head (Sun et al. 2023, arXiv 2307.08621). Later tokens need only
-the state, two sums over earlier tokens. `parallel_form`, quadratic in the length, is the readable reference;
-`chunked_form`, linear, is for training and prompts; `recurrent_step` takes one token; `bidirectional_form` is for
-encoders.
+the state, two sums over earlier tokens. `parallel_form`, quadratic in the length, is the readable reference.
 
 Letters of shapes: b batch, g key and value heads, r query heads for each of them, n length, c chunk, d head_dim.
 """
@@ -281,11 +279,10 @@ def linear_attention(
     Args:
         query: `(batch, heads, query, head_dim)`, before rotary positions.
         key, value: `(batch, key_value_heads, query, head_dim)`.
-        visibility: padding and packed documents; `None` if each row is one text.
+        visibility: padding and packed documents, or `None`.
         log_decay: `(key_value_heads,)`.
-        state: the state before these tokens.
         form: `"chunked"`, or `"parallel"`, which neither takes nor returns a state.
-        is_causal: whether no token sees a later one. Otherwise there is neither a state nor a decay.
+        is_causal: no token sees a later one. Otherwise there is neither a state nor a decay.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.

@@ -1,7 +1,5 @@
 """Masks: which keys each query sees, what a backend takes to say so, and how a backend reads it.
 
-Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call).
-
 The number `n` of keys that a query sees never depends on the padded, cached or total length, so cached decoding,
 padding and packing are exact for every activation.
 """
@@ -253,7 +251,7 @@ class LayerMasks(LayerArgument):
     """The backend, the mask and the token context of every layer in one call of the model.
 
     All layers get the same object as their `attention_mask`, because layer-wise quantizers call them one by one with
-    the arguments of the first. A layer that another program has wrapped adds its entry itself.
+    the arguments of the first.
     """
 
     sequences: Sequences

@@ -1,7 +1,5 @@
 """The base class of the parts of an attention layer, and what a part may read and change.
 
-Model, configuration, backends, cache, FLOPs and conversion read everything about a part from its class.
-
 Shapes: batch, heads (of queries), groups (of keys and values), query (tokens of this call), key (cached tokens and the
 tokens of this call), head_dim.
 """

@@ -28,14 +28,23 @@ from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_op
 
 # Queries and keys of a tile, whose scores should fit into a CPU's cache
 LARGE_TILE, SMALL_TILE, MANY_HEADS = 256, 128, 32
+# On CUDA few tiles need few launches: the most bytes of a tile's scores, of which backward holds five
+MOST_BYTES, SHARE_OF_MEMORY = 2**28, 1 / 64
+
+
+def _tile_size(query, memory: int | None = None) -> int:
+    """Returns the side of a square tile, the same in backward; `memory` is that of a GPU, in bytes."""
+    heads = query.shape[0] * query.shape[1]
+    if query.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(query.device).total_memory
+    if memory is None:
+        return SMALL_TILE if heads > MANY_HEADS else LARGE_TILE
+    scores = min(MOST_BYTES, int(memory * SHARE_OF_MEMORY)) // at_least_float32(query).itemsize
+    return max(math.isqrt(scores // max(heads, 1)) // SMALL_TILE, 1) * SMALL_TILE
 
 
 def _cut(length, size) -> list[tuple[int, int]]:
     return [(start, min(start + size, length)) for start in range(0, length, size)]
-
-
-def _reduce_tiles(tensor, tiles, reduce) -> list:
-    return torch.stack([reduce(tensor[:, start:end]) for start, end in tiles]).tolist()
 
 
 class _TiledCall:
@@ -48,7 +57,7 @@ class _TiledCall:
         batch, heads, query_length, _ = inputs.query.shape
         _, key_value_heads, key_length, _ = inputs.key.shape
         self.shape = (batch, key_value_heads, heads // key_value_heads)
-        tile = SMALL_TILE if batch * heads > MANY_HEADS else LARGE_TILE
+        tile = _tile_size(inputs.query)
         query_tile = max(min(tile, query_length), 1)
         self.query_tiles = _cut(query_length, query_tile)
         self.key_tiles = _cut(key_length, tile * tile // query_tile)  # few tiles for one query
@@ -56,15 +65,22 @@ class _TiledCall:
         self.key_is_valid, self.visible = inputs.key_is_valid, inputs.visible
         if self.visible is None:
             self.key_index = torch.arange(key_length, device=inputs.key.device)
+        is_single = len(self.query_tiles) == len(self.key_tiles) == 1
+
+        def reduce_tiles(tensor, tiles, reduce, if_single) -> list:
+            if is_single:  # such a pair is always masked, so that a GPU need not be read
+                return [if_single]
+            return torch.stack([reduce(tensor[:, start:end]) for start, end in tiles]).tolist()
+
         if self.last_key is not None:
-            self.first_end = _reduce_tiles(self.last_key, self.query_tiles, torch.min)
-            self.last_end = _reduce_tiles(self.last_key, self.query_tiles, torch.max)
+            self.first_end = reduce_tiles(self.last_key, self.query_tiles, torch.min, -1)
+            self.last_end = reduce_tiles(self.last_key, self.query_tiles, torch.max, key_length)
         if self.key_is_valid is not None:
-            self.is_any_valid = _reduce_tiles(self.key_is_valid, self.key_tiles, torch.any)
-            self.are_all_valid = _reduce_tiles(self.key_is_valid, self.key_tiles, torch.all)
+            self.is_any_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.any, True)
+            self.are_all_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.all, False)
         if self.first_key is not None:
-            self.first_start = _reduce_tiles(self.first_key, self.query_tiles, torch.min)
-            self.last_start = _reduce_tiles(self.first_key, self.query_tiles, torch.max)
+            self.first_start = reduce_tiles(self.first_key, self.query_tiles, torch.min, 0)
+            self.last_start = reduce_tiles(self.first_key, self.query_tiles, torch.max, key_length)
         self.activation = get_attention_activation(inputs.activation)
         self.is_softmax = self.activation.name == "softmax"
         self.scaling, self.dropout = inputs.scaling, inputs.dropout

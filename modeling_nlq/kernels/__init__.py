@@ -9,11 +9,15 @@ from ..attention_nlq import one_query_attention
 from ..backends_nlq import ATTENTION_BACKENDS, PREFERENCE, accept_backend
 from ..loss_nlq import loss_and_gradient
 from ..ops_nlq import Kernel
+from . import gpu
 from .cpu import cpu_ops as cpu
 
 
 ATTENTION_BACKENDS["nlq_cpp"] = cpu.BACKEND
 PREFERENCE.insert(0, "nlq_cpp")
 accept_backend("nlq_cpp")
+if gpu.has_triton():  # taken by name only, until it has been measured on a GPU
+    ATTENTION_BACKENDS["nlq_triton"] = gpu.BACKEND
+    accept_backend("nlq_triton")
 one_query_attention.add(Kernel("cpp", cpu.one_query, cpu.computes_one_query))
 loss_and_gradient.add(Kernel("cpp", cpu.loss, cpu.computes_loss))

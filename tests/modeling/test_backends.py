@@ -22,7 +22,7 @@ class TestChoice:
         **{name: {"eager"} for name in OF_A_ROW},
     }
     for name in IN_CPP:
-        CAN[name].add("nlq_cpp")
+        CAN[name] |= {"nlq_cpp", *({"nlq_triton"} & set(ATTENTION_BACKENDS))}  # where there is a Triton
     for names in CAN.values():
         names.add("nlq_rows")
     AUTOMATIC = {"softmax": "sdpa", "zero": "sdpa"}

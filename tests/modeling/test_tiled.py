@@ -89,6 +89,21 @@ class TestWork:
             results(attend(backend, layer(activation), *states, mask=chunk(length, length, 0, batch=1).mask()), states)
         return memory.peak
 
+    def test_tiles_on_cuda(self):
+        """Sizes by arithmetic, on a device without data: a single pair reads none, and four have the causal ten."""
+        for length, memory, tile, pairs in ((1024, 2**37, 1024, 1), (4096, 2**37, 1024, 10), (300, 2**27, 128, 6)):
+            layout = chunk(length, length, 0, batch=1)
+            states = torch.empty(4, 16, length, 64, device="meta")
+            assert tiled_nlq._tile_size(states, memory) == tile
+            # Where there is something to read, a device that has it
+            mask, device = layout.mask(), "meta" if pairs == 1 else "cpu"
+            masks = (mask.visible_count[:, None].to(device), mask.last_key.to(device), None, None, None)
+            inputs = AttentionInputs(*[states] * 3, None, None, *masks, None, *THREE[0], 1.0, 0.0)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tiled_nlq, "_tile_size", lambda query: tile)  # noqa: B023
+                tiles = tiled_nlq._TiledCall(inputs)
+            assert sum(len(tiles.key_tiles_of(i)) for i in range(len(tiles.query_tiles))) == pairs
+
     @pytest.mark.slow
     @parametrize_grid(
         {"pair": {"-".join(pair): pair for pair in (*THREE, ("softmax", "sum"))}, "mask": SPARSE_LAYOUTS}, strength=1
