@@ -87,8 +87,7 @@ class Invariant(NamedTuple):
 def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
     """Checks the parts of a file until an invariant fails, and returns the report's lines and whether all hold.
 
-    The seed of the random cases is random by default; the report names it. Raises `ValueError` if the file does not
-    have parts, or a part refuses all models.
+    Raises `ValueError` if the file does not have parts, or a part refuses all models.
     """
     lines = []
     seed = random.randrange(10**6) if seed is None else seed
@@ -103,7 +102,7 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
         longest = [*decoders[:1], *encoders[:1]]
         for title, invariant in INVARIANTS.items():
             names = decoders if invariant.needs_decoder else list(models)
-            cases = [(length, name) for length in invariant.lengths for name in names]
+            cases = list(itertools.product(invariant.lengths, names))
             cases = [(length, name) for length, name in cases if length <= LONG or name in longest]
             if LONGEST in invariant.lengths and drawn in names:
                 most = LONGEST // max(1, switches["num_attention_heads"] // 4)  # many heads take more time
@@ -151,10 +150,7 @@ def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) 
 def _try(
     differences: Differences, cases: Sequence[tuple[int, str]], models: dict[str, NLQForCausalLM]
 ) -> tuple[float, str | None]:
-    """Returns the largest difference and `None`, or the difference and description of the smallest failing case.
-
-    A case is a length and the name of a model. Cases are sorted by length.
-    """
+    """Returns the largest difference and `None`, or the difference and description of the smallest failing case."""
     largest = 0.0
     for length, name in cases:
         run = partial(_try_one, differences, name, models[name])
@@ -186,6 +182,10 @@ def _layers(model: NLQForCausalLM) -> list[NLQAttention]:
     return [layer.self_attn for layer in model.model.layers]
 
 
+def _has_window(model: NLQForCausalLM) -> bool:
+    return any(layer.sliding_window is not None for layer in _layers(model))
+
+
 def _has_linear_attention(model: NLQForCausalLM) -> bool:
     return any(layer.activation.kind == "linear" for layer in _layers(model))
 
@@ -196,7 +196,6 @@ def _cuts(length: int) -> Sequence[int]:
 
 
 def _rows(length: int) -> int:
-    """Returns the batch size of an invariant that is not about batches."""
     return ROWS if length == SHORT else 2
 
 
@@ -209,7 +208,6 @@ def _logits(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> torch.Tens
 
 
 def _difference(values: Results, expected: Results) -> float:
-    """Returns the largest difference between two tensors, or between two results of `_with_gradients`."""
     if isinstance(values, list):
         return max(map(_difference, values, expected))
     if values is None or expected is None:
@@ -218,7 +216,7 @@ def _difference(values: Results, expected: Results) -> float:
 
 
 def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> list[torch.Tensor | None]:
-    """Returns the logits and the gradient of each parameter, which is `None` if it does not affect the logits."""
+    """Returns the logits and the gradient of each parameter, or `None` for those that do not affect the logits."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         logits = _logits(model, tokens, **kwargs)
@@ -252,9 +250,8 @@ def _causality(model: NLQForCausalLM, length: int) -> Cases:
 def _padding(model: NLQForCausalLM, length: int) -> Cases:
     tokens = _tokens(1, length)
     alone = _logits(model, tokens)[0]
-    has_window = any(layer.sliding_window is not None for layer in _layers(model))
     places = {"before": 0, "after": length}
-    if length > 1 and not has_window:  # a window counts padding, too
+    if length > 1 and not _has_window(model):  # a window counts padding, too
         places["between"] = length // 2
     for word, start in places.items():
         padded = torch.cat([tokens[:, :start], torch.full((1, 2), 7), tokens[:, start:]], dim=1)
@@ -265,7 +262,7 @@ def _padding(model: NLQForCausalLM, length: int) -> Cases:
 
 
 def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch and its mask. Every other text is shorter, the first by half, and padded at the left."""
+    """Returns a batch and its mask: every other text is shorter, and padded at the left."""
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(0, rows, 2):
         mask[row, : length // (2 + row)] = 0
@@ -338,8 +335,7 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Cases:
 
 def _taken_back(model: NLQForCausalLM, length: int) -> Cases:
     parts = [part for layer in _layers(model) for part in layer.parts.values()]
-    has_window = any(layer.sliding_window is not None for layer in _layers(model))
-    if has_window or _has_linear_attention(model) or not all(part.supports_crop for part in parts):
+    if _has_window(model) or _has_linear_attention(model) or not all(part.supports_crop for part in parts):
         return
     tokens = _tokens(1, length)
     expected = _logits(model, tokens)
@@ -378,19 +374,16 @@ def _finite(model: NLQForCausalLM, length: int) -> Cases:
 
 def _training(model: NLQForCausalLM, length: int) -> Cases:
     state = copy.deepcopy(model.state_dict())
-
-    def in_training(tokens: torch.Tensor, seed: int) -> list[torch.Tensor | None]:
+    tokens = _tokens(_rows(length), length)
+    results = []
+    for seed in range(2):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            results = _with_gradients(model.train(), tokens)
+            results.append(_with_gradients(model.train(), tokens))
         model.eval().load_state_dict(state)  # a part may update buffers
-        return results
-
-    tokens = _tokens(_rows(length), length)
-    results = in_training(tokens, 0)
     # Otherwise, the part draws random numbers
-    if _difference(results[0], in_training(tokens, 1)[0]) <= TOLERANCE:
-        difference = _difference(results, _with_gradients(model, tokens))
+    if _difference(results[0][0], results[1][0]) <= TOLERANCE:
+        difference = _difference(results[0], _with_gradients(model, tokens))
         yield f"{len(tokens)} texts of {count(length, 'token')}, gradients included", difference
 
 
@@ -418,14 +411,15 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Cases:
                 if part.has_hook(hook):
                     stack.enter_context(patch.object(part, hook, partial(watch, getattr(part, hook))))
         model(_tokens(2, length), use_cache=False)
-    for hook in changes[:1]:
-        yield f"{count(length, 'token')}: {hook} changes a tensor in place", math.nan
+    if changes:
+        yield f"{count(length, 'token')}: {changes[0]} changes a tensor in place", math.nan
 
 
 def _dtypes(model: NLQForCausalLM, length: int) -> Cases:
     fresh = type(model)(model.config).eval()  # `double` converted the buffers of `model`
     for name in ("float32", "autocast", "bfloat16"):
-        fresh = fresh.bfloat16() if name == "bfloat16" else fresh
+        if name == "bfloat16":
+            fresh.bfloat16()
         with torch.autocast("cpu", enabled=name == "autocast"):
             logits = _logits(fresh, _tokens(2, length))
         yield f"{length} tokens in {name}", 0.0 if logits.isfinite().all() else math.nan

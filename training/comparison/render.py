@@ -9,7 +9,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from ..disk import write_text
-from ..text import Markdown, plain
+from ..text import Markdown, plain, printable
 
 
 # Columns of words; columns of numbers are aligned at the right
@@ -58,7 +58,7 @@ def to_page(name: str, sections: Iterable[Section]) -> str:
     renderer.add_render_rule("table_close", lambda *_: "</table></div>\n")
     body = []
     for section in sections:
-        title, text = html.escape(section.title), renderer.render(to_text(section.parts))
+        title, text = html.escape(printable(section.title)), renderer.render(to_text(section.parts))
         if section.figure:
             data = base64.b64encode(section.figure[1]).decode()
             image = f'<img src="data:image/png;base64,{data}" alt="{title}">'
@@ -69,7 +69,7 @@ def to_page(name: str, sections: Iterable[Section]) -> str:
             text = f"<h2>{title}</h2>\n{text}"
         body.append(text)
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    title = html.escape(name)
+    title = html.escape(printable(name))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

@@ -24,8 +24,8 @@ from .measures import (
 )
 
 
-# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, but not
-# below `FEWEST_ABLATED` tokens. If these cost more than `MOST_ABLATION`, heads are not removed
+# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, to
+# `FEWEST_ABLATED` tokens at least. If these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
@@ -54,14 +54,10 @@ _NO_OWN_KEY = "cross-attention sees the tokens of the source, and no token of it
 
 @dataclass
 class Layer:
-    """The measurements of one attention layer.
+    """The weights, `(heads, query, key)`, and the numbers, `(heads,)`, of one attention layer.
 
-    Attributes:
-        heads: number of maps; differential attention has one for two heads.
-        weights: `(heads, query, key)`, as `output_attentions=True` returns them, or `None`.
-        numbers: `(heads,)` by the names in `ROWS`, in `HEADS` and of parts.
-        missing: the reason for each name that is not in `numbers`.
-        name: number of the layer, followed by `cross` for cross-attention, whose keys are tokens of the source.
+    `heads` counts maps: differential attention has one for two heads. `missing` says why a number is not there. `name`
+    is the number of the layer, followed by `cross` for cross-attention.
     """
 
     activation: str
@@ -73,11 +69,10 @@ class Layer:
     is_cross: bool = False
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
-        """Adds the means of rows, `(heads, query)` each, over the queries in the mask `has_choice`."""
+        """Adds the means of `(heads, query)` over the queries in a mask."""
         self.numbers |= {name: values[:, has_choice].nanmean(dim=-1) for name, values in rows.items()}
 
     def add_weights(self, weights: torch.Tensor, has_choice: torch.Tensor) -> None:
-        """Adds weights, `(heads, query, key)`, and the means of rows that are computed from them."""
         self.weights = weights
         first = shares(weights)[..., 0]
         self.add_rows(has_choice, entropy=entropies(weights), first_token=first, row_sum=weights.sum(dim=-1))
@@ -132,8 +127,7 @@ def _measure_layers(model: PreTrainedModel, input_ids: torch.Tensor) -> list[Lay
                     measured.missing[name] = _PAIRS
                 else:
                     shape = tuple(values.shape)
-                    message = f"attention part {part.name!r}: {name!r} has the shape {shape}, not ({measured.heads},)"
-                    raise ValueError(message)
+                    raise ValueError(f"attention part {part.name!r}: {name!r} has {shape=}, not ({measured.heads},)")
         layers.append(measured)
 
     observe_calls(model, receive, input_ids, logits_to_keep=1)
@@ -176,17 +170,8 @@ def _measure_linear(layer: NLQAttention, call: AttentionCall, positions: Positio
     measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
     if call.source is not None:
         return measured
-    outputs, _ = linear_attention(
-        query,
-        key,
-        value,
-        None,
-        scaling=layer.scaling,
-        log_decay=layer.log_decay,
-        position_embeddings=positions,
-        is_causal=layer.is_causal,
-        form="parallel",
-    )
+    options = {"scaling": layer.scaling, "log_decay": layer.log_decay, "is_causal": layer.is_causal}
+    outputs, _ = linear_attention(query, key, value, None, position_embeddings=positions, form="parallel", **options)
     values = repeat_kv(value, layer.num_key_value_groups)[0].cpu()
     later = torch.arange(values.shape[1]) >= int(layer.is_causal)  # the first token of a decoder sees only itself
     measured.add_rows(later, own_value_cosine=own_value_cosines(outputs[0].transpose(0, 1).cpu(), values))

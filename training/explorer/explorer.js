@@ -3,7 +3,7 @@
 if (!("DecompressionStream" in window) || !CSS.supports("color", "color-mix(in srgb, red, blue)")) throw new Error("too old");
 document.getElementById("too-old").remove();
 
-// The page's data: see page.py. Maps are packed, and unpacked when their head is selected.
+// See page.py for the data
 const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
 const length = data.tokens.length;
@@ -73,12 +73,11 @@ function shown(token) {
 }
 
 // A legend from the lowest to the highest number; `zero` has no colour
-function showScale(scale, low, high, zero, limit, unit, strength) {
+function showScale(scale, low, high, zero, unit, strength) {
+  const limit = Math.max(high - zero, zero - low);
   const stops = times(9, (step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
   scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
-
-// Packed arrays
 
 const unpacked = new Map();
 
@@ -109,12 +108,11 @@ async function readHead(index) {
 
 // Models
 
-const nats = () => element("abbr", { title: "-log of the probability that the model gives the token. Guessing among 1,000 tokens costs 6.9." }, "nats");
-
 for (const model of data.models) {
-  byId("models").append(
-    element("div", {}, element("h2", {}, model.name), element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} `, nats(), ` per ${model.is_causal ? "token" : "masked token"}.`)),
-  );
+  const nats = element("abbr", { title: "-log of the probability that the model gives the token. Guessing among 1,000 tokens costs 6.9." }, "nats");
+  const unit = model.is_causal ? "token" : "masked token";
+  const text = element("p", { class: "soft" }, `${model.description}. Loss on this text: ${written(model.loss)} `, nats, ` per ${unit}.`);
+  byId("models").append(element("div", {}, element("h2", {}, model.name), text));
 }
 
 // Text
@@ -129,7 +127,7 @@ const tokens = data.tokens.map((token, index) =>
   element(
     "span",
     { class: "token", role: "option", tabindex: -1, "aria-selected": "false", onclick: () => selectQuery(index) },
-    token.includes("\n") ? token.replaceAll("\n", "↵\n") : token,
+    token.replaceAll("\n", "↵\n"),
   ),
 );
 byId("text").append(...tokens);
@@ -179,7 +177,7 @@ async function paintText() {
     token.tabIndex = index === state.query ? 0 : -1;
   });
   source.forEach((token, index) => paint(token, seen[index], isCross && index === state.key));
-  if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, limit, unit, "var(--behind-text)");
+  if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, unit, "var(--behind-text)");
   else byId("text-scale").replaceChildren("This head has no weights to show here.");
   const parts = [`Token ${state.query}: “${shown(data.tokens[state.query])}”`];
   for (const model of isNumber(losses[state.query]) ? data.models : []) {
@@ -244,11 +242,11 @@ function paintHeads() {
         button.setAttribute("aria-label", button.title);
       }),
     );
-    const layer = selectedLayer(index), reason = layer.missing[state.quantity];
+    const layer = selectedLayer(index), name = label(state.quantity), reason = layer.missing[state.quantity];
     const value = layer.numbers[state.quantity]?.[selected.head];
-    const text = isNumber(value) || !reason ? `${label(state.quantity)} ${written(value)}` : `no ${label(state.quantity)}: ${reason}`;
+    const text = isNumber(value) || !reason ? `${name} ${written(value)}` : `no ${name}: ${reason}`;
     readout.textContent = `Layer ${layer.name}, head ${selected.head}: ${text}.`;
-    if (all.length) showScale(scale, low, high, from, limit, "");
+    if (all.length) showScale(scale, low, high, from, "");
     else scale.replaceChildren("no head has it");
   });
 }
@@ -325,8 +323,7 @@ function paintMap(panel, { largest, weight, keys, lastKey, isLower }) {
   }
   context.putImageData(image, 0, 0);
   const row = state.query < size ? keys.map((_, key) => weight(state.query, key)) : [];
-  const low = Math.min(0, ...row), high = Math.max(0, ...row);
-  showScale(panel.scale, low, high, 0, Math.max(high, -low), "in the selected row");
+  showScale(panel.scale, Math.min(0, ...row), Math.max(0, ...row), 0, "in the selected row");
   if (state.query < size) {
     context.globalAlpha = 0.35;
     context.fillStyle = style.getPropertyValue("--mark");

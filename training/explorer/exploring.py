@@ -39,7 +39,7 @@ class Exploration:
 
 @dataclass
 class Subject:
-    """An NLQ model to measure, in float32: the decoder of `pair`, if that is set."""
+    """An NLQ model to measure, the decoder of `pair` if that is set."""
 
     model: PreTrainedModel
     description: str
@@ -60,8 +60,7 @@ def explore(
     """Shows on a page what the attention of one model, or of two side by side, does with a text.
 
     Args:
-        model, other: folders or Hub names of saved language models with one tokenizer, NLQ or of a family that
-            converts to it.
+        model, other: folders or Hub names of models with one tokenizer, NLQ or of a family that converts to it.
         file: a UTF-8 text file instead of `text`.
         target: for an encoder and decoder, which reads the text as its source; by default the text that the first
             model generates.
@@ -69,8 +68,7 @@ def explore(
         max_tokens: number of tokens to show; by default 512, or as many as the models have positions for.
 
     Raises:
-        ValueError: if a model cannot be loaded or converted, the tokenizers differ, or the text is empty or longer
-            than the models have positions for. Nothing is written then.
+        ValueError: if a model cannot be loaded or converted, the tokenizers differ, or the text is empty.
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
@@ -150,8 +148,7 @@ def explore_tokens(
     if length < len(shown):
         notes.append(f"This page shows the first {length:,} of {len(shown):,} tokens.")
     if period < INDUCTION_PERIOD:
-        names = "the previous token and of induction"
-        notes.append(f"Scores of {names} are measured on {period} random tokens, repeated once.")
+        notes.append(f"Previous-token and induction scores are measured on {period} random tokens, repeated once.")
     vocab_size = min(len(tokenizer), *(config.vocab_size for config in configs))
     random_ids = repeated_tokens(vocab_size, tokenizer.all_special_ids, period)
     explored = []
@@ -183,7 +180,7 @@ def explore_tokens(
 
 @torch.no_grad()
 def show_source(subject: Subject, source: Sequence[int]) -> None:
-    """Makes each later call of a subject's decoder attend to the source, `(source,)` tokens."""
+    """Makes each later call of a subject's decoder attend to the source."""
     states = subject.pair.get_encoder()(torch.tensor([list(source)], device=DEVICE)).last_hidden_state
 
     def add_states(_, inputs: tuple, keywords: dict) -> tuple[tuple, dict]:
@@ -224,8 +221,8 @@ def _describe(model: PreTrainedModel) -> str:
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
     """Returns the text that each token adds to the tokens before it.
 
-    A token decoded alone would lose its leading space with some tokenizers. If several tokens make one character, the
-    first gets the character, and the others are empty. Invalid bytes are written as the tokenizer writes them.
+    If several tokens make one character, the first gets it, and the others are empty. Invalid bytes are written as the
+    tokenizer writes them.
     """
     texts = []
     before = ""  # the text of the tokens so far

@@ -53,10 +53,9 @@ def entropies(weights: torch.Tensor) -> torch.Tensor:
 
 
 def own_value_cosines(outputs: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Computes `cos(y_i, v_i)` of a head's output and the token's own value (arXiv 2603.09078), `(heads, query)`.
+    """Computes `cos(y_i, v_i)` of two `(heads, query, head_dim)`, where `y_i = sum_j w_ij v_j` (arXiv 2603.09078).
 
-    Both are `(heads, query, head_dim)`; outputs `y_i = sum_j w_ij v_j` are before gates and the output projection. The
-    cosine of a 0 is 0.
+    The cosine of a 0 is 0.
     """
     return nn.functional.cosine_similarity(outputs, values, dim=-1, eps=torch.finfo(values.dtype).tiny)
 
@@ -83,7 +82,7 @@ def previous_token_scores(weights: torch.Tensor) -> torch.Tensor:
 def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
     """Returns the mean of `p_i,i-period+1` over the second half of a text of `repeated_tokens` (arXiv 2209.11895).
 
-    This is the share of the token after the previous occurrence. A row of zeros counts as 0.
+    A row of zeros counts as 0.
     """
     return shares(weights).diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].nan_to_num(nan=0.0).mean(dim=-1)
 
@@ -100,8 +99,8 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: 
 def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
     """Computes what removing each head adds to the mean loss, for each layer `(heads,)`, in nats per token.
 
-    The head's output is set to 0 at the input of the output projection. `heads` are the numbers of heads of the
-    layers, and `input_ids` is `(1, length)`.
+    The input of the output projection is set to 0 there. `heads` counts those of each layer; `input_ids` is
+    `(1, length)`.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
     length = input_ids.shape[1]

@@ -1,8 +1,4 @@
-"""Writes the page of the explorer: one HTML file that works from disk without requests.
-
-Each map is packed: its weights are rounded to whole numbers, deflated, and encoded in base64. The page unpacks a map
-when its head is selected.
-"""
+"""Writes the page of the explorer: one HTML file, without requests, which unpacks a map when its head is selected."""
 
 import base64
 import html
@@ -62,14 +58,10 @@ def write_page(
     models: Sequence[ExploredModel],
     source: Sequence[str] = (),
 ) -> str:
-    """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps.
-
-    `notes` are sentences below the title, and `source` the tokens that cross-attention sees.
-    """
+    """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps."""
     map_tokens = _map_tokens(models, len(tokens))
     if map_tokens < len(tokens):
-        note = f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."
-        notes = [*notes, note]
+        notes = [*notes, f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."]
     content = {
         "tokens": list(tokens),
         "source": list(source),
@@ -102,7 +94,7 @@ def write_page(
 
 
 def _read(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _map_tokens(models: Sequence[ExploredModel], length: int) -> int:
@@ -117,7 +109,9 @@ def _map_tokens(models: Sequence[ExploredModel], length: int) -> int:
             size += layer.heads * (tokens * (keys + 4) + 48)
         return size * 4 / 3  # in base64
 
-    return next((tokens for tokens in range(length, 1, -1) if nbytes(tokens) <= MAP_BYTES), 1)
+    while length > 1 and nbytes(length) > MAP_BYTES:
+        length -= 1
+    return length
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:

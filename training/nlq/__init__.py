@@ -39,7 +39,6 @@ _on_ray, _of_text, _of_tasks = (partial(_option, panel=panel) for panel in ("Wit
 
 
 def _options_of(context: typer.Context, panel: str) -> dict[str, Any]:
-    """Returns the options in a panel of a command's help, with their values."""
     options = (option for option in context.command.params if getattr(option, "rich_help_panel", None) == panel)
     return {option.name: context.params[option.name] for option in options}
 
@@ -57,10 +56,7 @@ _SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "-
 
 
 class _Command(TyperCommand):
-    """A command that loads the parts of its models, and ends in one line if it is interrupted.
-
-    `module`, of `modeling_nlq.training`, takes long to import. The help lists the `shipped` configurations.
-    """
+    """A command that imports its `module`, loads parts, and lists the `shipped` configurations in its help."""
 
     def __init__(self, *, module: str, shipped: str | None = None, **options: Any):
         super().__init__(**options)
@@ -112,13 +108,14 @@ def _escape_logs() -> None:
         def format(self, record: logging.LogRecord) -> str:
             return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without Transformers' colors
 
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    for handler in (logging.lastResort, *(handler for each in loggers for handler in getattr(each, "handlers", ()))):
-        handler.setFormatter(Formatter())
+    logging.lastResort.setFormatter(Formatter())
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            handler.setFormatter(Formatter())
 
 
 def _say(text: str, **options: Any) -> None:
-    """Prints a text with control characters escaped, because a part may come from somebody else's file."""
+    """Prints a text, of which a part may come from somebody else's file, with control characters escaped."""
     from modeling_nlq.training.text import printable
 
     print(printable(text), **options)
@@ -259,10 +256,10 @@ def compare(
 
 
 def _describe_run(result) -> str:
-    if result.losses.diverged_at is not None:
-        return f"diverged: the loss was infinite or not a number after step {result.losses.diverged_at}"
-    text = _describe_evaluation(result.losses.validation, "held-out ")
-    size = result.size
+    losses, size = result.losses, result.size
+    if losses.diverged_at is not None:
+        return f"diverged: the loss was infinite or not a number after step {losses.diverged_at}"
+    text = _describe_evaluation(losses.validation, "held-out ")
     if size.trained < size.total and not text.startswith("diverged"):
         text += f", {size.trained:,} of {size.total:,} parameters were trained"
     return text
@@ -273,15 +270,14 @@ def _describe_evaluation(evaluation, kind: str = "") -> str:
     if evaluation.perplexity is None and not is_masked:
         return "diverged: the loss at the end is infinite, NaN, or too large for a perplexity"
     texts = {
-        "perplexity": f"{kind}perplexity {{:.2f}}",
-        "pseudo_perplexity": f"{kind}pseudo-perplexity of masked tokens {{:.2f}}",
-        "loss": "loss {:.4f} nats per masked token" if is_masked else "loss {:.4f} nats per token",
-        "bits_per_byte": "{:.3f} bits per byte",
-        "chrf": "chrF {:.1f}",
-        "token_accuracy": "accuracy of masked tokens {:.1%}" if is_masked else "token accuracy {:.1%}",
+        f"{kind}perplexity {{:.2f}}": evaluation.perplexity,
+        f"{kind}pseudo-perplexity of masked tokens {{:.2f}}": evaluation.pseudo_perplexity,
+        f"loss {{:.4f}} nats per {'masked ' if is_masked else ''}token": evaluation.loss,
+        "{:.3f} bits per byte": evaluation.bits_per_byte,
+        "chrF {:.1f}": evaluation.chrf,
+        "accuracy of masked tokens {:.1%}" if is_masked else "token accuracy {:.1%}": evaluation.token_accuracy,
     }
-    values = {name: getattr(evaluation, name) for name in texts}
-    return ", ".join(text.format(values[name]) for name, text in texts.items() if values[name] is not None)
+    return ", ".join(text.format(value) for text, value in texts.items() if value is not None)
 
 
 @_command("Use and measure", "run.generation")
@@ -456,7 +452,7 @@ def publish(
 def main(words: list[str] | None = None) -> int:
     """Runs a command, and returns its exit status: 2 for wrong arguments, 1 for other errors.
 
-    An error is printed in one line. NLQ_TRACEBACK=1 raises it, to show which library it comes from.
+    An error is printed in one line; NLQ_TRACEBACK=1 raises it.
     """
     before = os.environ.get("PYTHONSAFEPATH")
     # Processes of this package and of libraries run `python -c`, which would import from the working directory

@@ -18,10 +18,7 @@ RATE = "learning rate"
 
 @dataclass(frozen=True)
 class Design:
-    """The design of a screening: its columns, the learning rate last, and its rows `(rows, factors)`.
-
-    -1 is off or low, 1 on or high. The first row has all factors off and the low rate.
-    """
+    """The columns, the learning rate last, and the rows; -1 is off or low, 1 on or high, and the first row is -1."""
 
     factors: list[str]
     rows: np.ndarray

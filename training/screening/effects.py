@@ -15,13 +15,10 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class MainEffect:
-    """The effect of a factor on the loss, averaged over all others and both rates.
+    """The mean loss with a factor on minus that with it off, in nats per token, over all others and both rates.
 
-    Attributes:
-        effect: mean loss with the factor on minus that with it off, in nats per token.
-        low, high: its 95 % interval, not corrected for the number of factors.
-        improvement, improvement_interval: the same in percent of the mean loss, where positive is better.
-        p: of Student's t-test; `holm_p` is corrected for the number of factors, without the rate.
+    `low` and `high` are its 95 % interval, not corrected for the number of factors. `improvement` is in percent of the
+    mean loss, where positive is better. `p` is of Student's t-test; `holm_p` is corrected for all but the rate.
     """
 
     effect: float
@@ -35,11 +32,7 @@ class MainEffect:
 
 @dataclass(frozen=True)
 class Interaction:
-    """The sum of the interactions that the design cannot tell from each other.
-
-    Attributes:
-        effect: in nats; positive if the loss is higher where both are on or both off.
-    """
+    """The sum, in nats, of interactions that cannot be told apart: positive if both on or both off is worse."""
 
     aliases: list[list[str]]
     effect: float
@@ -48,12 +41,10 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Effects:
-    """What the runs of a design say.
+    """What the runs of a design say, in nats.
 
-    Attributes:
-        interaction_size: root mean square of the interactions, in nats; `p_of_interactions` is that of the F test.
-        noise: the standard deviation of a run within a seed, in nats.
-        survivors: the factors that lower the loss with a corrected p below `ALPHA`.
+    `interaction_size` is a root mean square, `p_of_interactions` is of the F test, and `noise` is the standard
+    deviation of a run within a seed. `survivors` lower the loss with a corrected p below `ALPHA`.
     """
 
     main: dict[str, MainEffect]

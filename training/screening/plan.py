@@ -36,8 +36,8 @@ class Screening:
     Attributes:
         runs: a comparison of the rows of the design, in order.
         sizes: of the model with one factor on, by its name, and of the baseline, by `OFF`.
-        confirm: function from the factors that survive to the comparison that confirms them.
-        confirmation: the comparison for the first factor alone; any other has as many runs.
+        confirm: returns the comparison that confirms the survivors.
+        confirmation: that of the first factor alone; any other has as many runs.
     """
 
     command: str
@@ -88,7 +88,6 @@ class Screening:
 
 @describe_estimate.register
 def _(plan: Screening, threads: int | None = None, noise_floor: float | None = None) -> Iterator[str]:
-    """Yields lines about the time of both parts on this machine, and what the confirmation can find."""
     yield from describe_estimate(plan.runs, threads, has_verdicts=False)
     yield "confirmation, without what its factors add to the time:"
     yield from describe_estimate(plan.confirmation, threads, noise_floor)
@@ -141,8 +140,6 @@ def _model_with(config: ComparisonConfig, factors: Sequence[str], **fields: Any)
 
 
 def _sizes(config: ComparisonConfig, shared: Recipe, source: str) -> dict[str, Size]:
-    """Returns the size of the baseline, and of the model with each factor alone."""
-
     def sized(name: str, factors: list[str], budget: Size | None = None) -> Variant:
         variant = Variant(_model_with(config, factors), Rates(listed=(1.0,)), config.match)
         return size_variant(variant, shared, f"{source}: model {name!r}", budget)

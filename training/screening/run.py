@@ -26,10 +26,8 @@ Run = Callable[[Comparison, Path], Outcome]
 
 @run_and_report.register
 def _(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
-    """Makes a screening: its runs, their confirmation with a report of its own, and the report of both."""
-    results = run_screening(
-        screening, folder, partial(run_comparison, engine=engine), partial(run_and_report, engine=engine)
-    )
+    run, confirm = (partial(function, engine=engine) for function in (run_comparison, run_and_report))
+    results = run_screening(screening, folder, run, confirm)
     if is_main_process():
         write_report(results, folder)
     return results

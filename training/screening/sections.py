@@ -23,22 +23,13 @@ from .plan import BEST, OFF
 
 @dataclass(frozen=True)
 class Factor:
-    """What a factor changes, and how many parameters it adds."""
-
     change: dict[str, Any]
     parameters: int
 
 
 @dataclass(frozen=True)
 class ScreeningOutcome:
-    """The results of a screening, in `results.json`.
-
-    Attributes:
-        effects: `None` if a run diverged.
-        diverged: the rows that did.
-        confirmation: `None` if no factor survived.
-        split: whose losses the effects are about.
-    """
+    """The results of a screening, without `effects` if a run diverged, in `results.json`."""
 
     name: str
     command: str
@@ -77,7 +68,6 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
 
 @describe.register
 def _(results: ScreeningOutcome) -> str:
-    """The outcome for a terminal."""
     rows = effect_rows(results)
     table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
     return "\n".join([*table, *screening_outcome(results), *(f"warning: {text}" for text in limits_of(results))])
@@ -93,7 +83,6 @@ def screening_outcome(results: ScreeningOutcome) -> list[str]:
 
 
 def warnings_of(results: ScreeningOutcome) -> list[str]:
-    """Returns the warnings about the runs of the design, and about the confirmation."""
     warnings = [f"Screening: {text}" for text in warning_sentences(results.runs, has_tests=False)]
     if results.confirmation:
         warnings += [f"Confirmation: {text}" for text in warning_sentences(results.confirmation)]
@@ -139,13 +128,12 @@ def protocol(results: ScreeningOutcome) -> list[str]:
 
 
 def _sorted_effects(results: ScreeningOutcome) -> dict[str, MainEffect]:
-    """Main effects, the best first and that of the rate last."""
+    """Returns main effects, the best first and that of the rate last."""
     main = results.effects.main
     return {name: main[name] for name in sorted(main, key=lambda name: (name == RATE, main[name].effect))}
 
 
 def effect_rows(results: ScreeningOutcome) -> Rows:
-    """A row for each factor, the best first, and one for the rate."""
     return [
         {
             "factor": name,
@@ -159,7 +147,6 @@ def effect_rows(results: ScreeningOutcome) -> Rows:
 
 
 def interaction_rows(results: ScreeningOutcome) -> Rows:
-    """A row for each group of interactions that cannot be told from each other, the largest first."""
     return [
         {
             "interactions": " or ".join(" x ".join(pair) for pair in group.aliases),

@@ -30,10 +30,7 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 
 def write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
-    """Writes modules, by their paths, of the model in the folder `run` as an adapter, and returns its files.
-
-    `base` is the Hub name of the base model, if it is on the Hub.
-    """
+    """Writes modules, by their paths, as an adapter of `base` on the Hub, if it is there, and returns its files."""
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import DUMMY_TARGET_MODULES
 

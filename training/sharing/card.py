@@ -1,5 +1,6 @@
 """Renders the model card: how to load a model, its origin, its training and its results."""
 
+import itertools
 import json
 import shlex
 from pathlib import Path
@@ -64,13 +65,9 @@ def render(
     has_tokenizer: bool = True,
     is_adapter: bool = False,
 ) -> ModelCard:
-    """Renders the card of a model from the template `model_card.md`.
+    """Renders the card of a model, to be loaded from `location`, from the template `model_card.md`.
 
-    Args:
-        location: name of the folder or repository to load the model from.
-        recipe: the fields that the user set in the recipe.
-        result: result of the run, if the model was trained.
-        license: license of the weights; by default Apache-2.0 for weights trained from scratch, otherwise none.
+    The license is by default Apache-2.0 for weights trained from scratch, otherwise none.
     """
     recipe = without_folders(recipe or {})
     conversion = without_folders(conversion or {})
@@ -82,12 +79,11 @@ def render(
     is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
     trained_base = without_folders(result.data.base_model) if result else None
     base_model = trained_base or conversion.get("base_model")
-    measured = {
-        (split, metric): value
-        for split in (_SPLITS if result else ())
-        for metric in _METRICS
-        if (value := getattr(getattr(result.losses, split), metric)) is not None
-    }
+    measured = {}
+    for split, metric in itertools.product(_SPLITS if result else (), _METRICS):
+        value = getattr(getattr(result.losses, split), metric)
+        if value is not None:
+            measured[split, metric] = value
     texts = _METRICS | (_MASKED_METRICS if auto_class == "AutoModelForMaskedLM" else {})
     pipeline = _PIPELINES[auto_class]
     results = [
@@ -150,7 +146,7 @@ def render(
 
 
 def base_model_of(model: str | Path) -> str | None:
-    """Returns the model on the Hub that weights come from: the model itself, or the base in the card of its folder."""
+    """Returns the model on the Hub that weights come from: the model, or the base in the card of its folder."""
     if not Path(model).exists():
         return str(model)
     card = Path(model) / CARD_FILE
@@ -162,7 +158,7 @@ def base_model_of(model: str | Path) -> str | None:
 
 def converted_base(recipe: dict[str, Any], base_model: str | None) -> str | None:
     """Returns the Hub name of the model that a run started from, or `None` if it was a folder."""
-    # For a folder, `base_model` is the model in its card, and so differs from `model`
+    # For a folder, `base_model` is the model in its card
     return base_model if base_model == recipe.get("model") else None
 
 

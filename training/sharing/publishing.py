@@ -86,14 +86,7 @@ class Publication:
 
 @dataclass
 class CardOptions:
-    """What the user decides about the card.
-
-    Attributes:
-        file: a Markdown file to publish as the card, instead of a generated card.
-        license: license of the weights.
-        verdicts: verdicts of a comparison.
-        report: files of its report, by name in the repository.
-    """
+    """A file to publish as the card, or the license and verdicts for a generated one, and a report's files by name."""
 
     file: str | Path | None = None
     license: str | None = None
@@ -128,8 +121,8 @@ def publish_space(
 ) -> Publication:
     """Uploads a page of `nlq explore`, which quotes its text, as a static Space, in one commit.
 
-    `page` is the file, or the folder of a run or comparison that contains it. Raises `ValueError` if there is no page,
-    it contains a token or a path of this machine, or the name of the repository is not valid, and `PublishingError`.
+    `page` is the file, or the folder that contains it. Raises `ValueError` if there is no page, or it contains a token
+    or a path of this machine, and `PublishingError`.
     """
     page = resolve_user_path(page) / PAGE_FILE if Path(page).is_dir() else resolve_user_path(page)
     if not page.is_file():
@@ -188,10 +181,9 @@ def _send(
     """Creates the repository and its branch if they do not exist, and makes one commit; raises as `publish`."""
     if "/" not in repo_id:
         raise ValueError(f"repository {repo_id!r} must have the form owner/name")
-    sizes = {
-        name: len(content) if isinstance(content, bytes) else content.stat().st_size
-        for name, content in contents.items()
-    }
+    sizes = {}
+    for name, content in contents.items():
+        sizes[name] = len(content) if isinstance(content, bytes) else content.stat().st_size
     if dry_run:
         return Publication(sizes)
     if (token := get_token()) is None:
@@ -222,13 +214,11 @@ def _send(
 
 
 def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: Path | None) -> dict[str, Path | bytes]:
-    """Returns the files to upload by name: paths, or bytes where paths of this machine were cut.
+    """Returns the files to upload by name, from a copy of the folder: paths, or bytes where paths were cut.
 
-    Args:
-        folder: the copy of the model's folder.
-        adapter_folder: where to write an adapter, which is then published instead of the model.
+    With `adapter_folder`, an adapter is written there and published instead of the model.
     """
-    records = {name: read_json(folder / name) for name in (METRICS_FILE, CONVERSION_FILE) if (folder / name).is_file()}
+    records = {path.name: read_json(path) for path in files_in(folder, (METRICS_FILE, CONVERSION_FILE))}
     conversion = records.get(CONVERSION_FILE)
     result = RunResult.load(folder) if METRICS_FILE in records else None
     recipe = read_yaml(folder / RECIPE_FILE) if (folder / RECIPE_FILE).is_file() else None
@@ -241,8 +231,12 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
         paths |= {*weights, *code, *files_in(folder, SETTINGS)}
     contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in paths}
     if adapter_folder is not None:
-        adapter = _adapter(folder, adapter_folder, model, recipe, result, conversion)
-        contents |= {path.name: path for path in adapter}
+        if (recipe or {}).get("trainable") != "new" or result is None or conversion is None:
+            text = "--adapter publishes what a finished run with `trainable: new` trained"
+            raise ValueError(f"{text}, and {folder} is none (`hf upload` takes a LoRA, in the run's folder `adapter`)")
+        modules = whole_modules(model, conversion["added"])
+        base = converted_base(recipe, result.data.base_model)
+        contents |= {path.name: path for path in write_adapter(folder, adapter_folder, modules, base)}
     for name in {*SETTINGS, "special_tokens_map.json", "tokenizer_config.json"} & contents.keys():
         fields = {key: value for key, value in read_json(folder / name).items() if key not in _PATH_FIELDS}
         contents[name] = _json(fields | ({"auto_map": auto_map} if name == "config.json" else {}))
@@ -273,14 +267,12 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns `config.json` and its `auto_map`; raises `ValueError` unless it describes an NLQ model."""
     if not (folder / "config.json").is_file():
-        raise ValueError(
-            f"{folder} lacks config.json: it is not a saved model, or its training diverged or did not finish"
-        )
+        raise ValueError(f"{folder} lacks config.json: it is not a saved model, or its training did not finish")
     settings = read_json(folder / "config.json")
     auto_map = saved_auto_map(folder, settings)
     # A derived configuration may have its own type
-    if settings.get("model_type") not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
-        kind = settings.get("model_type")
+    kind = settings.get("model_type")
+    if kind not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(f"{folder} holds a model of type {kind!r}, not an NLQ model; upload it by `hf upload`")
     return settings, auto_map
 
@@ -295,30 +287,13 @@ def _check_code(folder: Path, weights: list[Path], code: set[Path]) -> None:
             raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")
 
 
-def _adapter(
-    folder: Path,
-    target: Path,
-    model: PreTrainedModel,
-    recipe: dict[str, Any] | None,
-    result: RunResult | None,
-    conversion: dict[str, Any] | None,
-) -> list[Path]:
-    """Writes the adapter of a run into the folder `target`, and returns its files."""
-    if (recipe or {}).get("trainable") != "new" or result is None or conversion is None:
-        text = "--adapter publishes what a finished run with `trainable: new` trained"
-        raise ValueError(f"{text}, and {folder} is none (`hf upload` takes a LoRA, in the run's folder `adapter`)")
-    modules = whole_modules(model, conversion["added"])
-    return write_adapter(folder, target, modules, converted_base(recipe, result.data.base_model))
-
-
 def _check_weights(
     folder: Path, settings: dict[str, Any], auto_map: dict[str, str]
 ) -> tuple[PreTrainedModel, list[Path]]:
     """Returns the model on the meta device, and the files of its weights.
 
-    The code in the folder does not run. A derived class is represented by the class of this package that it loads as,
-    and the parameters that only the derived class has are added. Raises `ValueError` if files are incomplete, or do
-    not match the parameters of a class of this package.
+    The code in the folder does not run: a derived class is represented by its class of this package, and its further
+    parameters are added. Raises `ValueError` if files are incomplete, or do not match a class of this package.
     """
     name = str((settings.get("architectures") or ["NLQForCausalLM"])[0]).removeprefix("FSDP")
     default = default_auto_map(settings)
@@ -352,7 +327,6 @@ def _is_published(name: str) -> bool:
 
 
 def _explain(error: BaseException) -> str:
-    """Explains an error of the Hub or of the connection in one line."""
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, HTTPError):
         error = error.__cause__  # raised for a large file
     if isinstance(error, HfHubHTTPError):

@@ -246,6 +246,11 @@ def test_page_shows_all_and_asks_for_nothing(outcome, tmp_path):
     assert "<script>alert('1 < 2 & 3')</script>" in page.text
 
 
+def test_a_name_with_a_lone_surrogate_is_escaped(outcome, tmp_path):
+    write_report(dataclasses.replace(outcome, name="odd \ud800"), tmp_path)
+    assert "<h1>odd \\ud800</h1>" in (tmp_path / "report.html").read_text()
+
+
 STRANGE = [
     r"a|b $\frac$",
     "` ![x](../secret_key) `",

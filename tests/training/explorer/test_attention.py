@@ -184,7 +184,7 @@ def test_a_part_that_measures_wrongly(make_model, tmp_path):
         "    def measure(self, call):\n        return {'wrong': torch.zeros(3)}\n"
     )
     load_attention_parts(tmp_path / "measured.py")
-    with pytest.raises(ValueError, match=r"attention part 'measured': 'wrong' has the shape \(3,\), not \(4,\)"):
+    with pytest.raises(ValueError, match=r"attention part 'measured': 'wrong' has shape=\(3,\), not \(4,\)"):
         measure_attention(make_model(attention_parts=["measured"]), torch.randint(13, (1, 6)), RANDOM)
 
 
