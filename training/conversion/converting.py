@@ -49,7 +49,7 @@ from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
 from .sources import find_checkpoint, load_gguf, load_model, read_source
 from .streaming import find_weights, write_weights
-from .upcycling import changed, largest_difference
+from .upcycling import largest_difference
 
 
 # Largest difference of the outputs, relative to the largest, that another order of summation explains in float32
@@ -152,7 +152,9 @@ def convert(
         try:
             opened, gguf = _open(source)
             nlq = opened.to_nlq() if opened.model.config.model_type in FAMILIES else opened
-            draft = _change(nlq, to, switches)
+            draft = nlq.with_switches(switches) if switches else nlq
+            if to != "nlq":
+                draft = nlq.from_nlq(to)
         except (ValueError, OSError, RuntimeError, EOFError, SafetensorError, StrictDataclassError) as error:
             text = one_line(error)
             raise ValueError(text if source in text else f"{source!r}: {text}") from error
@@ -263,15 +265,6 @@ def _open(source: str) -> tuple[Draft, GGUF | None]:
     return Draft(model, weights), None
 
 
-def _change(draft: Draft, to: str, switches: dict[str, Any]) -> Draft:
-    if switches:
-        if changed(draft.model.config, switches).to_dict() == draft.model.config.to_dict():
-            values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
-            raise ValueError(f"the model has {values} already")
-        draft = draft.with_switches(switches)
-    return draft if to == "nlq" else draft.from_nlq(to)
-
-
 def _load_tokenizer(
     source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None
 ) -> PreTrainedTokenizerBase | None:
@@ -288,10 +281,9 @@ def _load_tokenizer(
         # A sequence classifier reads its answer off the last token before its padding tokens
         if not type(model).__name__.endswith("ForSequenceClassification"):
             kinds.append("pad_token_id")
-        for kind in kinds:
-            setattr(model.config, kind, getattr(tokenizer, kind))
-            if model.can_generate():
-                setattr(model.generation_config, kind, getattr(tokenizer, kind))
+        for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
+            for kind in kinds:
+                setattr(settings, kind, getattr(tokenizer, kind))
     return tokenizer
 
 

@@ -113,6 +113,9 @@ class Draft:
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
         """Changes switches of an NLQ model."""
         config = changed(self.model.config, switches)
+        if config.to_dict() == self.model.config.to_dict():
+            values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
+            raise ValueError(f"the model has {values} already")
         if self.weights.are_in_memory or not only_adds(self.model.config, config):
             return Draft.of(upcycle(self.build(copied=False), switches), self.lost)
         new = empty_model(config, model_class=type(self.model))
