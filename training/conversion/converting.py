@@ -43,13 +43,13 @@ from ..run.run_folder import RunFolder
 from ..sharing.card import base_model_of, render
 from ..size import empty_model, size_of
 from ..text import one_line
-from .draft import Draft, LossyConversion, nlq_config
+from .draft import Draft
 from .families import FAMILIES
 from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
 from .sources import find_checkpoint, load_gguf, load_model, read_source
 from .streaming import find_weights, write_weights
-from .upcycling import changed, largest_difference
+from .upcycling import largest_difference
 
 
 # Largest difference of the outputs, relative to the largest, that another order of summation explains in float32
@@ -68,14 +68,13 @@ class Conversion:
     Attributes:
         source: a Hub name, or the last part of a path.
         base_model: the model on the Hub that the weights come from, if it is known.
-        lost: differences between both models in words; empty if they compute the same.
+        lost: differences between both models in words.
         dequantised: the type of a quantised source's weights, as llama.cpp names it.
-        difference: largest difference of the outputs on random tokens, in float32, relative to the largest output.
-        not_compared: why the outputs were not compared, if the source is too large.
+        difference: see `largest_difference`.
+        not_compared: why the outputs of a large source were not compared.
         added: names of the parameters that the source did not have when it was last trained.
         enlarged: names of the parameters that have grown since then.
         before: the record of an earlier conversion, after which the model was not trained.
-        trained_on: see `read_trained_on`.
     """
 
     source: str
@@ -95,7 +94,7 @@ class Conversion:
     trained_on: list[dict[str, Any]] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Returns what became of the model, in a line, and lines for what was lost."""
+        """Returns what became of the model, and a line for each loss."""
         facts = [f"{self.target_class} from {self.source_class}", f"{self.parameters:,} parameters"]
         if self.difference is not None:
             within = f"within {self.difference:.1e} of" if self.difference else "equal to"
@@ -106,7 +105,8 @@ class Conversion:
         lines = [", ".join(facts)]
         if self.dequantised is not None:
             lines.append(f"weights of type {self.dequantised} became float32: the model is no longer quantised")
-        return "\n".join([*lines, *(f"lost: {text}" for text in self.lost)])
+        lines += [f"lost: {text}" for text in self.lost]
+        return "\n".join(lines)
 
 
 def convert(
@@ -129,14 +129,13 @@ def convert(
         to: `"nlq"`, or one of `FAMILIES`.
         upcycle: make the queries `upcycled`, which compute the same at first.
         switches: other fields of `NLQConfig` to change without changing the outputs.
-        tokenizer: folder or Hub name; by default the source's own.
-        allow_lossy: convert even if something is lost.
+        tokenizer: folder or Hub name; by default the source's.
         overwrite: replace a model in the target; other files stay.
 
     Raises:
         ImportError: for a GGUF file without the package gguf.
-        ValueError: if the source cannot be converted so, or the target is not empty. Nothing is written then.
-        LossyConversion: if something would be lost and `allow_lossy` is not set.
+        ValueError: if the source cannot be converted, or the target is not empty. Nothing is written then.
+        LossyConversion: if something would be lost, unless `allow_lossy` is set.
     """
     source = str(source)
     target = resolve_user_path(target)
@@ -146,37 +145,37 @@ def convert(
     if to not in (known := ("nlq", *sorted(FAMILIES))):
         raise ValueError(f"to={to!r} must be one of {', '.join(known)}")
     if to != "nlq" and switches:
-        raise ValueError(f"--to {to} takes no switches ({', '.join(switches)}): they are those of NLQ models")
+        raise ValueError(f"--to {to} takes no switches of NLQ models: {', '.join(switches)}")
     _check_target(source, target, overwrite)
     check_model_folder(source)
     with RunFolder(target, plan=None).held():
-        card = (CARD_FILE,) if (target / CONVERSION_FILE).is_file() else ()
-        older = {path.relative_to(target).as_posix() for path in files_in(target, (*_MODEL, *card))}
         try:
             opened, gguf = _open(source)
-            draft = _change(opened, to, switches).check_exact(allow_lossy)
-        except LossyConversion:
-            raise
+            nlq = opened.to_nlq() if opened.model.config.model_type in FAMILIES else opened
+            draft = nlq.with_switches(switches) if switches else nlq
+            if to != "nlq":
+                draft = nlq.from_nlq(to)
         except (ValueError, OSError, RuntimeError, EOFError, SafetensorError, StrictDataclassError) as error:
             text = one_line(error)
             raise ValueError(text if source in text else f"{source!r}: {text}") from error
+        draft.check_exact(allow_lossy)
         draft.model.config.dtype = opened.model.config.dtype or draft.weights.dtype
         loaded_tokenizer = _load_tokenizer(source, tokenizer, draft.model, gguf)
-        record = _make_record(source, opened.model, draft, switches)
+        record = _make_record(source, opened.model, nlq.model, draft, switches)
         record.dequantised = gguf and gguf.quantised
         record.has_tokenizer = loaded_tokenizer is not None
-        _write(target, source, opened, draft, loaded_tokenizer, record, older)
+        _write(target, source, opened, draft, loaded_tokenizer, record)
     return record
 
 
-def _make_record(source: str, old: PreTrainedModel, draft: Draft, switches: dict[str, Any]) -> Conversion:
-    """Returns the record of a conversion before the models are compared."""
-    is_local = Path(source).exists()
+def _make_record(
+    source: str, old: PreTrainedModel, nlq: PreTrainedModel, draft: Draft, switches: dict[str, Any]
+) -> Conversion:
     is_checkpoint = find_checkpoint(source) is not None
     is_nlq = old.config.model_type == "nlq" and not is_checkpoint
     is_untrained = is_nlq and read_record(source, RECIPE_FILE) is None
     record = Conversion(
-        source=Path(source).resolve().name if is_local else source,
+        source=Path(source).resolve().name if Path(source).exists() else source,
         source_class="checkpoint" if is_checkpoint else type(old).__name__,
         target_class=type(draft.model).__name__,
         base_model=base_model_of(source),
@@ -187,15 +186,13 @@ def _make_record(source: str, old: PreTrainedModel, draft: Draft, switches: dict
         trained_on=read_trained_on(source) if is_nlq or Path(source).is_dir() else [],
     )
     if draft.model.config.model_type == "nlq":
-        earlier = record.before or {}
-        record.added = earlier.get("added", [])
-        record.enlarged = earlier.get("enlarged", [])
-        if switches:
-            before = _shapes(empty_model(nlq_config(old.config), model_class=type(draft.model)))
-            after = _shapes(draft.model)
-            record.added = [name for name in after if name in record.added or name not in before]
-            grown = {*record.enlarged, *(name for name in before if name in after and before[name] != after[name])}
-            record.enlarged = [name for name in after if name in grown and name not in record.added]
+        earlier = {"added": [], "enlarged": [], **(record.before or {})}
+        before = _shapes(nlq)
+        for name, shape in _shapes(draft.model).items():
+            if name in earlier["added"] or name not in before:
+                record.added.append(name)
+            elif name in earlier["enlarged"] or shape != before[name]:
+                record.enlarged.append(name)
     return record
 
 
@@ -211,13 +208,13 @@ def _write(
     draft: Draft,
     tokenizer: PreTrainedTokenizerBase | None,
     record: Conversion,
-    older: set[str],
 ) -> None:
-    """Writes the new model with its record and card, and deletes other files of an older model.
+    """Writes the new model with its record and card, and deletes what remains of an older model.
 
-    `older` lists the files in the target that a model may have. Those that are missing in a manifest are the user's:
-    the new model may replace them, but they are not deleted.
+    Files that are missing in a manifest are the user's: the new model may replace them, but they are not deleted.
     """
+    patterns = [*_MODEL, CARD_FILE] if (target / CONVERSION_FILE).is_file() else _MODEL
+    older = {path.relative_to(target).as_posix() for path in files_in(target, patterns)}
     old, new = opened.model, draft.model
     # config.json is last: a folder without it is not a model
     with atomic_dir(target, last="config.json") as folder:
@@ -236,8 +233,7 @@ def _write(
             record.difference = largest_difference(old, loaded)
             # Computed matrices, such as W - I, are rounded to the precision of the weights
             if not draft.lost and not record.difference <= max(_TOLERANCE, torch.finfo(loaded.dtype).eps):
-                text = f"the outputs would differ by {record.difference:.1e} of the largest"
-                raise ValueError(f"{source}: {text}: these weights cannot be moved")
+                raise ValueError(f"{source}: the outputs would differ by {record.difference:.1e} of the largest")
         content = asdict(record)
         write_text(folder / CONVERSION_FILE, json.dumps(content, indent=2) + "\n")
         name = target.resolve().name
@@ -253,9 +249,9 @@ def _write(
 
 def _open(source: str) -> tuple[Draft, GGUF | None]:
     """Returns the model of a source, in memory if it cannot be converted shard by shard, and a GGUF file's header."""
-    if (checkpoint := find_checkpoint(source)) is not None:
-        with source_named(str(checkpoint)):
-            return Draft.of(from_paper(read_checkpoint(checkpoint))), None
+    if (path := find_checkpoint(source)) is not None:
+        with source_named(str(path)):
+            return Draft.of(from_paper(read_checkpoint(path))), None
     if (path := find_gguf(source)) is not None:
         gguf = read_gguf(path)
         return Draft.of(*load_gguf(gguf)), gguf
@@ -269,22 +265,10 @@ def _open(source: str) -> tuple[Draft, GGUF | None]:
     return Draft(model, weights), None
 
 
-def _change(draft: Draft, to: str, switches: dict[str, Any]) -> Draft:
-    """Converts an opened source to NLQ, to other switches, and to another family."""
-    if draft.model.config.model_type in FAMILIES:
-        draft = draft.to_nlq()
-    if switches:
-        if changed(draft.model.config, switches).to_dict() == draft.model.config.to_dict():
-            values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
-            raise ValueError(f"the model has {values} already")
-        draft = draft.with_switches(switches)
-    return draft if to == "nlq" else draft.from_nlq(to)
-
-
 def _load_tokenizer(
     source: str, name: str | None, model: PreTrainedModel, gguf: GGUF | None
 ) -> PreTrainedTokenizerBase | None:
-    """Loads the source's tokenizer if it has one, or the named one, and sets its special tokens in the model."""
+    """Loads the source's tokenizer, if any, or the named one, whose special tokens the model gets."""
     if name is None and gguf is not None:
         tokenizer = load_gguf_tokenizer(gguf)
     elif name is None and Path(source).exists() and not any((Path(source) / file).is_file() for file in VOCABULARIES):
@@ -294,7 +278,7 @@ def _load_tokenizer(
     check_vocabulary(tokenizer, name or source, model.config)
     if name is not None:
         kinds = ["bos_token_id", "eos_token_id"]
-        # A sequence classifier reads its answer off the last token that is not padding, so it keeps its padding token
+        # A sequence classifier reads its answer off the last token before its padding tokens
         if not type(model).__name__.endswith("ForSequenceClassification"):
             kinds.append("pad_token_id")
         for settings in filter(None, (model.config, getattr(model, "generation_config", None))):

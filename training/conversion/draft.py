@@ -8,17 +8,9 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.models.auto import modeling_auto
 
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
 
@@ -31,12 +23,12 @@ from .upcycling import changed, check_change, only_adds, restructure, upcycle
 
 # The classes of each head by configuration; the first head is the default
 _HEADS = (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    MODEL_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+    modeling_auto.MODEL_MAPPING,
+    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 )
 
 
@@ -45,14 +37,14 @@ class LossyConversion(ValueError):
 
 
 def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
-    """Returns the classes of a configuration that can be converted, by name; the first is the default."""
+    """Returns the classes of a configuration by name; the first is the default."""
     return {head[type(config)].__name__: head[type(config)] for head in _HEADS if type(config) in head}
 
 
 def class_with_same_head(
     model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[PreTrainedModel]:
-    """Returns the class of another configuration with the same head as a class; raises `ValueError` without one."""
+    """Returns a configuration's class with the same head; raises `ValueError` without one."""
     known = (model_class.config_class, NLQConfig)  # the second of a derived class that is not registered
     for head in _HEADS:
         if any(config in head and issubclass(model_class, head[config]) for config in known) and config_class in head:
@@ -60,16 +52,8 @@ def class_with_same_head(
     raise ValueError(f"{config_class.model_type} has no model with the head of {model_class.__name__}")
 
 
-def nlq_config(config: PreTrainedConfig) -> NLQConfig:
-    """Returns the configuration of the NLQ model that computes the same."""
-    return FAMILIES[config.model_type].read(config) if config.model_type in FAMILIES else config
-
-
 def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig, NLQConfig]:
-    """Returns the nearest configuration of a family, and the NLQ configuration that computes the same as it.
-
-    Raises `ValueError` if the family does not have a model of this shape.
-    """
+    """Returns the nearest configuration of a family, and its equal of NLQ; raises `ValueError` for another shape."""
     try:
         theirs = FAMILIES[family].write(config)
         plain = FAMILIES[family].read(theirs)
@@ -83,7 +67,9 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
 class Draft:
     """A model before its weights are made: it changes in steps, and is then built, or written shard by shard.
 
-    `model` has its class and configuration, but other parameters. `lost` are differences from the source, in words.
+    Attributes:
+        model: has the class and the configuration, but other parameters.
+        lost: differences from the source, in words.
     """
 
     model: PreTrainedModel
@@ -96,14 +82,13 @@ class Draft:
         return cls(model, Weights.of(saved_state(model)), [*lost])
 
     def check_exact(self, allow_lossy: bool) -> "Draft":
-        """Returns the draft itself; raises `LossyConversion` if something is lost, unless that is allowed."""
+        """Returns the draft; raises `LossyConversion` if something is lost, unless that is allowed."""
         if self.lost and not allow_lossy:
-            lost = "; ".join(self.lost)
-            raise LossyConversion(f"the model cannot be converted exactly: {lost}; --allow-lossy goes on without")
+            raise LossyConversion(f"{'; '.join(self.lost)}; --allow-lossy goes on without")
         return self
 
     def build(self, copied: bool = True) -> PreTrainedModel:
-        """Makes the model in memory, in evaluation mode. Without a copy, it may share parameters with the source."""
+        """Makes the model in evaluation mode. Without a copy, it may share parameters with the source."""
         state = {name: load().detach() for name, load in self.weights.tensors.items()}
         if copied:
             state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
@@ -117,7 +102,7 @@ class Draft:
         return model.eval()
 
     def to_nlq(self) -> "Draft":
-        """Converts a model of a family to NLQ; raises `ValueError` as the function `to_nlq`."""
+        """Converts a model of a family to NLQ."""
         old = self.model
         family = FAMILIES[old.config.model_type]
         new = empty_model(family.read(old.config), model_class=class_with_same_head(type(old), NLQConfig))
@@ -126,8 +111,11 @@ class Draft:
         return self._changed(new, tensors, family.not_read(old.config))
 
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
-        """Changes switches of an NLQ model; raises `ValueError` as `upcycle`."""
+        """Changes switches of an NLQ model."""
         config = changed(self.model.config, switches)
+        if config.to_dict() == self.model.config.to_dict():
+            values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
+            raise ValueError(f"the model has {values} already")
         if self.weights.are_in_memory or not only_adds(self.model.config, config):
             return Draft.of(upcycle(self.build(copied=False), switches), self.lost)
         new = empty_model(config, model_class=type(self.model))
@@ -135,7 +123,7 @@ class Draft:
         return self._changed(new, {**initial, **self.weights.tensors})
 
     def from_nlq(self, family: str) -> "Draft":
-        """Converts an NLQ model to a family; raises `ValueError` as the function `from_nlq`."""
+        """Converts an NLQ model to a family."""
         their_class = class_with_same_head(type(self.model), FAMILIES[family].config_class)
         config, plain = nearest_in_family(family, self.model.config)
         draft = self
@@ -154,7 +142,7 @@ class Draft:
 
 @torch.no_grad()
 def _initial_value(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the initial value of a parameter that `only_adds` allows in an empty model: of a bottleneck."""
+    """Returns the initial value of a parameter of a new bottleneck."""
     path, _, kind = name.rpartition(".")
     module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
     model._init_weights(module)
@@ -174,7 +162,7 @@ def _take_generation_config(model: PreTrainedModel, source: PreTrainedModel) -> 
 def to_nlq_tensors(
     family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, Load]
 ) -> dict[str, Load]:
-    """Converts the parameters of a model of a family to NLQ. The models may be on the meta device."""
+    """Converts the parameters of a family's model to NLQ. The models may be on the meta device."""
 
     def read(their_name: str, index: int) -> torch.Tensor:
         return family.layout(their_name).read(tensors[their_name](), theirs.config)[index]
@@ -195,22 +183,16 @@ def from_nlq_tensors(
         return family.layout(their_name).write([tensors[name]() for name in our_names], theirs.config)
 
     names = names_of(family, theirs, ours)
-    converted = {their_name: partial(write, their_name, our_names) for their_name, our_names in names.items()}
-    bias = f"{family.classifier}.bias"
-    if bias in saved_state(theirs) and bias not in converted:  # `token_classification_bias=False`
-        weight = converted[f"{family.classifier}.weight"]
-        converted[bias] = lambda: torch.zeros_like(weight()[:, 0])
-    return converted
+    return {their_name: partial(write, their_name, our_names) for their_name, our_names in names.items()}
 
 
 def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, list[str]]:
     """Maps each parameter of a family's model to the parameters of an NLQ model that it consists of."""
-    has_head = not isinstance(ours, NLQModel)
     names: dict[str, list[str]] = {}
     for name in saved_state(ours):
         module, _, kind = name.rpartition(".")
         body = module.removeprefix(f"{ours.base_model_prefix}.")
-        if not has_head:
+        if isinstance(ours, NLQModel):
             renamed = family.module_name(module)
         elif body == module:
             renamed = module if hasattr(theirs, module) else family.classifier
@@ -223,8 +205,8 @@ def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) 
 def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
     """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, which stays as it is.
 
-    Raises `ValueError` for another family, or a value that NLQ does not support, and `LossyConversion` for fields that
-    NLQ does not have, which `allow_lossy` ignores.
+    Raises `ValueError` for another family or an unsupported value, and `LossyConversion` for fields that NLQ does not
+    have, unless `allow_lossy` is set.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
@@ -234,8 +216,7 @@ def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedMo
 def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
     """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, which stays as it is.
 
-    For GPT-2, grouped queries are expanded, and `"residual"` projections become matrices. Raises `ValueError` if the
-    family does not have a model of this shape, and `LossyConversion` if it cannot compute the same, unless
-    `allow_lossy` is set.
+    Raises `ValueError` if the family does not have a model of this shape, and `LossyConversion` if it cannot compute
+    the same, unless `allow_lossy` is set.
     """
     return Draft.of(model).from_nlq(family).check_exact(allow_lossy).build()

@@ -22,10 +22,7 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 class Part(NamedTuple):
     """Fields of a family's configuration that correspond to fields of `NLQConfig`.
 
-    Attributes:
-        fields: names in the family.
-        read: converts a configuration of the family to fields of `NLQConfig`; a list has a value for each layer.
-        write: converts the configurations of all NLQ layers to fields of the family. Others than `fields` are dropped.
+    `read` may return a list with a value for each layer, and `write` fields that the family does not have.
     """
 
     fields: tuple[str, ...]
@@ -34,7 +31,7 @@ class Part(NamedTuple):
 
 
 def _equal(*same: str, **renamed: str) -> Part:
-    """Returns the part for fields with equal values and the same name, or as family's name="name in `NLQConfig`"."""
+    """Makes the part for fields with equal values, and the same names or those in `NLQConfig`."""
     names = {**{name: name for name in same}, **renamed}
     return Part(
         tuple(names),
@@ -47,12 +44,14 @@ def _read_rope(config: PreTrainedConfig, is_partial: bool = False, has_norm_afte
     parameters = dict(config.rope_parameters)
     kind = parameters.get("rope_type")
     factor = parameters.get("partial_rotary_factor", 1.0)
-    # `proportional` is the exception: it turns the rest of a whole head by an angle of 0
+    # `proportional` turns the rest of a whole head by an angle of 0
     if factor != 1.0 and not is_partial and kind != "proportional":
-        raise ValueError(f"rope_parameters: partial_rotary_factor={factor!r}: {config.model_type} rotates whole heads")
+        raise ValueError(f"partial_rotary_factor={factor!r}: {config.model_type} rotates whole heads")
     # `yarn` scales rotated queries and keys, and a norm after that takes the factor back
-    if kind == "yarn" and has_norm_after and (scaling := ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]) != 1.0:
-        raise ValueError(f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0 for this type")
+    if kind == "yarn" and has_norm_after:
+        _, scaling = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+        if scaling != 1.0:
+            raise ValueError(f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0")
     return {"position_embedding": "rope", "rope_parameters": parameters}
 
 
@@ -66,7 +65,7 @@ def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[s
 
 
 def _read_head_dim(config: PreTrainedConfig) -> dict[str, Any]:
-    # All classes with this part read the field, even if they do not declare it
+    # The classes read the field even if they do not declare it
     return {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
 
 
@@ -76,7 +75,7 @@ def _write_head_dim_unless_usual(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 def _bias(name: str, *parts: str) -> Part:
-    """Returns the part for a field that sets the biases of several `parts` of an NLQ model."""
+    """Makes the part for a field that sets the biases of several parts of an NLQ model."""
     return Part(
         (name,),
         lambda config: {f"{part}_bias": getattr(config, name) for part in parts},
@@ -123,20 +122,20 @@ def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
 
 
 class Layout(NamedTuple):
-    """How a family stores a tensor: `read` splits it into one or several tensors of NLQ, `write` is the inverse."""
+    """How a family stores a tensor: `read` splits it into tensors of NLQ, `write` is the inverse."""
 
     read: Callable[[torch.Tensor, PreTrainedConfig], Sequence[torch.Tensor]]
     write: Callable[[Sequence[torch.Tensor], PreTrainedConfig], torch.Tensor]
 
 
 _SAME_LAYOUT = Layout(lambda tensor, _: [tensor], lambda tensors, _: tensors[0])
-# A `Conv1D` stores its matrix transposed, input x output, and GPT-2 has query, key and value in one
+# A `Conv1D` stores its matrix transposed, input x output
 _CONV1D = Layout(lambda tensor, _: [tensor.t()], lambda tensors, _: tensors[0].t())
 _FUSED_CONV1D = Layout(lambda tensor, _: tensor.t().chunk(3), lambda tensors, _: torch.cat(list(tensors)).t())
 
 
 def _swapped_halves(heads: str) -> Layout:
-    """Returns the layout of NanoChat, which rotates queries and keys in the other direction."""
+    """Makes the layout of NanoChat, which rotates queries and keys in the other direction."""
 
     def swap(tensor: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor:
         return tensor.unflatten(0, (getattr(config, heads), 2, -1)).flip(1).flatten(0, 2)
@@ -158,10 +157,8 @@ class Family:
     """A model type of Transformers with its configuration and parameters in terms of NLQ's.
 
     Attributes:
-        name: its `model_type`.
         switches: fields of `NLQConfig` with the same value in the whole family.
-        parts: the fields of its configuration.
-        without_effect: further fields, which do not change the outputs.
+        without_effect: fields that do not change the outputs.
         block_names: names of a block's modules, NLQ's -> the family's, if they differ. It fuses those with one name.
         body_names: the same for the modules around the blocks.
         classifier: name of the head of a token classifier.
@@ -182,15 +179,12 @@ class Family:
         return CONFIG_MAPPING[self.name]
 
     def read(self, config: PreTrainedConfig) -> NLQConfig:
-        """Makes the configuration of the NLQ model that computes the same.
-
-        Raises `ValueError` or `StrictDataclassError` for a value that NLQ does not support.
-        """
+        """Makes an equal configuration of NLQ; raises `ValueError` or `StrictDataclassError` if there is none."""
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("quantization_config: quantized weights cannot be converted; save the model without it")
+            raise ValueError("quantization_config: quantized weights cannot be converted")
         is_causal = self.switches.get("is_causal", True)
         if getattr(config, "is_causal", is_causal) != is_causal:
-            raise ValueError(f"is_causal={not is_causal} must be {is_causal} for a model of type {self.name}")
+            raise ValueError(f"is_causal={not is_causal} must be {is_causal} for {self.name}")
         values = {"query_projection": "linear", **self.switches, **_library_fields(config)}
         for part in self.parts:
             values.update(part.read(config))
@@ -213,7 +207,7 @@ class Family:
         return self.config_class(**values)
 
     def not_read(self, config: PreTrainedConfig) -> list[str]:
-        """Lists the fields and values of a configuration that NLQ does not have, in words."""
+        """Lists the fields of a configuration that NLQ does not have, in words."""
         known = {
             *(field.name for field in fields(PreTrainedConfig)),
             *(name for part in self.parts for name in part.fields),
@@ -231,7 +225,7 @@ class Family:
         ]
 
     def layout(self, name: str) -> Layout:
-        """Returns how the family stores the parameter that it calls by this name."""
+        """Returns how the family stores a parameter, by its name there."""
         return self.layouts.get(name.split(".")[-2], _SAME_LAYOUT)
 
     def module_name(self, name: str) -> str:
@@ -245,7 +239,7 @@ class Family:
 
 # Fields of any Transformers model, and of its head
 _LIBRARY_FIELDS = ("id2label", "label2id", "problem_type", "classifier_dropout", "token_classification_bias")
-# Fields of published checkpoints that do not change the outputs. From some, a configuration derives fields that do
+# Fields of published checkpoints that do not change the outputs, or from which a configuration derives those that do
 _WITHOUT_EFFECT = (
     "auto_map",
     *(f"{kind}_token" for kind in ("bos", "cls", "eos", "mask", "pad", "sep", "unk")),  # as text; the ids count
@@ -302,49 +296,48 @@ _HIDDEN_DROPOUT = Part(
     lambda config: {"embedding_dropout": config.hidden_dropout, "residual_dropout": config.hidden_dropout},
     lambda layers: {"hidden_dropout": layers[0].residual_dropout},
 )
-_NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda config: {}, lambda layers: {"attention_dropout": 0.0})
+_NO_ATTENTION_DROPOUT = Part(("attention_dropout",), lambda _: {}, lambda _: {"attention_dropout": 0.0})
 _ATTENTION_BIAS = _bias("attention_bias", "query_key_value", "attention_output")
 _MLP_BIAS = _bias("mlp_bias", "mlp")
 _RESIDUAL_DROPOUT = _equal("residual_dropout")
 _WINDOW = _equal("sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
-_LLAMA_PARTS = (_TOKENS, _COMMON, _KEY_HEADS, _equal(rms_norm_eps="layer_norm_eps"))
+_DECODER = (_TOKENS, _COMMON, _KEY_HEADS, _ROPE)
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-
-
 _QKV = tuple(f"self_attn.{kind}_proj" for kind in "qkv")
 
 
 def _like_llama(name: str, *parts: Part, switches: dict[str, Any] | None = None, **others: Any) -> Family:
     """Makes a family with Llama's fields, norms and names, and with what differs."""
     switches = {"norm_type": "rmsnorm", "mlp_type": "gated", **(switches or {})}
-    return Family(name, switches, (*_LLAMA_PARTS, *parts), **{"block_names": _LLAMA_NAMES, **others})
+    parts = (*_DECODER, _equal(rms_norm_eps="layer_norm_eps"), *parts)
+    return Family(name, switches, parts, **{"block_names": _LLAMA_NAMES, **others})
 
 
 _ROWS = (
-    _like_llama("llama", _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
-    _like_llama("mistral", _ROPE, _HEAD_DIM, _WINDOW),
+    _like_llama("llama", _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
+    _like_llama("mistral", _HEAD_DIM, _WINDOW),
     _like_llama(
         "eurobert",
-        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
+        *(_UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
         switches={"is_causal": False},
         without_effect=("classifier_pooling", "clf_pooling"),  # of a head with a further layer, which is not converted
         classifier="classifier",
     ),
-    _like_llama("cwm", _ROPE, _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
-    _like_llama("qwen2", _ROPE, _UNDECLARED_HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
-    _like_llama("qwen3", _ROPE, _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
-    _like_llama("smollm3", _ROPE, _NO_ROPE_LAYERS, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
+    _like_llama("cwm", _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
+    _like_llama("qwen2", _UNDECLARED_HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
+    _like_llama("qwen3", _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
+    _like_llama("smollm3", _NO_ROPE_LAYERS, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
     _like_llama(
         "arcee",
-        *(_ROPE, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
+        *(_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
         switches={"mlp_type": "plain"},
         block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
     _like_llama(
         "seed_oss",
-        *(_ROPE, _HEAD_DIM, _MLP_BIAS, _RESIDUAL_DROPOUT),
+        *(_HEAD_DIM, _MLP_BIAS, _RESIDUAL_DROPOUT),
         *(_bias("attention_bias", "query_key_value"), _bias("attention_out_bias", "attention_output")),
     ),
     _like_llama(
@@ -355,7 +348,7 @@ _ROWS = (
     ),
     _like_llama(
         "olmo2",
-        *(_ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        *(_UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         switches={"norm_position": "output", "qk_norm": "rms_all_heads"},
         block_names={
             "self_attn_output_norm": "post_attention_layernorm",
@@ -364,7 +357,7 @@ _ROWS = (
     ),
     _like_llama(
         "diffllama",
-        *(_ROPE, _HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
+        *(_HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
         switches={"differential_attention": "v1"},
         without_effect=("lambda_std_dev",),  # of the initial vectors
         block_names={**_LLAMA_NAMES, "self_attn.parts.differential_attention": "self_attn"},
@@ -373,7 +366,7 @@ _ROWS = (
         "starcoder2",
         {"use_bias": True},
         (
-            *(_TOKENS, _COMMON, _KEY_HEADS, _RESIDUAL_DROPOUT, _ROPE, _UNDECLARED_HEAD_DIM, _WINDOW),
+            *(*_DECODER, _RESIDUAL_DROPOUT, _UNDECLARED_HEAD_DIM, _WINDOW),
             _equal("embedding_dropout", norm_epsilon="layer_norm_eps"),
             _bias("use_bias", "query_key_value", "attention_output", "mlp"),
         ),
@@ -382,7 +375,7 @@ _ROWS = (
     Family(
         "olmo",
         {"mlp_type": "gated", "norm_gain": False},  # its epsilon is our default
-        (_TOKENS, _COMMON, _KEY_HEADS, _ROPE, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        (*_DECODER, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
         block_names=_LLAMA_NAMES,
     ),
     Family(

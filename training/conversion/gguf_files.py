@@ -15,10 +15,9 @@ from ..loading import source_named
 from ..text import one_line
 
 
-# Families that Transformers reads completely: not `starcoder2`, without the base of rotary positions, and `gpt2`,
-# without the inner size. Files of Mistral models say `llama`
+# Transformers does not read `starcoder2` and `gpt2` completely. Files of Mistral models say `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Fields that this file reads, or that shapes of tensors repeat
+# Read below, or repeated by shapes of tensors
 _ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
 # Values of a feature that the model does not use
 _NOTHING = (0, "", "none", [])
@@ -26,9 +25,9 @@ _NOTHING = (0, "", "none", [])
 _USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
 _TOKENIZER = "tokenizer.ggml."
+_NOT_READ = ": Transformers does not read it from GGUF files"
 _NOT_QUANTISED = ("F32", "F16", "BF16")
-# Values of `tokenizer.ggml.pre` that split text as GPT-2 does, or into single digits first. With "default" and without
-# a value, llama.cpp splits off punctuation, and digits in threes
+# Values of `tokenizer.ggml.pre` that split text as GPT-2 does, or into single digits first
 _AS_GPT2 = ("gpt-2", "olmo")
 _DIGITS = ("smollm", "starcoder")
 
@@ -39,7 +38,6 @@ class GGUF:
 
     Attributes:
         quantised: the type of most of its quantised weights, as llama.cpp names it; `None` without any.
-        tensors: names of the tensors.
         tokenizer: fields below `tokenizer.ggml`, without its lists.
         not_read: fields of the model that Transformers does not read, in words.
     """
@@ -54,7 +52,7 @@ class GGUF:
 
 
 def find_gguf(source: str) -> Path | None:
-    """Returns the GGUF file that a source is or contains, or `None`, as for a folder with safetensors files."""
+    """Returns the GGUF file that a source is or contains, unless it also contains safetensors files."""
     path = Path(source)
     if path.is_file() and path.suffix == ".gguf":
         return path
@@ -66,7 +64,7 @@ def find_gguf(source: str) -> Path | None:
 
 
 def read_gguf(path: Path) -> GGUF:
-    """Reads the header of a file; raises `ValueError` if it is damaged, or holds another kind of model."""
+    """Reads the header; raises `ValueError` if it is damaged, or of an unsupported model."""
     if not is_gguf_available():
         raise ImportError(f'{path} needs the package gguf: pip install "modeling-nlq[gguf]"')
     from gguf import GGUFReader
@@ -84,14 +82,14 @@ def read_gguf(path: Path) -> GGUF:
     prefix = f"{architecture}."
     values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
     if values.get("attention.causal") is False:
-        raise ValueError(f"{path}: {prefix}attention.causal=False: encoders are converted from safetensors alone")
+        raise ValueError(f"{path}: attention.causal=False: encoders are converted from safetensors")
     head_size = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}
-    read = (*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ)
+    known = {*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ} - usual.keys()
     not_read = [
-        f"{prefix}{name}={value!r}: Transformers does not read it from GGUF files"
+        f"{prefix}{name}={value!r}{_NOT_READ}"
         for name, value in values.items()
-        if (value != usual[name] if name in usual else name not in read and value not in _NOTHING)
+        if name not in known and value not in ([usual[name]] if name in usual else _NOTHING)
     ]
     sizes: Counter[str] = Counter()
     for tensor in reader.tensors:
@@ -103,36 +101,33 @@ def read_gguf(path: Path) -> GGUF:
         architecture=architecture,
         tensors=[tensor.name for tensor in reader.tensors],
         head_size=head_size,
-        tokenizer={
-            name.removeprefix(_TOKENIZER): value for name, value in fields.items() if name.startswith(_TOKENIZER)
-        },
+        tokenizer={name.removeprefix(_TOKENIZER): fields[name] for name in fields if name.startswith(_TOKENIZER)},
         not_read=not_read,
     )
 
 
 def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list[str]:
-    """Lists the tensors of a file that a model with these parameters does not use, in words."""
-    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    """Lists the tensors that a model with these parameters does not use, in words."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
 
-    architecture = next(key for key, name in MODEL_ARCH_NAMES.items() if name == gguf.architecture)
-    names = get_tensor_name_map(architecture, layers)
+    names = get_tensor_name_map(MODEL_ARCH[gguf.architecture.upper()], layers)
     known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in parameters}
-    return [f"{name}: Transformers does not read it from GGUF files" for name in gguf.tensors if name not in known]
+    return [f"{name}{_NOT_READ}" for name in gguf.tensors if name not in known]
 
 
 def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
-    """Rebuilds the tokenizer of a file; raises `ValueError` if Transformers cannot, or would split text otherwise."""
+    """Rebuilds the tokenizer; raises `ValueError` if Transformers cannot, or would split text otherwise."""
     path = gguf.path
     file = str(path.resolve())
     try:
         with source_named(str(path.parent)):
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=file, trust_remote_code=False)
     except Exception as error:  # the reader expects every field, and raises many types
-        reason = one_line(error)
-        raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({reason}); give one by --tokenizer") from error
+        raise ValueError(f"{path}: the tokenizer cannot be rebuilt ({one_line(error)}); give --tokenizer") from error
     # Transformers reads these two from 5.23 on
     for name, default in {"add_bos_token": gguf.tokenizer.get("model") == "llama", "add_eos_token": False}.items():
-        if getattr(tokenizer, name) != (value := gguf.tokenizer.get(name, default)):
+        value = gguf.tokenizer.get(name, default)
+        if getattr(tokenizer, name) != value:
             setattr(tokenizer, name, value)
     backend = tokenizer.backend_tokenizer
     split = gguf.tokenizer.get("pre")
@@ -142,7 +137,5 @@ def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:
             digits = pre_tokenizers.Digits(individual_digits=True)
             backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
         elif split not in _AS_GPT2:
-            raise ValueError(
-                f"{path}: Transformers cannot split text by {_TOKENIZER}pre={split!r}; give a --tokenizer"
-            )
+            raise ValueError(f"{path}: Transformers cannot split text by {_TOKENIZER}pre={split!r}; give --tokenizer")
     return tokenizer

@@ -1,7 +1,4 @@
-"""Reads checkpoints of the paper's code (Karbevski 2026, arXiv 2603.13381), a fork of nanoGPT, and of nanoGPT itself.
-
-A file holds `{"model": state_dict, "model_args": dict, ...}`; `torch.compile` adds a prefix to all names.
-"""
+"""Reads checkpoints of nanoGPT, and of the paper's fork of it (Karbevski 2026, arXiv 2603.13381)."""
 
 import math
 import zipfile
@@ -50,7 +47,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     # Mapped, because the file also holds the optimizer's state
     checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        raise ValueError(f"{path} is not a checkpoint of nanoGPT: it does not hold 'model' and 'model_args'")
+        raise ValueError(f"{path} does not hold 'model' and 'model_args'")
     return checkpoint
 
 
@@ -58,7 +55,7 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
     """Makes the model of a checkpoint; raises `ValueError` for fields or weights that do not fit."""
     config = _to_config(checkpoint["model_args"])
     state = {name.removeprefix("_orig_mod."): value for name, value in checkpoint["model"].items()}
-    # Attention without a kernel saves the causal mask, which is not a parameter
+    # Attention without a kernel saves the causal mask
     state = {name: value for name, value in state.items() if not (name.endswith(".attn.bias") and value.ndim == 4)}
     ours = empty_model(config, model_class=NLQForCausalLM)
     theirs = empty_model(GPT2Config(n_layer=1), model_class=GPT2LMHeadModel)
@@ -70,7 +67,7 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
     head, embedding = "lm_head.weight", "transformer.wte.weight"
     if config.tie_word_embeddings and head in state:
         if not torch.equal(state[head], state.setdefault(embedding, state[head])):
-            raise ValueError(f"tie_weights=True, and yet {head} differs from {embedding}")
+            raise ValueError(f"tie_weights=True, but {head} differs from {embedding}")
         del state[head]
     expected = from_nlq_tensors(family, theirs, ours, Weights.of(saved_state(ours)).tensors)
     shapes = {name: load().shape for name, load in expected.items()}

@@ -17,7 +17,7 @@ PAPER_CHECKPOINT = "ckpt.pt"
 
 
 def find_checkpoint(source: str) -> Path | None:
-    """Returns the checkpoint file that a source is or contains, or `None`."""
+    """Returns the checkpoint of nanoGPT that a source is or contains, or `None`."""
     path = Path(source)
     if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
         return path / PAPER_CHECKPOINT
@@ -25,7 +25,7 @@ def find_checkpoint(source: str) -> Path | None:
 
 
 def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Reads the configuration and the class of a saved model; raises `ValueError` if it cannot be converted."""
+    """Returns the configuration and class of a saved model; raises `ValueError` if it cannot be converted."""
     with source_named(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
     check_kernels(config, source)
@@ -41,14 +41,14 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
 def load_model(
     source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel], **options
 ) -> PreTrainedModel:
-    """Loads a saved model in its precision; raises `ValueError` for missing, unknown and misshapen parameters."""
+    """Loads a saved model in its precision; raises `ValueError` for parameters that do not fit."""
     with source_named(source):
         model, info = model_class.from_pretrained(
             source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     if info["mismatched_keys"]:
         name, shape, expected = min(info["mismatched_keys"])
-        raise ValueError(f"{name} has the shape {tuple(shape)}, and its configuration says {tuple(expected)}")
+        raise ValueError(f"{name} has the shape {tuple(shape)}, which must be {tuple(expected)}")
     # Transformers saved the value of masked scores, which is not a parameter, until 4.27
     unexpected = {name for name in info["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
     check_names(set(info["missing_keys"]), unexpected)
@@ -57,9 +57,8 @@ def load_model(
 
 def load_gguf(gguf: GGUF) -> tuple[PreTrainedModel, list[str]]:
     """Loads the model of a GGUF file in float32, and lists what Transformers does not read."""
-    # The whole path: Transformers would look for a bare name in the current directory first
     folder = str(gguf.path.parent)
-    file = str(gguf.path.resolve())
+    file = str(gguf.path.resolve())  # Transformers looks for a bare name in the current directory first
     config, model_class = read_source(folder, gguf_file=file)
     if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
         config.head_dim = gguf.head_size

@@ -1,7 +1,4 @@
-"""Reads and writes the weights of a model shard by shard, so that a conversion needs memory for one shard.
-
-Transformers' `WeightConverter` would need memory for the whole model, and has to be registered for the whole process.
-"""
+"""Reads and writes the weights of a model shard by shard, so that a conversion needs memory for one shard."""
 
 import json
 import re
@@ -36,15 +33,7 @@ Load = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model.
-
-    Attributes:
-        tensors: functions that read or compute each tensor when it is needed.
-        dtype: type of the source's first tensor.
-        nbytes: size of the source.
-        largest_shard: size of its largest file, in bytes.
-        are_in_memory: whether the source is a model in memory.
-    """
+    """Functions that read or compute each tensor of a model, and type, size and largest file of their source."""
 
     tensors: dict[str, Load]
     dtype: torch.dtype
@@ -54,19 +43,18 @@ class Weights:
 
     @classmethod
     def of(cls, state: Mapping[str, torch.Tensor]) -> "Weights":
-        """Wraps tensors in memory without copying them."""
         nbytes = sum(value.nbytes for value in state.values())
         tensors = {name: lambda value=value: value for name, value in state.items()}
         return cls(tensors, next(iter(state.values())).dtype, nbytes, min(nbytes, _LARGEST_SHARD), are_in_memory=True)
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Returns the tensors that a model's file holds: its state without tied parameters."""
+    """Returns the state without tied parameters, as a file holds it."""
     return {name: value for name, value in model.state_dict().items() if name not in model.all_tied_weights_keys}
 
 
 class _StoredTensor(NamedTuple):
-    """A tensor in a safetensors file, whose header says its type and shape."""
+    """A tensor in a safetensors file, by its header."""
 
     file: Path
     name: str
@@ -78,16 +66,15 @@ class _StoredTensor(NamedTuple):
         return _DTYPES[self.type_name].itemsize * self.shape.numel()
 
     def load(self) -> torch.Tensor:
-        """Maps the tensor from its file: a page is read when it is used."""
         with safe_open(self.file, framework="pt") as content:
             return content.get_tensor(self.name)
 
 
 def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
-    """Opens the safetensors files of a folder or of a model of the Hub, for a model without weights.
+    """Opens the safetensors files of a folder or of the Hub for an empty model.
 
-    Returns `None` without such files, or if Transformers has to translate names of another class or version. Raises
-    `ValueError` naming a parameter that is missing, or has another shape or type.
+    Returns `None` without such files, or if Transformers has to translate their names. Raises `ValueError` naming a
+    parameter that is missing, or has another shape or type.
     """
     state = model.state_dict()
     renamings = get_model_conversion_mapping(model)
@@ -101,21 +88,20 @@ def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
             stored[name] = tensor
     for name, other in model.all_tied_weights_keys.items():
         if {name, other} <= stored.keys() and not torch.equal(stored.pop(name).load(), stored[other].load()):
-            raise ValueError(f"tie_word_embeddings=True, and yet {name} differs from {other}")
+            raise ValueError(f"tie_word_embeddings=True, but {name} differs from {other}")
     if not stored or stored.keys() - shapes.keys():
         return None
     check_shapes(shapes, {name: tensor.shape for name, tensor in stored.items()})
     sizes: Counter[Path] = Counter()
     for name, tensor in stored.items():
         if tensor.type_name not in _DTYPES:
-            raise ValueError(f"{name} has the type {tensor.type_name}, which must be one of {', '.join(_DTYPES)}")
+            raise ValueError(f"{name} has the type {tensor.type_name}, not one of {', '.join(_DTYPES)}")
         sizes[tensor.file] += tensor.nbytes
     dtype = _DTYPES[next(iter(stored.values())).type_name]
     return Weights({name: tensor.load for name, tensor in stored.items()}, dtype, sizes.total(), max(sizes.values()))
 
 
 def _stored_tensors(source: str) -> Iterator[_StoredTensor]:
-    """Yields the tensors in the safetensors files of a source."""
     options = {"_raise_exceptions_for_missing_entries": False}
     if (file := cached_file(source, SAFE_WEIGHTS_NAME, **options)) is not None:
         files = [file]
@@ -131,7 +117,7 @@ def _stored_tensors(source: str) -> Iterator[_StoredTensor]:
 
 
 def write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> None:
-    """Writes the weights of an empty model, in as many files as the source has."""
+    """Writes the weights of an empty model, in about as many files as the source."""
     shapes = {name: value.shape for name, value in saved_state(model).items()}
     sizes = {name: weights.dtype.itemsize * shape.numel() for name, shape in shapes.items()}
     split = split_state_dict_into_shards_factory(
@@ -152,6 +138,6 @@ def write_weights(folder: Path, model: PreTrainedModel, weights: Weights) -> Non
         total_size += sum(value.nbytes for value in shard.values())
         del shard  # before the next is read
     if split.is_sharded:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        index = {"metadata": {"total_parameters": parameters, "total_size": total_size}, "weight_map": files}
+        metadata = {"total_parameters": model.num_parameters(), "total_size": total_size}
+        index = {"metadata": metadata, "weight_map": files}
         write_text(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")

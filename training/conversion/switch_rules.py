@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modeling_nlq import PROJECTIONS, NLQConfig
+from modeling_nlq.configuration_nlq import Projection
 from modeling_nlq.modeling_nlq import NLQAttention, NLQBottleneck
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
@@ -22,7 +23,7 @@ MODEL_FIELDS = (
     *("num_key_value_heads", "max_position_embeddings", "intermediate_size"),
     *("tie_word_embeddings", "use_bias", *(f"{part}_bias" for part in BIASED_PARTS)),
 )
-# Fields that decide what a layer computes from its weights, which no other weights could make up for
+# Fields of a layer whose change no other weights could make up for
 FUNCTIONS = (
     "attention_activation",
     "attention_output_activation",
@@ -36,17 +37,14 @@ FUNCTIONS = (
     "sublayer_activation",
 )
 OTHER_OUTPUTS = "the outputs would change"
+_KINDS = ("query", "key", "value")
 # Names of the matrices before and after the inner units of an MLP
 _MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "down_proj")}
 
 
 @dataclass(frozen=True)
 class LayerChange:
-    """A layer before and after the change.
-
-    The attention `source` stays unchanged. The attention `target` already has its parameters of the same name and
-    shape.
-    """
+    """A layer before and after the change: `target` already has the parameters of `source` with equal shapes."""
 
     before: NLQConfig
     after: NLQConfig
@@ -54,18 +52,19 @@ class LayerChange:
     target: NLQAttention
 
     def differs(self, field: str) -> bool:
-        """Tells whether a field changes its value."""
         return getattr(self.before, field) != getattr(self.after, field)
 
+    def projections(self, kind: str) -> list[Projection]:
+        return [PROJECTIONS[getattr(side, f"{kind}_projection")] for side in (self.before, self.after)]
+
     def more_heads(self, rows: torch.Tensor, kind: str) -> torch.Tensor:
-        """Repeats the rows of each head of queries, keys or values, as often as the change repeats the head."""
+        """Repeats the rows of each head as often as the change repeats the head."""
         field = "num_query_heads" if kind == "query" else "num_key_value_heads"
         before, after = getattr(self.before, field), getattr(self.after, field)
         return rows.unflatten(0, (before, -1)).repeat_interleave(after // before, dim=0).flatten(0, 1)
 
 
 def refusal(field: str, before: Any, after: Any, reason: str) -> str:
-    """Says in words why a field cannot change."""
     return f"{field}={before!r} cannot {'stay' if before == after else f'become {after!r}'}: {reason}"
 
 
@@ -76,7 +75,7 @@ def refusals(before: NLQConfig, after: NLQConfig, reasons: dict[str, str]) -> li
 
 
 def carry_model(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
-    """Sets the parameters of a new model outside attention, and returns what is lost, in words."""
+    """Sets the parameters of a new model outside attention, and returns what is lost."""
     before, after = model.config, new.config
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and after.tie_word_embeddings and not torch.equal(head.weight, embedding.weight):
@@ -109,7 +108,7 @@ def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1"
 
 
 def carry_layer(change: LayerChange) -> list[str]:
-    """Sets the parameters of a layer's attention that have no equal in the old layer, and returns what is lost."""
+    """Sets the parameters of attention that have no equal in the old layer, and returns what is lost."""
     before, after = change.before, change.after
     reasons = {field: OTHER_OUTPUTS if change.differs(field) else None for field in FUNCTIONS}
     reasons.update({field: rule(change) or reasons.get(field) for field, rule in LAYER_RULES.items()})
@@ -122,12 +121,8 @@ def carry_layer(change: LayerChange) -> list[str]:
     ]
 
 
-# The rules of a layer's fields: they set parameters, and return a reason if the outputs change
-
-
 def _carry_projection(kind: str, change: LayerChange) -> str | None:
-    """Carries the projection to queries, keys or values."""
-    old, new = (PROJECTIONS[getattr(side, f"{kind}_projection")] for side in (change.before, change.after))
+    old, new = change.projections(kind)
     source, source_bottleneck = _terms(change.source, kind)
     target, target_bottleneck = _terms(change.target, kind)
     if new.linear:
@@ -149,17 +144,17 @@ def _carry_projection(kind: str, change: LayerChange) -> str | None:
             for parameter in layer.parameters():
                 parameter.data = change.more_heads(parameter.data, kind)
         _widen(source_bottleneck, target_bottleneck)
-        trained, parameters = source_bottleneck.state_dict(), target_bottleneck.state_dict()
-        for name in ("input_norm.weight", "fc2.bias", "output_norm.weight", "output_norm.bias"):
-            if name in trained and name in parameters:
-                parameters[name].copy_(trained[name])
+        trained = source_bottleneck.state_dict()
+        for name, parameter in target_bottleneck.named_parameters():
+            if name in trained and trained[name].shape == parameter.shape:
+                parameter.copy_(trained[name])
     elif new.bottleneck:
         # The gain has a gradient at once, and the parameters before it after the first step
         for parameter in target_bottleneck.output_norm.parameters():
             parameter.zero_()
     if not new.linear and (old.linear or old.identity != new.identity):
-        return "it has no matrix that could hold X W, or X"
-    return "the bottleneck f(X) would be lost" if old.bottleneck and not new.bottleneck else None
+        return "it has no matrix for X W, or X"
+    return "f(X) would be lost" if old.bottleneck and not new.bottleneck else None
 
 
 def _terms(attention: NLQAttention, kind: str) -> tuple[nn.Linear | None, NLQBottleneck | None]:
@@ -167,14 +162,12 @@ def _terms(attention: NLQAttention, kind: str) -> tuple[nn.Linear | None, NLQBot
 
 
 def _check_bottlenecks(field: str, change: LayerChange) -> str | None:
-    """Refuses narrower bottlenecks, or bottlenecks with another activation."""
     before, after = getattr(change.before, field), getattr(change.after, field)
     if before == after or (field == "projection_bottleneck_size" and before < after):
         return None
-    for kind in ("query", "key", "value"):
-        names = [getattr(side, f"{kind}_projection") for side in (change.before, change.after)]
-        if all(PROJECTIONS[name].bottleneck for name in names):
-            return "the bottlenecks that the model has learned would compute something else"
+    for kind in _KINDS:
+        if all(projection.bottleneck for projection in change.projections(kind)):
+            return "the bottlenecks would compute something else"
     return None
 
 
@@ -194,7 +187,7 @@ def _attention_scaling(change: LayerChange) -> str | None:
         modules = filter(None, (linear, bottleneck and bottleneck.output_norm))
         parameters = [parameter for module in modules for parameter in module.parameters()]
     if not parameters:
-        return "the layer has no weights that could take over the factor"
+        return "no weights of the layer could take over the factor"
     for parameter in parameters:
         parameter.mul_(before / after)
     if norm is None:
@@ -207,7 +200,7 @@ def _attention_gate(change: LayerChange) -> str | None:
     if not change.differs("attention_gate"):
         return None
     if change.before.attention_gate is not None:
-        return "the gate that the model has learned would be lost"
+        return "the gate would be lost"
     gate = change.target.value_gate_proj if change.after.attention_gate == "value" else change.target.gate_proj
     gate.weight.zero_()
     change.target.o_proj.weight.mul_(2.0)  # sigmoid(0) = 1/2
@@ -223,17 +216,17 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
     if after == 0.0:
         return "attention would contribute nothing"
     if change.before.attention_output_activation is not None:
-        return "the attention_output_activation comes between it and the weights that could take over the factor"
+        return "attention_output_activation comes before the weights that could take over the factor"
     change.target.o_proj.weight.mul_(before / after)
     return None
 
 
 def _head_projection(change: LayerChange) -> str | None:
-    if not change.before.head_projection or change.after.head_projection:
+    before = change.before
+    if not before.head_projection or change.after.head_projection:
         return None  # new ones start at the identity
-    has_activation = change.before.attention_output_activation is not None
-    if has_activation or change.before.attention_gate in ("elementwise", "value"):
-        return "an activation or gate after the learned matrices prevents moving them into the output projection"
+    if before.attention_output_activation is not None or before.attention_gate in ("elementwise", "value"):
+        return "an activation or gate comes between the learned matrices and the output projection"
     # A head's output x passes (x W_h) W_o
     heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
     change.target.o_proj.weight.copy_(torch.einsum("ohe,hde->ohd", heads, change.source.head_proj.weight).flatten(1))
@@ -247,7 +240,7 @@ def _attention_sink(change: LayerChange) -> str | None:
     if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
         return None
     if before is None:
-        return "a new sink changes the weights unless it starts at minus infinity, where its gradient is 0"
+        return "a new sink changes the weights"
     return "the weights would sum to another number"
 
 
@@ -270,14 +263,13 @@ def _qk_norm(change: LayerChange) -> str | None:
 
 
 def _carry_part(change: LayerChange, name: str) -> str | None:
-    """Starts a new part of a layer without effect, or copies the parameters of an old one."""
     if name not in change.target.parts:
         return "what the part does would be lost"
     part = change.target.parts[name]
     if name not in change.source.parts:
         return part.start_without_effect(change.target)
     if name in ATTENTION_PARTS and change.differs(name):
-        return "the part that the model has learned would compute something else"
+        return "the part would compute something else"
     trained = dict(change.source.parts[name].named_parameters())
     for key, new in part.named_parameters():
         old = trained.get(key, new)
@@ -289,9 +281,9 @@ def _carry_part(change: LayerChange, name: str) -> str | None:
     return part.refuse_change(change.before, change.after)
 
 
-# In the order in which factors are multiplied into the weights. `_carry_part` is the rule of other parts
+# They set parameters, and return a reason if the outputs change. The order is that of factors in the weights
 LAYER_RULES: dict[str, Callable[[LayerChange], str | None]] = {
-    **{f"{kind}_projection": partial(_carry_projection, kind) for kind in ("query", "key", "value")},
+    **{f"{kind}_projection": partial(_carry_projection, kind) for kind in _KINDS},
     "projection_bottleneck_size": partial(_check_bottlenecks, "projection_bottleneck_size"),
     "projection_activation": partial(_check_bottlenecks, "projection_activation"),
     "qk_norm": _qk_norm,

@@ -1,7 +1,6 @@
 """Changes the switches of a trained model without changing its outputs, so that fine-tuning continues from there.
 
 New parameters start at values without effect but with a gradient, such as a gain of 0 after `f` of an upcycled query.
-Other switches are refused.
 """
 
 import copy
@@ -47,48 +46,38 @@ _CHANGEABLE = {
 
 
 def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
-    """Makes a new model with the same outputs and other switches; the given model stays unchanged.
+    """Makes a new model with the same outputs and other fields of `NLQConfig`, by default `upcycled` queries.
 
     Raises `ValueError` for an unknown field, or a value that would change the outputs.
-
-    Args:
-        switches: fields of `NLQConfig` and their new values; by default `upcycled` queries, `X W + f(X)` with `f = 0`.
     """
     switches = {"query_projection": "upcycled"} if switches is None else switches
     if not isinstance(model.config, NLQConfig):
         raise ValueError(f"a model of type {model.config.model_type!r} is not an NLQ model; convert it first")
     new, lost = restructure(model, changed(model.config, switches))
     if lost:
-        raise ValueError(f"the model would not compute the same any more: {'; '.join(lost)}")
+        raise ValueError("; ".join(lost))
     return new
 
 
 def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
-    """Makes a configuration with other switches in all layers, even where a layer has another value.
-
-    Raises `ValueError` for an unknown field.
-    """
-    values = config.to_dict()
+    """Makes a configuration with other switches, in all layers; raises `ValueError` for an unknown field."""
     check_keys("model", switches, {*_FIELDS, "per_layer_config"})
-    layers = {
-        index: kept
-        for index, fields in (values.get("per_layer_config") or {}).items()
-        if (kept := {name: value for name, value in fields.items() if name not in switches})
-    }
+    values = config.to_dict()
+    layers = {}
+    for index, fields in (values.get("per_layer_config") or {}).items():
+        if kept := {name: value for name, value in fields.items() if name not in switches}:
+            layers[index] = kept
     return NLQConfig(**{**values, "per_layer_config": layers or None, **switches})
 
 
 def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
-    """Tells whether every parameter keeps its value: at most, `linear` projections become `upcycled`.
-
-    New parameters then start with the model's initial values.
-    """
+    """Tells whether every parameter keeps its value: at most, `linear` projections become `upcycled`."""
     if before.num_hidden_layers != after.num_hidden_layers or not _have_same_angles(before, after):
         return False
     if any(before.has_bias(part) != after.has_bias(part) for part in BIASED_PARTS):
         return False
-    compared_above = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
-    fields = _FIELDS - _TRAINING_FIELDS - compared_above
+    compared = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
+    fields = _FIELDS - _TRAINING_FIELDS - compared
     for layers in zip(before.per_layer_config, after.per_layer_config):
         for field in fields:
             old, new = (getattr(layer, field) for layer in layers)
@@ -98,9 +87,9 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
 
 
 def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Makes a new model, in evaluation mode, of another configuration that computes the same as far as possible.
+    """Makes a model of another configuration in evaluation mode, and lists its differences in words.
 
-    Returns it and its differences from `model`, in words. Raises `ValueError` as `check_change`.
+    Raises `ValueError` as `check_change`.
     """
     before = model.config
     check_change(before, config)
@@ -133,9 +122,9 @@ def check_change(before: NLQConfig, after: NLQConfig) -> None:
         name = "rope_parameters" if before.rope_parameters != after.rope_parameters else "max_position_embeddings"
         reasons[name] = "the weights were trained with other angles"
     if before.has_learned_positions and after.max_position_embeddings < before.max_position_embeddings:
-        reasons["max_position_embeddings"] = "positions that the model has learned would be lost"
+        reasons["max_position_embeddings"] = "learned positions would be lost"
     if after.intermediate_size < before.intermediate_size:
-        reasons["intermediate_size"] = "inner units of the MLPs would be lost"
+        reasons["intermediate_size"] = "inner units would be lost"
     if after.num_key_value_heads % before.num_key_value_heads:
         reasons["num_key_value_heads"] = "only a multiple gives every group of query heads the keys it had"
     fixed = sorted(_FIELDS - _CHANGEABLE)
@@ -143,14 +132,14 @@ def check_change(before: NLQConfig, after: NLQConfig) -> None:
     for layers in zip(before.per_layer_config, after.per_layer_config):
         texts = dict.fromkeys(fixed, "the weights were trained with the former")
         if layers[1].num_query_heads < layers[0].num_query_heads:
-            texts |= dict.fromkeys(ATTENTION_PARTS, "heads of queries that the model has learned would be lost")
+            texts |= dict.fromkeys(ATTENTION_PARTS, "heads of queries would be lost")
         of_layers.append(refusals(*layers, texts))
     if refused := [*refusals(before, after, reasons), *_by_layer(of_layers)]:
         raise ValueError("; ".join(refused))
 
 
 def _by_layer(reasons: list[list[str]]) -> list[str]:
-    """Joins the reasons of all layers: each once, with the numbers of its layers unless it applies to all."""
+    """Joins equal reasons of layers, with the layers' numbers unless that is all."""
     joined = []
     for text in dict.fromkeys(text for of_layer in reasons for text in of_layer):
         layers = [str(index) for index, of_layer in enumerate(reasons) if text in of_layer]
@@ -160,7 +149,7 @@ def _by_layer(reasons: list[list[str]]) -> list[str]:
 
 
 def _have_same_angles(before: NLQConfig, after: NLQConfig) -> bool:
-    """Tells whether the second model rotates queries and keys as the first does, or not at all."""
+    """Tells whether the second model rotates queries and keys as the first, or not at all."""
     if not after.has_rotary_positions or not before.has_rotary_positions:
         return not after.has_rotary_positions
     first, second = (GPTNeoXRotaryEmbedding(config) for config in (before, after))

@@ -62,15 +62,11 @@ SWITCHES_FOR_ALL = {
     "all_projections": {f"{role}_projection": "upcycled" for role in ("query", "key", "value")},
     "bottleneck": {"query_projection": "upcycled", "projection_bottleneck_size": 3, "projection_activation": "silu"},
     "wide": {"intermediate_size": 53},
-    "exclusive_attention": {"exclusive_attention": "learned"},
-    "value_residual": {"value_residual": "learned"},
     "canon": {"canon": "ABCD"},
     "parallax": {"parallax": True},
 }
 # Those below are already in place in some of the sources.
 SWITCHES_FOR_SOME = {
-    "head_projection": {"head_projection": True},
-    "gate_elementwise": {"attention_gate": "elementwise"},
     "gate_value": {"attention_gate": "value"},
     "together": {
         "query_projection": "upcycled",
@@ -99,7 +95,6 @@ OTHERS = {
         },
         {"head_projection": False},
     ),
-    "identity_to_nonlinear": ({"query_projection": "identity", "use_bias": True}, {"query_projection": "nonlinear"}),
     "bottleneck_to_upcycled": ({"query_projection": "bottleneck", "use_bias": True}, {"query_projection": "upcycled"}),
     "wider_bottleneck": ({"query_projection": "nonlinear", "use_bias": True}, {"projection_bottleneck_size": 11}),
     "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it, which is not rounded
@@ -113,15 +108,6 @@ OTHERS = {
     "more_key_heads": (
         {"num_key_value_heads": 2, "value_projection": "bottleneck", "use_bias": True},
         {"num_key_value_heads": 4},
-    ),
-    "parts_stay": (
-        {
-            "exclusive_attention": "learned",
-            "value_residual": "learned",
-            "forget_gate": "fixed",
-            "differential_attention": "v2",
-        },
-        {"value_projection": "upcycled", "attention_gate": "headwise", "use_bias": True},
     ),
     "forgetting_of_copied_heads": (
         {"num_key_value_heads": 2, "forget_gate": "learned", "exclusive_attention": "fixed"},
@@ -202,11 +188,9 @@ def test_same_function(make_source, source, switches, dtype, tolerance):
 def test_generation_config_and_mode(make_source):
     source = make_source({"eos_token_id": 1, "residual_dropout": 0.3}).train()
     source.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.6, eos_token_id=1)
-    switches = {"eos_token_id": 5, "per_layer_config": {1: {"query_projection": "upcycled"}}}
     with Frozen(source):
-        chosen = upcycle(source, switches).generation_config
+        chosen = upcycle(source, {"eos_token_id": 5}).generation_config
     assert (chosen.temperature, chosen.eos_token_id) == (0.6, 5)
-    assert switches == {"eos_token_id": 5, "per_layer_config": {1: {"query_projection": "upcycled"}}}
 
 
 def test_equal_weights_can_be_tied(make_source):
@@ -259,7 +243,6 @@ REFUSED_ALWAYS = {
     "max_position_embeddings": 16,
     "position_embedding": "none",
     "num_key_value_heads": 2,
-    "exclusive_attention": "fixed",
     "forget_gate": "fixed",
     "attention_length_scaling": "log",
     "differential_attention": "v1",
@@ -273,7 +256,6 @@ REFUSED = {
         for name, before, after in (
             ("attention_sink", "learned", None),
             ("attention_activation", "sigmoid", "softmax"),
-            ("query_projection", "nonlinear", "linear"),
             ("query_projection", "upcycled", "linear"),
             ("attention_gate", "headwise", None),
             ("tie_word_embeddings", False, True),
