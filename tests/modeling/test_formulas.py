@@ -70,12 +70,16 @@ def test_every_switch(make_model, name, is_causal):
         reference.check(model, tolerance, input_ids=random_tokens(2, 7), use_cache=use_cache, **inputs)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [*({"sliding_window": width} for width in (2, 3, 5)), {"attention_activation": "linear_attention"}],
-    ids=str,
-)
-def test_an_encoder_sees_both_ways(make_model, switches):
-    model = make_model(torch.float64, **switches, is_causal=False)
-    for inputs in INPUTS.values():
-        reference.check(model, input_ids=random_tokens(2, 7), **inputs)
+def test_an_encoder_sees_both_ways(make_model):
+    windows = [{"sliding_window": width} for width in (2, 3, 5)]
+    for switches in (*windows, {"attention_activation": "linear_attention"}):
+        model = make_model(torch.float64, "nlq", **switches, is_causal=False)
+        for inputs in INPUTS.values():
+            reference.check(model, input_ids=random_tokens(2, 7), **inputs)
+
+
+def test_padding_decays_nothing(make_model):
+    linear = {"attention_activation": "linear_attention", "linear_attention_decay": "learned"}
+    for switches in ({"forget_gate": "learned"}, linear):
+        model = make_model(torch.float64, **switches)
+        reference.check(model, input_ids=random_tokens(2, 7), **INPUTS["holes"])
