@@ -122,7 +122,7 @@ GPU_READY = $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/installed-test)
 KEEP = mkdir -p $(RESULTS) && PYTHONPATH=benchmarks:tests$${PYTHONPATH:+:$$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 \
 	bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
 BENCHMARKS_GPU = attention training_step generation
-attention_OPTIONS = --backends nlq_tiled flex_attention
+attention_OPTIONS = --backends nlq_triton nlq_tiled flex_attention
 training_step_OPTIONS = --activations softmax sigmoid relu
 generation_OPTIONS = --dtype bfloat16 --preset gpt3-small --settings decode static --candidates llama linear nonlinear sigmoid relu
 

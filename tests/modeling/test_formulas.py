@@ -71,11 +71,9 @@ def test_every_switch(make_model, name, is_causal):
 
 
 def test_an_encoder_sees_both_ways(make_model):
-    for switches in (
-        *({"sliding_window": width} for width in (2, 3, 5)),
-        {"attention_activation": "linear_attention"},
-    ):
-        model = make_model(torch.float64, **switches, is_causal=False)
+    windows = [{"sliding_window": width} for width in (2, 3, 5)]
+    for switches in (*windows, {"attention_activation": "linear_attention"}):
+        model = make_model(torch.float64, "nlq", **switches, is_causal=False)
         for inputs in INPUTS.values():
             reference.check(model, input_ids=random_tokens(2, 7), **inputs)
 
