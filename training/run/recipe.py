@@ -258,6 +258,8 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--set", action="append", nargs="*", default=[])
     for name in _RECIPE_FIELDS | _TRAINING_FIELDS:
         parser.add_argument(f"--{name}", nargs="*")
+        if bool in {_TYPES[name], *get_args(_TYPES[name])}:  # as `HfArgumentParser` does
+            parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=["false"])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         names = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))

@@ -20,6 +20,9 @@ class TestOverrides:
         assert from_words.switches == from_python.switches == switches
         assert from_python.arguments.learning_rate == 1e-3
 
+    def test_no_before_a_field_is_false(self):
+        assert read_overrides(["--no_bf16", "--streaming"]) == {"bf16": False, "streaming": True}
+
     def test_words_are_the_inverse(self):
         overrides = read_overrides(
             [*WORDS, "--lr_scheduler_kwargs", '{"min_lr_rate": 0.2}', "--set", "sliding_window=3"]
