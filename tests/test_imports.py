@@ -97,7 +97,8 @@ def test_every_module_imports_with_the_base_dependencies_only(tmp_path):
         package = "modeling_nlq" if folder == MODEL else f"modeling_nlq.{folder.name}"
         for path in folder.rglob("*.py"):
             name = ".".join((package, *path.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
-            if path.name != "__main__.py":
+            # The kernels in Triton are imported by their first call
+            if path.name != "__main__.py" and not name.endswith("kernels.gpu.attention"):
                 names.append(name.replace("modeling_nlq.training.nlq", "nlq"))
     script = (
         f"import importlib, sys\nsys.modules.update(dict.fromkeys({sorted(blocked)}))\nfor name in {names}:\n    "
