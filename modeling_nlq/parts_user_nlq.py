@@ -129,7 +129,7 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
     Path(folder, "parts_nlq.py").write_text("\n".join(lines), encoding="utf-8")
 
 
-# Keys of config.json that are no attributes of `PreTrainedConfig`
+# Keys of config.json that are not attributes of `PreTrainedConfig`
 LIBRARY_KEYS = {
     "attn_implementation",
     "auto_map",

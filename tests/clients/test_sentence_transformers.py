@@ -29,7 +29,7 @@ def expected(folder, pooling: str, **switches) -> np.ndarray:
 def test_embeddings_are_pooled_tokens(activation, query, switches, trained, tmp_path):
     """A padded batch, a saved copy, and the pooling that sentence-transformers chooses for a decoder."""
     folder = trained(activation, query)
-    transformer = Transformer(str(folder), model_kwargs=switches)
+    transformer = Transformer(str(folder), config_kwargs=switches)
     pooling = Pooling(transformer.get_embedding_dimension(), "mean")
     encoder = SentenceTransformer(modules=[transformer, pooling], device="cpu")
     vectors = encoder.encode(TEXTS)

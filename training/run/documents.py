@@ -227,7 +227,7 @@ def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) ->
     builder = load_dataset_builder(source, recipe.dataset_config)
     for path in itertools.chain(*(builder.config.data_files or {}).values()):
         if not is_own(path):
-            raise ValueError(f"dataset {recipe.dataset!r}: {path} is no file of text that belongs to it")
+            raise ValueError(f"dataset {recipe.dataset!r}: {path} is not a file of text that belongs to it")
     return builder
 
 

@@ -58,7 +58,7 @@ _LEFT_BEHIND = 3600.0
 # Error texts for a folder without a plan and with another one, and fields in files of folders older than manifests
 _KINDS = {
     RECIPE_FILE: (
-        "is no run of `nlq train`",
+        "is not a run of `nlq train`",
         "a run of another recipe",
         {METRICS_FILE: "tokens_seen", f"{CHECKPOINT}*/{STATE_FILE}": "RunRecord"},
     ),

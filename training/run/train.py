@@ -133,7 +133,7 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
                 trust_remote_code=False,
             )
         if missing := sorted(loading["missing_keys"]):  # they would be new, without a word
-            raise ValueError(f"model {recipe.model!r} is no language model: its weights lack {listed(missing)}")
+            raise ValueError(f"model {recipe.model!r} is not a language model: its weights lack {listed(missing)}")
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or objective.loss_type
     return choose_trained(recipe, model)
@@ -223,13 +223,12 @@ def _train(trainer: RecordingTrainer, place: RunFolder, given: dict[str, Any]) -
 def _evaluate_and_save(trainer: RecordingTrainer, recipe: Recipe, blocks: dict[str, Blocks]) -> dict[str, float]:
     """Returns the metrics of all splits, and saves the model."""
     objective = objective_of(recipe)
-    last = {}
-    # The evaluation after the last step, if the weights are still the same
-    if not trainer.args.load_best_model_at_end:
-        step = trainer.state.global_step
-        entries = (entry for entry in trainer.state.log_history if entry["step"] == step and "eval_loss" in entry)
-        last = next(entries, {})
-    evaluated = {name: value for name, value in last.items() if name.startswith("eval_")} or trainer.evaluate()
+    evaluated = {}
+    if not trainer.args.load_best_model_at_end:  # else the weights are not those of the last step any more
+        for entry in trainer.state.log_history:
+            if entry["step"] == trainer.state.global_step and "eval_loss" in entry:
+                evaluated = {name: value for name, value in entry.items() if name.startswith("eval_")}
+    evaluated = evaluated or trainer.evaluate()
     if "test" in blocks:
         trainer.compute_metrics = LanguageModelingMetrics(blocks["test"].bytes_per_token, objective)
         evaluated |= trainer.evaluate(blocks["test"].dataset, metric_key_prefix="test")

@@ -129,7 +129,7 @@ def publish_space(
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
     content = read_bytes(page)
     if (title := _title_of_page(content.decode(errors="replace"))) is None:
-        raise ValueError(f"{page} is no page of `nlq explore` as this version makes it")
+        raise ValueError(f"{page} is not a page of `nlq explore` as this version makes it")
     settings = {"title": title, "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": content}

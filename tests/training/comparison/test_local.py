@@ -188,5 +188,5 @@ class TestFolder:
         with pytest.raises(ValueError, match=r"model 'base' of scale 'now' has changed since .* \(other weights\)"):
             check_same_models(tmp_path / "models.json", scales)
         (tmp_path / "models.json").write_text(json.dumps({"now": {"base": []}}))
-        with pytest.raises(ValueError, match="'base' is no model of this comparison"):
+        with pytest.raises(ValueError, match="'base' is not a model of this comparison"):
             check_same_models(tmp_path / "models.json", scales)

@@ -196,7 +196,7 @@ def test_what_names_no_dataset(tmp_path, monkeypatch):
         files = {"train": ["hf://datasets/owner/name@0/a.jsonl", path]}
         made = SimpleNamespace(config=SimpleNamespace(data_files=files))
         monkeypatch.setattr(documents_module, "load_dataset_builder", lambda *_, made=made: made)
-        with pytest.raises(ValueError, match=f"{path} is no file of text that belongs to it"):
+        with pytest.raises(ValueError, match=f"{path} is not a file of text that belongs to it"):
             read("owner/name")
 
 

@@ -79,7 +79,7 @@ class TestRun:
 
     def test_foreign_folder_is_left_alone(self, recipe_file, tmp_path):
         (tmp_path / "thesis.tex").write_text("all I have")
-        with pytest.raises(ValueError, match="is no run of `nlq train`"):
+        with pytest.raises(ValueError, match="is not a run of `nlq train`"):
             train(recipe_file, output_dir=tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

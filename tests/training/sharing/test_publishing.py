@@ -74,7 +74,7 @@ class TestRoundTrip:
     def test_no_space(self, nlq, refuses, run, tmp_path):
         (tmp_path / "other.html").write_text("Something")
         refuses(tmp_path, "anna/page", "--space", words=("there is no page", "nlq explore"))
-        refuses(tmp_path / "other.html", "anna/page", "--space", words=("is no page of `nlq explore`",))
+        refuses(tmp_path / "other.html", "anna/page", "--space", words=("is not a page of `nlq explore`",))
         page = write_page("Attention", ["A note."], ["a"], [])
         changes = {"<h1>": "<h1><img src=x onerror=evil()>", "</body>": "<script>evil()</script></body>"}
         changes |= {"</script>\n</body>": "evil()</script>\n</body>", "A note.": "<a href='javascript:evil()'>a</a>"}
@@ -82,7 +82,7 @@ class TestRoundTrip:
         for before, after in changes.items():
             assert before in page
             (tmp_path / "other.html").write_text(page.replace(before, after))
-            refuses(tmp_path / "other.html", "anna/page", "--space", words=("is no page of `nlq explore`",))
+            refuses(tmp_path / "other.html", "anna/page", "--space", words=("is not a page of `nlq explore`",))
         (tmp_path / "other.html").write_text(page)
         assert nlq.publish(tmp_path / "other.html", "anna/page", "--space", "--dry-run").sizes
         refuses(
