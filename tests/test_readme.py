@@ -101,7 +101,7 @@ def test_notebook_runs(tmp_path, monkeypatch):
             subprocess.run([sys.executable, "-m", *cell.removeprefix("!").split()], check=True)
         else:
             exec(compile(cell, "quickstart.ipynb", "exec"), names)
-    assert names["results"]["statistics"]["effects"].keys() == {"my_idea"} and len(names["panels"]) == 2
+    assert names["results"].largest.statistics.effects.keys() == {"my_idea"} and len(names["panels"]) == 2
 
 
 PAGES = [*sorted(REPOSITORY.glob("[A-Z]*.md")), *sorted(DOCUMENTS.glob("*.md")), *sorted(DOCUMENTS.glob("[ir]*/*.md"))]
