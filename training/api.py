@@ -35,8 +35,7 @@ def train(
 
     Args:
         recipe: name of a shipped recipe, or a YAML file.
-        engine: `local`, this process, or `ray`, workers on the cluster that Ray finds.
-        workers, cpus_per_worker, gpus_per_worker, max_retries: options of the engine `ray`, see `train_on_ray`.
+        engine: `local`, this process, or `ray`, which takes the next four options: see `train_on_ray`.
         trust_parts: run the parts whose code is in the recipe.
         overrides: fields of `Recipe` and `transformers.TrainingArguments`, and `switches`, a mapping.
 
@@ -92,17 +91,15 @@ def compare(
 
     Args:
         comparison: name of a shipped comparison, or a YAML file.
-        output_dir: results folder; by default `runs/compare-NAME`. With the engine `ray`, all nodes must see it.
-        engine: `local`, on this machine, or `ray`, on the cluster that Ray finds.
-        cpus_per_run: threads of a run; with `ray`, the CPUs it reserves. By default as many as PyTorch takes here.
-        jobs: runs at a time with `local`, see `LocalEngine`. Results do not depend on it.
-        gpus_per_run, workers_per_run, max_retries: options of the engine `ray`, see `RayWorkers`.
+        output_dir: results folder, which all nodes of a cluster must see; by default `runs/compare-NAME`.
+        engine: `local`, with the options of `LocalEngine`, or `ray`, with those of `RayWorkers`.
+        cpus_per_run: threads of a run, by default as many as PyTorch takes here.
         trust_parts: run the parts whose code is in the file.
         overrides: fields of the recipe that all models share, as for `train`.
 
     Raises:
         ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot
-            be written or holds another comparison or something else.
+            be written or holds something else.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     from .comparison.config import default_folder
@@ -142,23 +139,23 @@ def publish(
 ) -> "Publication":
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
 
-    The repository is created if it does not exist. Files that only an earlier publication uploaded are deleted.
+    Repository and branch are created if they do not exist. Files that only an earlier publication uploaded are
+    deleted.
 
     Args:
         folder: folder of a run, a conversion, or any saved NLQ model.
         repo_id: `owner/name`.
         private: make a new repository private; by default the owner's setting decides.
         comparison: folder of `nlq compare`; the card reports its verdicts.
-        card: a Markdown file to use as the card; by default the card is generated.
-        license: license of the weights, for the card.
+        card: a Markdown file; by default the card is generated.
+        license: of the weights, for the card.
         adapter: upload only the parameters that a run with `trainable: new` trained, as an adapter of PEFT.
-        revision: the branch, which is created if it does not exist; by default the main branch.
+        revision: the branch; by default the main one.
         dry_run: stop before anything is sent.
 
     Raises:
-        ValueError: if the folder does not contain a complete model or the parameters of an adapter, a file contains a
-            token or a path of this machine, or the name of the repository is not valid.
-        ImportError: for an adapter, if PEFT is not installed.
+        ValueError: for an incomplete model or adapter, a file with a token or a path of this machine, or a wrong name.
+        ImportError: for an adapter without PEFT.
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """
     from .comparison.report import read_for_card

@@ -87,7 +87,7 @@ class Invariant(NamedTuple):
 def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
     """Checks the parts of a file until an invariant fails, and returns the report's lines and whether all hold.
 
-    Raises `ValueError` if the file does not have parts, or a part refuses all models.
+    Raises `ValueError` for a file without parts, or a part that refuses all models.
     """
     lines = []
     seed = random.randrange(10**6) if seed is None else seed
@@ -164,7 +164,7 @@ def _try(
 
 
 def _try_one(differences: Differences, name: str, model: NLQForCausalLM, length: int) -> tuple[float, str | None]:
-    """Returns the largest difference and `None`, or the first difference above the tolerance and its description."""
+    """Does so for one case."""
     largest = 0.0
     model.set_attn_implementation("eager")
     try:

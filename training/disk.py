@@ -43,7 +43,7 @@ def resolve_user_path(path: str | Path) -> Path:
 def results_folder(name: str | Path) -> Path:
     """Returns the folder that an `output_dir` names; raises `ValueError` for an address."""
     if "://" in str(name):
-        raise ValueError(f"output_dir={name} is an address; name a folder, which all nodes see if the engine is ray")
+        raise ValueError(f"output_dir={name} is an address; name a folder")
     return resolve_user_path(name)
 
 
@@ -61,8 +61,8 @@ def _is_inside(name: str) -> bool:
 def open_file(path: Path, mode: str = "r", permissions: int = 0o666) -> IO[bytes]:
     """Opens a file to read (`r`) or to append (`a`), which creates the file and its folders.
 
-    Links that huggingface_hub makes in its cache are followed. Raises `ValueError` for any other link or what is not a
-    regular file, and `OSError` if it cannot be opened.
+    Follows links that huggingface_hub makes in its cache. Raises `ValueError` for another link or no regular file, and
+    `OSError` if it cannot be opened.
     """
     try:
         with _open_parent(path, makes=mode == "a") as (folder, name):
@@ -94,7 +94,7 @@ def atomic_dir(folder: Path, last: str | None = None) -> Iterator[Path]:
     """Yields a temporary folder for libraries to write into, and moves its files into `folder` at the end.
 
     No file moves if the block ends with an error, a path contains a link, or a file would replace one that is not in
-    the manifest (`ValueError`). The file `last` moves after all others, and so shows that they are complete.
+    the manifest (`ValueError`). The file `last` moves last, and so shows that all are complete.
     """
     parent = folder if os.path.lexists(folder) else folder.parent
     make_folder(parent)
@@ -119,7 +119,7 @@ def write_text(path: Path, text: str) -> None:
 def delete(path: Path, force: bool = False) -> None:
     """Deletes a file, a folder with its content, or a link itself, if it exists.
 
-    Below a folder with a manifest, only what is in the manifest is deleted, unless `force` is set.
+    Unless `force` is set, what a manifest above it does not name stays.
     """
     root = _manifest_folder(path.parent)
     if root is not None and not force and not_in_manifest(root, [path.relative_to(root).as_posix()]):
@@ -145,7 +145,7 @@ def make_empty_folder(path: Path) -> None:
 
 
 def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
-    """Raises `ValueError` for links, which libraries would follow, except those in the Hub's cache."""
+    """Raises `ValueError` for links, which libraries would follow; `allow_hub` allows those of the Hub's cache."""
     for path in paths:
         if path.is_symlink():
             if not allow_hub:
@@ -165,13 +165,10 @@ def files_below(folder: Path) -> list[str]:
 
 
 def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
-    """Adds names of files to the manifest of a folder, which is created if it does not exist.
-
-    Raises `ValueError` for a name with a control character, such as the end of a line.
-    """
+    """Adds names of files to a folder's manifest; raises `ValueError` for one with a control character."""
     for name in names:
         if not name.isprintable():
-            raise ValueError(f"{folder}: {name!r} has characters that no file written by nlq may have in its name")
+            raise ValueError(f"{folder}: {name!r} has characters that names of files may not have")
     with open_file(folder / MANIFEST, "a") as file:
         file.write("".join(f"{name}\n" for name in names).encode())
 
@@ -184,19 +181,18 @@ def read_manifest(folder: Path) -> list[str] | None:
 
 
 def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names that are not in a folder's manifest, neither themselves nor a parent."""
+    """Returns the names of which neither themselves nor a parent are in a folder's manifest."""
     known = {*(read_manifest(folder) or ())}
     return [name for name in names if known.isdisjoint((name, *map(str, PurePosixPath(name).parents)))]
 
 
 def check_not_taken(folder: Path, existing: Iterable[str]) -> None:
-    """Raises `ValueError` if a file is not in the manifest of its folder, and would be replaced."""
+    """Raises `ValueError` for a file that is not in the manifest, and would be replaced."""
     if taken := not_in_manifest(folder, existing):
         raise ValueError(f"{folder / taken[0]} exists and was not written by nlq; move it, or choose another folder")
 
 
 def _register(folder: Path, names: Sequence[str]) -> None:
-    """Adds names to the nearest manifest, if any; raises as `check_not_taken`."""
     if (root := _manifest_folder(folder)) is None:
         return
     paths = [(folder / name).relative_to(root).as_posix() for name in names]
@@ -207,10 +203,7 @@ def _register(folder: Path, names: Sequence[str]) -> None:
 
 
 def _manifest_folder(folder: Path) -> Path | None:
-    """Returns the nearest folder with a manifest, `folder` or one of its parents; `None` for a temporary folder.
-
-    A manifest counts if this user or the owner of its folder owns it.
-    """
+    """Returns the nearest folder with a manifest of this user or of the folder's owner; `None` for a temporary one."""
     for root in (folder, *folder.parents):
         if root.name.endswith(UNFINISHED):
             return None
@@ -235,28 +228,29 @@ def _default_mode(folder: Path) -> int:
 def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
     """Yields the descriptor of a path's parent, opened without following links, and the file's name.
 
-    `makes` creates parents. Raises `ValueError` if a parent is a link, and `OSError` if it cannot be opened.
+    `makes` creates parents. Raises `ValueError` if one is a link, and `OSError` if it cannot be opened.
     """
-    *steps, name = path.parts
     if os.open not in os.supports_dir_fd:  # on Windows
         check_no_symlinks(path.parents)
         if makes:
             path.parent.mkdir(parents=True, exist_ok=True)
         yield None, str(path)
         return
+    parent = Path(path.anchor)
     descriptor = os.open(path.anchor or ".", _FOLDER)
     try:
-        for index, step in enumerate(steps[bool(path.anchor) :], start=1 + bool(path.anchor)):
+        for step in path.parent.relative_to(parent).parts:
+            parent /= step
             if makes:
                 with suppress(FileExistsError):
                     os.mkdir(step, dir_fd=descriptor)
             try:
                 following = os.open(step, _FOLDER, dir_fd=descriptor)
             except OSError as error:
-                _reraise(error, Path(*path.parts[:index]))
+                _reraise(error, parent)
             os.close(descriptor)
             descriptor = following
-        yield descriptor, name
+        yield descriptor, path.name
     finally:
         os.close(descriptor)
 

@@ -70,7 +70,6 @@ _FREE_FIELDS = {
 
 
 def data_format(path: str | Path) -> str | None:
-    """Returns the value of `DATA_FORMATS` for a local data file, or `None`."""
     return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
 
 
@@ -172,10 +171,7 @@ def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_section(section: Any, source: str) -> dict[str, Any]:
-    """Copies a mapping inside a YAML file; a missing one is empty.
-
-    Raises `ValueError` for any other value, and for a name that is not text.
-    """
+    """Copies a mapping inside a YAML file, which may be missing; raises `ValueError` for any other value or name."""
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"{source} must hold fields and values, not {section!r}")
     if wrong := [name for name in section or {} if not isinstance(name, str)]:
@@ -230,7 +226,7 @@ def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
 def code_files(folder: Path) -> set[Path]:
     """Returns the files that the Auto classes load from a folder, and their imports, even if missing.
 
-    Raises `ValueError` if a file is a link, or not Python.
+    Raises `ValueError` for a link, or what is not Python.
     """
     settings = folder / "config.json"
     fields = read_json(settings) if settings.is_file() else {}

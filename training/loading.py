@@ -26,7 +26,7 @@ from modeling_nlq.configuration_nlq import check_kernels
 
 from ..configuration import find, names, suggestion
 from .disk import check_no_symlinks, open_file, read_text, resolve_user_path, safe_join
-from .files import CONVERSION_FILE, WEIGHTS, differences, merged, read_json, read_yaml, relative_imports
+from .files import CONVERSION_FILE, WEIGHTS, differences, files_in, merged, read_json, read_yaml, relative_imports
 from .size import ModelKind, kind_of, listed
 from .text import first_line, one_line
 from .trust import run_parts
@@ -42,7 +42,7 @@ def is_saved_model(name: str) -> bool:
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
     """Loads a shipped configuration, a config.json or the configuration of a saved model, and sets switches.
 
-    Raises `ValueError` for an unknown configuration or field, or a value that is not allowed.
+    Raises `ValueError` for what is unknown or not allowed.
     """
     path = name if is_saved_model(name) else str(find("models", name))
     try:
@@ -65,20 +65,21 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
 
 def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any]) -> None:
     for key, value in switches.items():
-        if key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
-            parts = {half: part for half in config.sub_configs if (part := getattr(config, half))}
-            halves = [
-                half for half in parts if parts[half] and parts[half]._hasattr_without_heterogeneous_validation(key)
-            ]
+        if key in config.sub_configs:
+            if not isinstance(value, dict):
+                raise ValueError(f"{key}={value!r} must be the switches that differ there")
+            _check_switches(f"{name}: {key}", getattr(config, key), value)
+        elif key != "per_layer_config" and not config._hasattr_without_heterogeneous_validation(key):
+            halves = []
+            for half in config.sub_configs:
+                part = getattr(config, half)
+                if part and part._hasattr_without_heterogeneous_validation(key):
+                    halves.append(half)
             if halves and isinstance(config, NLQSeq2SeqConfig):
                 continue  # sets it in both
             known = config.to_dict().keys() - PreTrainedConfig().to_dict().keys()
             hint = f"set it in {' or '.join(halves)}" if halves else suggestion(key, known)
             raise ValueError(f"model {name!r} of type {config.model_type!r} has no field {key!r}; {hint}")
-        if key in config.sub_configs:
-            if not isinstance(value, dict):
-                raise ValueError(f"{key}={value!r} must be the switches that differ there")
-            _check_switches(f"{name}: {key}", getattr(config, key), value)
 
 
 @torch.no_grad()
@@ -111,7 +112,7 @@ def weights_fingerprint(name: str) -> dict[str, str]:
     if not Path(name).is_dir():
         return {"commit": extract_commit_hash(cached_file(name, CONFIG_NAME), None)}
     hashes = {}
-    for path in sorted({path for pattern in WEIGHTS for path in resolve_user_path(name).glob(pattern)}):
+    for path in sorted(files_in(resolve_user_path(name), WEIGHTS)):
         with open_file(path) as file:
             hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
@@ -122,10 +123,9 @@ def read_record(name: str, file: str) -> dict[str, Any] | None:
     try:
         path = _find_beside(name, file)
     except OSError:  # the model itself is missing
-        path = None
-    if path is None:
         return None
-    return read_yaml(path) if file.endswith(".yaml") else read_json(path)
+    read = read_yaml if file.endswith(".yaml") else read_json
+    return path and read(path)
 
 
 def _find_beside(name: str, file: str) -> Path | None:
@@ -134,26 +134,22 @@ def _find_beside(name: str, file: str) -> Path | None:
 
 
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
-    """Returns the names of the parameters that a conversion added to a trained model.
-
-    Raises `ValueError` without a record of the conversion, or if it added none or enlarged some.
-    """
+    """Returns the parameters that a conversion added to a trained model; raises `ValueError` if it added none."""
     if conversion is None:
         raise ValueError(
             f"trainable='new' trains what `nlq convert` added, but model {model!r} has no {CONVERSION_FILE}"
         )
     if conversion["enlarged"] or not conversion["added"]:
         effect = f"enlarged {listed(conversion['enlarged'])}" if conversion["enlarged"] else "added no parameters"
-        raise ValueError(
-            f"trainable='new' trains whole new parameters, but the conversion of model {model!r} {effect}"
-        )
+        raise ValueError(f"trainable='new' trains new parameters, but the conversion of model {model!r} {effect}")
     return conversion["added"]
 
 
 def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = False) -> None:
     """Runs files of attention parts, and the files beside saved models that their `parts_nlq.py` imports.
 
-    Raises as `load_attention_parts`. Without `trust`, only files in folders run that this user has run before.
+    Without `trust`, of the latter only those in folders, which this user has run before. Raises as
+    `load_attention_parts`.
     """
     for file in files:
         run_parts(file)
@@ -178,8 +174,8 @@ def check_model_folder(name: str) -> None:
     check_no_symlinks([*folder.iterdir(), *folder.glob("additional_chat_templates/*")], allow_hub=True)
     for index in folder.glob("*.index.json"):
         shards = read_json(index).get("weight_map")
-        for file in {*map(str, shards.values())} if isinstance(shards, dict) else ():
-            safe_join(folder, file)
+        for file in shards.values() if isinstance(shards, dict) else ():
+            safe_join(folder, str(file))
 
 
 @contextmanager
@@ -189,14 +185,12 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
     try:
         yield
     except UnpicklingError:  # PyTorch's message advises to run the code
-        raise ValueError(
-            f"{name!r}: the weights are damaged, or need more than tensors, which could run code"
-        ) from None
+        raise ValueError(f"{name!r}: the weights are damaged, or hold code") from None
     except Exception as error:
         if "trust_remote_code" in str(error):
-            commands = "`nlq generate`, `evaluate` and `explore`"
             raise ValueError(
-                f"{name!r} brings its own code; if you trust it, {commands} run it with --trust-remote-code"
+                f"{name!r} brings its own code; if you trust it, `nlq generate`, `evaluate` and `explore` run it with "
+                "--trust-remote-code"
             ) from None
         # `tokenizers` raises plain exceptions
         is_reading_error = isinstance(error, ValueError | KeyError | RecursionError | SafetensorError)
@@ -210,9 +204,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a saved language model, a folder or a Hub name, and its tokenizer.
 
-    Raises `ValueError` if it is missing, not a language model, or needs code that is not trusted, or its kind is not
-    among `kinds`, where `purpose` says what needs a decoder. `trust_remote_code` runs the code beside the model, if
-    Transformers does not know its type.
+    `trust_remote_code` runs the code beside the model, if Transformers does not know its type. Raises `ValueError` if
+    the model is missing, not a language model, needs code that is not trusted, or is not of `kinds`, where `purpose`
+    says what needs a decoder.
     """
     if name.endswith(".gguf"):
         raise ValueError(f"model {name!r} is a GGUF file; make a model of it first: nlq convert {name} TARGET")

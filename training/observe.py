@@ -31,8 +31,8 @@ def attention_layers(model: nn.Module) -> list[NLQAttention]:
 def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Tensor, **inputs) -> ModelOutput:
     """Runs a model in evaluation mode, calls `receive` before each layer, and restores the model's state.
 
-    Raises `ValueError` without NLQ attention layers. `input_ids` are `(batch, length)`, without padding; `inputs` are
-    other arguments of `forward`.
+    `input_ids` are `(batch, length)`, without padding; `inputs` are other arguments of `forward`. Raises `ValueError`
+    without NLQ attention layers.
     """
     layers = attention_layers(model)
 
@@ -65,8 +65,7 @@ def visibility_of(
 ) -> Visibility:
     """Returns which keys each query of a layer, other than linear attention, sees in texts without padding.
 
-    `query` and `key` are `(batch, heads, length, head_dim)`, with two lengths for cross-attention. `segments`,
-    `(batch, length)`, tells packed documents apart.
+    `query` and `key` are `(batch, heads, length, head_dim)`; `segments`, `(batch, length)`, marks packed documents.
     """
     window, sees_own_key = layer.visible_keys
     visibility = make_visibility(

@@ -29,13 +29,12 @@ from .text import check_number, one_line
 
 @dataclass
 class Size:
-    """The number of a model's parameters, and their cost.
+    """The number of a model's parameters, where tied ones count once, and their cost.
 
     Attributes:
-        total: tied parameters count once.
-        non_embedding: the same without token embeddings, learned positions, and LM head.
-        flops_per_token: operations of forward and backward for one token, of source or target, of a full context.
-        trained: number of parameters that are not frozen.
+        non_embedding: without token embeddings, learned positions, and LM head.
+        flops_per_token: of forward and backward for a token, of source or target, of a full context.
+        trained: parameters that are not frozen.
     """
 
     total: int
@@ -104,9 +103,10 @@ def positions_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
     if not is_encoder or getattr(part, "pad_token_id", None) is None:
         return positions
     # RoBERTa and similar models start to count positions after the id of the pad token
-    tables = (module for name, module in empty_model(part).named_modules() if name.endswith("position_embeddings"))
-    padding = (getattr(table, "padding_idx", None) for table in tables)
-    return positions - max((index + 1 for index in padding if index is not None), default=0)
+    for name, module in empty_model(part).named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return positions - module.padding_idx - 1
+    return positions
 
 
 def empty_model(
@@ -115,7 +115,7 @@ def empty_model(
     model_class: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
     """Makes a model on the meta device, by default a language model; raises `ValueError` if Transformers cannot."""
-    config = copy.deepcopy(config)  # which may belong to a model in use
+    config = copy.deepcopy(config)  # it may belong to a model in use
     try:
         with torch.device("meta"):
             if model_class is not None:
@@ -141,12 +141,9 @@ def measure(
     et al. 2022, appendix B). Linear attention has `head_dim` such products per head, to read its state and to write
     it. Norms, activations and the softmax are not counted. All experts of a mixture count.
 
-    Raises `ValueError` or `ImportError` if the model cannot be made, or does not say its context length.
-
-    Args:
-        context: the context length in tokens, or those of source and target; by default `context_of` the model.
-        attn_implementation: a backend that supports the model; `None` lets the model choose.
-        prepare: changes the model before it is measured, for example freezes parameters.
+    `context` is in tokens, of source and target for a pair, and by default `context_of` the model. `prepare` changes
+    the model first, for example freezes parameters. Raises `ValueError` or `ImportError` if the model cannot be made,
+    or does not say its context length.
     """
     for length in context if isinstance(context, Sequence) else [context]:
         check_number("context", length, 1)
@@ -166,9 +163,11 @@ def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
     """Returns the attention parts of all layers, in the order of their application."""
-    halves = [getattr(config, name) for name in config.sub_configs] or [config]
-    layers = [layer for half in halves if isinstance(half, NLQConfig) for layer in half.attention_configs]
-    return list(dict.fromkeys(part for layer in layers for part in parts_of(layer)))
+    found = {}
+    for half in [getattr(config, name) for name in config.sub_configs] or [config]:
+        for layer in half.attention_configs if isinstance(half, NLQConfig) else ():
+            found |= dict.fromkeys(parts_of(layer))
+    return list(found)
 
 
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
@@ -192,21 +191,23 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     lengths = context if isinstance(context, Sequence) else [context] * len(halves)
     lengths = [length or context_of(config, half or "decoder") for length, half in zip(lengths, halves, strict=True)]
     source, target = lengths[0] or 1, lengths[-1] or 1
-    calls = {
-        f"{half and '.' + half}.layers.{index}.self_attn.{name}.": count
-        for half, half_config in halves.items()
-        for index, layer in enumerate(half_config.per_layer_config if isinstance(half_config, NLQConfig) else ())
-        for part in parts_of(layer)
-        for name, count in part.calls_per_token(layer).items()
-    }
+    calls = {}  # where a token passes through a linear layer more than once
+    for half, half_config in halves.items():
+        for index, layer in enumerate(half_config.per_layer_config if isinstance(half_config, NLQConfig) else ()):
+            for part in parts_of(layer):
+                for name, count in part.calls_per_token(layer).items():
+                    calls[f"{half and '.' + half}.layers.{index}.self_attn.{name}."] = count
     operations = 0 if head is None else target * _operations(head.weight)
     for name, parameter in body.items():
         if parameter.ndim >= 2:
-            share = next((count for layer, count in calls.items() if layer in f".{name}"), 1)
-            operations += (source if _OF_SOURCE.search(f".{name}") else target) * round(share * _operations(parameter))
+            cost = _operations(parameter)
+            for layer, count in calls.items():
+                if layer in f".{name}":
+                    cost = round(count * cost)
+            operations += cost * (source if _OF_SOURCE.search(f".{name}") else target)
     if None not in lengths:
-        products = (_attention_products(*half, length, source) for half, length in zip(halves.items(), lengths))
-        operations += 6 * sum(products)
+        for (half, half_config), length in zip(halves.items(), lengths):
+            operations += 6 * _attention_products(half, half_config, length, source)
     return Size(
         total=model.num_parameters(),
         non_embedding=sum(parameter.numel() for parameter in body.values()),
@@ -242,34 +243,38 @@ def _attention_products(half: str, config: PreTrainedConfig, length: int, source
     layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
     if not any(getattr(layer, "num_attention_heads", None) for layer in layers):
         return 0  # Mamba does not have attention
-    is_nlq = isinstance(config, NLQConfig)
-    widths = [
-        layer.num_attention_heads
-        * (getattr(layer, "head_dim", None) or config.hidden_size // layer.num_attention_heads)
-        for layer in layers
-    ]
     # A window of an encoder has this many tokens on each side
     sides = 2 if half == "encoder" or kind_of(config) is ModelKind.ENCODER else 1
+    width = _width(layers[0])  # of all cross-attention
+    total = 0
+    for layer, kind, sizes in zip(layers, *get_layer_types_and_kwargs(config)):
+        products = length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * _width(layer)
+        if kind == LAYER_TYPE:
+            products = _products_with_state(config, length, length)
+        if not isinstance(config, NLQConfig):
+            total += products + (length * source * 2 * _width(layer) if half == "decoder" else 0)
+            continue
+        total += products * _part_cost(layer)
+        if (cross := layer.cross_attention_config) is not None:
+            is_linear = cross.activation.kind == "linear"
+            products = _products_with_state(config, length, source) if is_linear else length * source * 2 * width
+            total += products * _part_cost(cross)
+    return round(total)
 
-    def state(queries: int, keys: int) -> int:
-        """In linear attention, heads of queries read the state, and heads of keys write it."""
-        return config.head_dim**2 * (config.num_attention_heads * queries + config.num_key_value_heads * keys)
 
-    products = [
-        state(length, length)
-        if kind == LAYER_TYPE
-        else length * min(length, sides * sizes.get("sliding_window", length) + sides - 1) * 2 * width
-        for width, kind, sizes in zip(widths, *get_layer_types_and_kwargs(config))
-    ]
-    if not is_nlq:
-        return sum(products) + (length * source * 2 * sum(widths) if half == "decoder" else 0)
-    # A layer's parts may compute more heads, or wider values
-    costs = [math.prod(part.product_cost(layer) for part in parts_of(layer)) for layer in layers]
-    for cross in filter(None, (layer.cross_attention_config for layer in layers)):
-        is_linear = cross.activation.kind == "linear"
-        products.append(state(length, source) if is_linear else length * source * 2 * widths[0])
-        costs.append(math.prod(part.product_cost(cross) for part in parts_of(cross)))
-    return round(sum(cost * product for cost, product in zip(costs, products, strict=True)))
+def _width(layer: PreTrainedConfig) -> int:
+    heads = layer.num_attention_heads
+    return heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
+
+
+def _products_with_state(config: NLQConfig, queries: int, keys: int) -> int:
+    # Heads of queries read the state of linear attention, and heads of keys write it
+    return config.head_dim**2 * (config.num_attention_heads * queries + config.num_key_value_heads * keys)
+
+
+def _part_cost(layer: NLQConfig) -> float:
+    # Parts may compute more heads, or wider values
+    return math.prod(part.product_cost(layer) for part in parts_of(layer))
 
 
 def _operations(matrix: torch.nn.Parameter) -> int:
@@ -284,7 +289,7 @@ def matching_intermediate_size(
 ) -> int:
     """Returns the MLP width that brings the non-embedding parameters or the FLOPs of a model nearest to a budget.
 
-    Raises `ValueError` if the model exceeds the budget with a width of 1.
+    Raises `ValueError` if none does.
     """
     if {"encoder", "decoder"} <= config.sub_configs.keys():
         raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
@@ -323,5 +328,5 @@ def check_names(expected: Set[str], names: Set[str]) -> None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first eight names, and the number of others."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{', '.join(names[:8])}{more}"

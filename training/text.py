@@ -65,7 +65,7 @@ def code(text: Any, language: str = "") -> Markdown:
 
 
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
-    """Returns the lines of a table with columns of equal width, all but the first aligned at the right if `right`."""
+    """Returns the lines of a table, whose columns but the first are aligned at the right if `right`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     sides = ["<", *(">" if right else "<" for _ in widths[1:])]
     lines = ("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)) for row in rows)
@@ -114,10 +114,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of an error in one line.
-
-    Libraries of Hugging Face wrap the error that says what is wrong.
-    """
+    """Returns the message of an error, or of its cause in libraries of Hugging Face, in one line."""
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
         error = error.__cause__
     prefix = "the disk is full: " if is_disk_full(error) else ""

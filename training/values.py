@@ -61,7 +61,7 @@ def from_json(kind: Any, value: Any, path: str = "") -> Any:
     """Converts JSON to a type, which may contain dataclasses.
 
     Raises `ValueError` for a missing field, a value of another type, or a number that is not finite. The message
-    begins with `path`, the file and the field, such as `metrics.json: versions.`
+    begins with `path`, such as `metrics.json: versions.`
     """
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (UnionType, Union):

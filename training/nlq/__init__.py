@@ -63,9 +63,8 @@ class _Command(TyperCommand):
         self.module = module
         self.shipped = shipped
         self.help = re.sub(r"(?<!\n)\n(?!\n)", " ", self.help)  # the terminal wraps the lines
-        # These commands take the fields of a recipe as options, and continue after an interruption
-        self.trains = shipped in ("recipes", "comparisons")
-        self.ignore_unknown_options = self.allow_extra_args = self.trains
+        # Commands with shipped configurations take the fields of a recipe as options
+        self.ignore_unknown_options = self.allow_extra_args = shipped is not None
         for parameter in self.params:
             parameter.secondary_opts = []  # Typer would add `--no-upcycle` to `--upcycle`
 
@@ -94,14 +93,14 @@ class _Command(TyperCommand):
 
             for bar in list(tqdm._instances):  # an open progress bar would be drawn again after this line
                 bar.close()
-            resumes = self.trains and not options.get("dry_run")
+            resumes = self.shipped is not None and not options.get("dry_run")
             hint = ": the same command goes on from the last checkpoint" if resumes else ""
             print(f"nlq: interrupted{hint}", file=sys.stderr)
             return 130
 
 
 def _escape_logs() -> None:
-    """Escapes control characters in log lines, because names in them may come from somebody else's file."""
+    """Escapes control characters in log lines, for the same reason as `_say`."""
     from modeling_nlq.training.text import printable
 
     class Formatter(logging.Formatter):
@@ -115,7 +114,7 @@ def _escape_logs() -> None:
 
 
 def _say(text: str, **options: Any) -> None:
-    """Prints a text, of which a part may come from somebody else's file, with control characters escaped."""
+    """Prints a text with control characters escaped, because a part may come from somebody else's file."""
     from modeling_nlq.training.text import printable
 
     print(printable(text), **options)
@@ -193,8 +192,15 @@ def train(
         overrides = {"model": source, "tokenizer": source, **overrides}
     loaded = load_recipe(recipe, overrides, trust_parts)
     result = train_with(engine, loaded, **_options_of(context, "With --engine ray"))
-    if loaded.arguments.process_index == 0:
-        _say(f"{loaded.output_dir}: {_describe_run(result)}")
+    if loaded.arguments.process_index > 0:
+        return
+    losses, size = result.losses, result.size
+    text = f"diverged: the loss was infinite or not a number after step {losses.diverged_at}"
+    if losses.diverged_at is None:
+        text = _describe_evaluation(losses.validation, "held-out ")
+    if size.trained < size.total and not text.startswith("diverged"):
+        text += f", {size.trained:,} of {size.total:,} parameters were trained"
+    _say(f"{loaded.output_dir}: {text}")
 
 
 @_command("Train and compare", "screening.run", shipped="comparisons")
@@ -253,16 +259,6 @@ def compare(
     results = run_and_report(plan, folder, made)
     if is_main_process():
         _say(f"\n{describe(results)}\n\nreport: {folder}/report.html")
-
-
-def _describe_run(result) -> str:
-    losses, size = result.losses, result.size
-    if losses.diverged_at is not None:
-        return f"diverged: the loss was infinite or not a number after step {losses.diverged_at}"
-    text = _describe_evaluation(losses.validation, "held-out ")
-    if size.trained < size.total and not text.startswith("diverged"):
-        text += f", {size.trained:,} of {size.total:,} parameters were trained"
-    return text
 
 
 def _describe_evaluation(evaluation, kind: str = "") -> str:
@@ -342,7 +338,6 @@ def evaluate(
 
 
 def _refuse(message: str, **options: Any) -> None:
-    """Raises `ValueError` with the name of the first option that the user set."""
     for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(message.format(f"--{name}"))
@@ -364,8 +359,8 @@ def explore(
     """See what attention does with a text, in one model or in two side by side."""
     from modeling_nlq.training.explorer.exploring import explore
 
-    options = {"max_tokens": max_tokens, "trust_remote_code": trust_remote_code}
-    exploration = explore(model, other, text=text, file=file, target=target, output=output, **options)
+    options = {"text": text, "file": file, "target": target, "output": output, "max_tokens": max_tokens}
+    exploration = explore(model, other, **options, trust_remote_code=trust_remote_code)
     for explored in exploration.models:
         _say(f"{explored.name}: {explored.description}")
     _say(f"page: {output} ({len(exploration.page.encode()):,} bytes)")
@@ -391,9 +386,10 @@ def params(
     for name in models:
         config = load_config(name)
         size = measure(config, context)
-        rows.append([name, f"{size.total:,}", f"{size.non_embedding:,}", f"{size.flops_per_token:,}"])
+        numbers = [size.total, size.non_embedding, size.flops_per_token]
         if match is not None:
-            rows[-1].append(f"{matching_intermediate_size(config, budget):,}")
+            numbers.append(matching_intermediate_size(config, budget))
+        rows.append([name, *(f"{number:,}" for number in numbers)])
     _say("\n".join(align(rows)))
 
 
@@ -470,7 +466,8 @@ def _run(words: list[str] | None) -> int:
         return typer.main.get_command(app).main(words, prog_name="nlq", standalone_mode=False) or 0
     except typer.TyperException as error:
         text = " ".join(error.format_message().split()).rstrip(".")
-        print(f"nlq: error: {text}; see {error.ctx.command_path if error.ctx else 'nlq'} --help", file=sys.stderr)
+        command = error.ctx.command_path if error.ctx else "nlq"
+        print(f"nlq: error: {text}; see {command} --help", file=sys.stderr)
         return error.exit_code
     except Exception as error:
         if os.environ.get("NLQ_TRACEBACK"):

@@ -24,10 +24,9 @@ _ENCODED = Features({**_TOKENS, "length": Value("int64"), "bytes": Value("int64"
 
 @dataclass
 class Blocks:
-    """The tokens of a split, in blocks or pairs.
+    """The tokens of a split: rows of `input_ids`, and of `labels` for pairs.
 
     Attributes:
-        dataset: rows of `input_ids`, and of `labels` for pairs.
         tokens: their number, with the remainder that fills no block; `None` for a stream.
         bytes_per_token: UTF-8 bytes of the documents over their tokens, end-of-text included; `None` for a stream.
         references: the whole targets of the first `GENERATED_ROWS` pairs.
@@ -49,7 +48,7 @@ def make_blocks(
 
     Reads a special token in a document, such as `<|endoftext|>`, as text, unless the tokenizer looks up whole words.
     An `IterableDataset` is cut a thousand documents at a time. `keep_remainder` keeps two or more tokens at the end of
-    a `Dataset` as a shorter block; all other remainders are dropped.
+    a `Dataset` as a shorter block; other remainders are dropped.
     """
     column = recipe.text_column
     block_size = recipe.block_size
@@ -146,7 +145,7 @@ def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe:
 class BlockCollator:
     """Makes a batch of blocks, with each token as its own label. Pads shorter blocks by tokens without labels.
 
-    `restart` lets positions, and so attention, restart after each end of text. A decoder then has no label for the
+    `restart` lets positions, and so attention, restart after each end of text; a decoder then does not predict the
     first token of a document. Encoders, without `is_causal`, get a mask of padding.
     """
 

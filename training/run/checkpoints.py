@@ -75,7 +75,7 @@ def checkpoint_to_resume(
 ) -> tuple[Path, TrainerState] | None:
     """Returns the checkpoint that a run resumes from, with its state, and restores the `record`.
 
-    Raises `ValueError` if it belongs to another model or to other data, or is stored in another way.
+    Raises `ValueError` if it is of another model or other data, or stored in another way.
     """
     checkpoint = _on_main_process(last_complete_checkpoint, Path(arguments.output_dir))
     if checkpoint is None:

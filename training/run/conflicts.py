@@ -38,7 +38,6 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
-    """Lists the lengths of a recipe that exceed the positions of a model."""
     for name, half in OBJECTIVES[recipe.objective].lengths.items():
         positions, context = positions_of(config, half), context_of(config, half)
         if positions is not None and getattr(recipe, name) > positions:

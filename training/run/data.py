@@ -89,9 +89,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreT
 
 
 class EndlessBlocks(torch.utils.data.IterableDataset):
-    """A shuffled stream of blocks that repeats, each time in another order.
+    """A stream of blocks that repeats, each time in another order, without end.
 
-    Trainer takes it for one epoch, and a resumed run could not skip what it has seen in a shorter one.
+    Trainer takes it for one epoch; a resumed run could not skip what it has seen in a shorter one.
     """
 
     def __init__(self, blocks: IterableDataset):
@@ -113,8 +113,8 @@ def prepare_data(
 ) -> tuple[PreTrainedTokenizerBase, dict[str, Blocks], str | None]:
     """Returns the tokenizer, the blocks by split, and the fingerprint of the documents.
 
-    Tokenizer and saved blocks are loaded from `tokenizer_folder`, where a new tokenizer is saved. `seed` shuffles the
-    documents of a stream.
+    Tokenizer and saved blocks are loaded from `tokenizer_folder`, where a new tokenizer is saved. `seed` shuffles a
+    stream.
     """
     folder = tokenizer_folder
     has_tokenizer = folder is not None and (folder / "tokenizer.json").is_file()

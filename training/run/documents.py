@@ -52,15 +52,18 @@ MOST_CHARACTERS = 5_000_000
 _TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
+def _root_of(corpus: str) -> Path:
+    return Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
+
+
 def python_files(corpus: str) -> list[Path]:
     """Returns the Python files of a built-in corpus in a fixed order."""
-    root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
+    root = _root_of(corpus)
     return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
 
 
 def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
     """Yields the documents of a built-in corpus, one per valid Python file. `datasets` caches by the arguments."""
-    root = Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
     for path in python_files(corpus):
         try:
             with tokenize.open(path) as file:
@@ -68,7 +71,7 @@ def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
         except (SyntaxError, UnicodeDecodeError):
             continue  # on purpose
         if text.strip():
-            yield {"path": path.relative_to(root).as_posix(), "text": text}
+            yield {"path": path.relative_to(_root_of(corpus)).as_posix(), "text": text}
 
 
 def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
@@ -102,10 +105,7 @@ def text_documents(paths: list[str], fingerprints: list[str]) -> Iterator[dict[s
 
 
 class Documents(dict[str, Dataset | IterableDataset]):
-    """Documents by split, with a hash of the text and of the fields that shape them in `fingerprint`.
-
-    For the Hub it is that of `datasets`, or `None` for a stream.
-    """
+    """Documents by split, and a hash of them; `None` for a stream from the Hub."""
 
     def __init__(self, splits: dict[str, Dataset | IterableDataset], fingerprint: str | None):
         super().__init__(splits)
@@ -120,8 +120,8 @@ def is_format(name: str) -> bool:
 def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     """Loads the documents in the splits `train`, `validation` and, if `test_fraction` is set, `test`.
 
-    `is_whole` puts all into `validation`. Raises `ValueError` for a dataset that is missing, empty, not text, without
-    the column, or leaves a split empty.
+    `is_whole` puts all into `validation`. Raises `ValueError` for a dataset that is missing, not text, without the
+    column, or leaves a split empty.
     """
     name = recipe.dataset
     with _errors_named(name):
@@ -137,9 +137,7 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
         known = splits["train"].column_names
         for field, column in recipe.text_columns.items():
             if known is not None and column not in known:
-                hint = ""
-                if field == "text_column":
-                    hint = ", or join several by text_template, such as '{instruction} {output}'"
+                hint = ", or join several by text_template" if field == "text_column" else ""
                 raise ValueError(
                     f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}"
                 )
@@ -174,7 +172,10 @@ def _errors_named(name: str) -> Iterator[None]:
         raise ValueError(f"dataset {name!r} {what}") from error
 
 
-def _load_splits(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset], str | None]:
+Splits = tuple[dict[str, Dataset | IterableDataset], str | None]
+
+
+def _load_splits(recipe: "Recipe") -> Splits:
     """Returns the rows by split, and a text that identifies the content; `None` for the Hub."""
     name, path = recipe.dataset, Path(recipe.dataset)
     if name in BUILT_IN_CORPORA:
@@ -186,44 +187,51 @@ def _load_splits(recipe: "Recipe") -> tuple[dict[str, Dataset | IterableDataset]
         rows = Dataset.from_generator(reader, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
         return {"train": rows.to_iterable_dataset() if recipe.streaming else rows}, content
     if path.is_file():
-        reader, files = data_format(path), {"train": [path.absolute()]}
-        if reader is None:
-            raise ValueError(
-                f"dataset {name!r}: a local file must end in {', '.join(DATA_FORMATS)}, or one of these and .gz"
-            )
-    elif path.exists():
+        return _load_file(recipe, path.absolute())
+    if path.exists():
         folder = path.resolve()  # `datasets` takes a bare name for a dataset of the Hub or a format
         builder = _find_files(recipe, str(folder), _list_files(folder).__contains__)
-        files = {str(split): list(map(Path, paths)) for split, paths in builder.config.data_files.items()}
-        reader = builder.name if builder.name == "text" else builder
-    elif is_format(name):
+        files = builder.config.data_files.items()
+        digests = {str(split): [_hash_file(Path(path)) for path in paths] for split, paths in files}
+        content = json.dumps(digests)
+        if builder.name == "text":
+            return _read_texts(recipe, builder.config.data_files, digests), content
+        return _read_rows(builder, recipe.streaming), content
+    if is_format(name):
         raise ValueError(f"dataset {name!r} is a format; name a file, a folder or OWNER/NAME")
-    else:
-        start = f"hf://datasets/{name}@"
-        builder = _find_files(recipe, name, lambda path: path.startswith(start) and "::" not in path)
-        return _read_rows(builder, recipe.streaming), None
-    digests = {split: [_hash_file(file) for file in paths] for split, paths in files.items()}
-    content = json.dumps(digests)
-    if path.is_file():
-        content = f"{reader} {digests['train'][0]}"
-        if reader != "text":
-            # `datasets` would cache by modification times, and take `g[1].jsonl` for a pattern
-            data_files = DataFilesDict(train=DataFilesList([str(files["train"][0])], [(digests["train"][0],)]))
-            reader = load_dataset_builder(reader, data_files=data_files)
-    if reader != "text":
-        return _read_rows(reader, recipe.streaming), content
+    start = f"hf://datasets/{name}@"
+    builder = _find_files(recipe, name, lambda path: path.startswith(start) and "::" not in path)
+    return _read_rows(builder, recipe.streaming), None
+
+
+def _load_file(recipe: "Recipe", path: Path) -> Splits:
+    reader = data_format(path)
+    if reader is None:
+        raise ValueError(
+            f"dataset {recipe.dataset!r}: a local file must end in {', '.join(DATA_FORMATS)}, perhaps .gz"
+        )
+    digest = _hash_file(path)
+    content = f"{reader} {digest}"
+    if reader == "text":
+        return _read_texts(recipe, {"train": [str(path)]}, {"train": [digest]}), content
+    # `datasets` would cache by modification times, and take `g[1].jsonl` for a pattern
+    data_files = DataFilesDict(train=DataFilesList([str(path)], [(digest,)]))
+    return _read_rows(load_dataset_builder(reader, data_files=data_files), recipe.streaming), content
+
+
+def _read_texts(recipe: "Recipe", files: dict, digests: dict[str, list[str]]) -> dict[str, Dataset | IterableDataset]:
     # The loader of `datasets` makes each line a document, or does not split at lines of white space
     kind = IterableDataset if recipe.streaming else Dataset
     splits = {}
-    for split, paths in files.items():
-        arguments = {"paths": list(map(str, paths)), "fingerprints": digests[split]}
+    for split, hashes in digests.items():
+        arguments = {"paths": list(files[split]), "fingerprints": hashes}
         features = Features({"text": Value("string")})
         splits[split] = kind.from_generator(text_documents, features, gen_kwargs=arguments, split=split)
-    return splits, content
+    return splits
 
 
 def _find_files(recipe: "Recipe", source: str, is_own: Callable[[str], bool]) -> DatasetBuilder:
-    """Returns the builder of a folder or Hub dataset; raises `ValueError` if its card names files elsewhere."""
+    """Returns a dataset's builder; raises `ValueError` if its card names files elsewhere."""
     builder = load_dataset_builder(source, recipe.dataset_config)
     for path in itertools.chain(*(builder.config.data_files or {}).values()):
         if not is_own(path):
@@ -257,19 +265,19 @@ def _list_files(folder: Path) -> set[str]:
 def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
     template, known = recipe.text_template, rows.column_names
     if r"\n" in template:
-        logger.warning_once(
-            f"text_template={template!r} has a backslash and an n, and no line break: YAML needs double quotes"
-        )
+        logger.warning_once(f"text_template={template!r} has a backslash and an n: YAML needs double quotes")
+    names = set()
     try:
-        fields = [(name, layout) for _, name, layout, _ in string.Formatter().parse(template) if name is not None]
+        for _, name, layout, _ in string.Formatter().parse(template):
+            if name is None:
+                continue
+            names.add(name)
+            if re.search(r"[.[]", name) or re.search(r".{9}|{|\d{4}|(?!100)\d{3}", layout, re.DOTALL):
+                raise ValueError(
+                    f"{name}:{layout} must be a column and 8 characters of format, with numbers up to 100"
+                )
     except ValueError as error:
         raise ValueError(f"text_template={template!r}: {error}") from error
-    names = {name for name, _ in fields}
-    for name, layout in fields:
-        if re.search(r"[.[]", name) or re.search(r".{9}|{|\d{4}|(?!100)\d{3}", layout, re.DOTALL):
-            raise ValueError(
-                f"text_template: {name}:{layout} must be a column and 8 characters of format, with numbers up to 100"
-            )
     if known is not None and (missing := sorted(names.difference(known))):
         raise ValueError(
             f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}"
@@ -313,21 +321,20 @@ def check_text(value, recipe: "Recipe") -> str:
         raise ValueError(f"dataset {recipe.dataset!r}: column {columns} must hold text, and a row holds a {kind}")
     if len(value) > MOST_CHARACTERS:
         raise ValueError(
-            f"dataset {recipe.dataset!r} holds a document of {len(value):,} characters (it begins with "
-            f"{value[:40]!r}), and at most {MOST_CHARACTERS:,} are read as one; cut it into several"
+            f"dataset {recipe.dataset!r} holds a document of {len(value):,} characters, {value[:40]!r}..., and "
+            f"at most {MOST_CHARACTERS:,} are allowed; cut it into several"
         )
     return value
 
 
 def is_conversation(value: Any) -> bool:
     """Tells whether a value is a list of messages, each with a role and a content."""
-    return isinstance(value, list) and all(
-        isinstance(each, dict) and {"role", "content"} <= each.keys() for each in value
-    )
+    rows = value if isinstance(value, list) else [None]
+    return all(isinstance(row, dict) and {"role", "content"} <= row.keys() for row in rows)
 
 
 def _lies_between(document: dict, recipe: "Recipe", first: float, last: float) -> bool:
-    """Tells whether the hash of a document's text, in [0, 1), is in `[first, last)`."""
+    # The hash of a document's text is in [0, 1)
     value = document[next(iter(recipe.text_columns.values()))]
     text = json.dumps(value) if is_conversation(value) else check_text(value, recipe)
     return first <= int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64 < last

@@ -33,12 +33,8 @@ METRIC = Path(__file__).parent / "language_modeling.py"
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """Reduces logits to two numbers per token, so that an evaluation fits in memory (`preprocess_logits_for_metrics`).
 
-    Args:
-        logits: `(batch, length, vocabulary)`, or a tuple that begins with them.
-        shift: the objective's `label_shift`.
-
-    Returns:
-        `(batch, length - shift)` each: negative log-likelihood in nats, and whether the token was the likeliest.
+    Takes `(batch, length, vocabulary)`, or a tuple that begins with them, and the objective's `label_shift`. Returns
+    `(batch, length - shift)` each: negative log-likelihood in nats, and whether the token was the likeliest.
     """
     logits = logits[0] if isinstance(logits, tuple) else logits
     # A CPU reads float32 side by side several times as fast
@@ -49,10 +45,7 @@ def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> 
 
 
 class LanguageModelingMetrics:
-    """Trainer's `compute_metrics` with `batch_eval_metrics=True`, named by the objective.
-
-    Without `bytes_per_token`, that of the evaluated text, there is no bits per byte.
-    """
+    """Trainer's `compute_metrics` with `batch_eval_metrics=True`; bits per byte needs the text's `bytes_per_token`."""
 
     def __init__(self, bytes_per_token: float | None = None, objective: Objective | type[Objective] = Causal):
         self.objective = objective
@@ -82,7 +75,7 @@ class LanguageModelingMetrics:
     def loss_parts(self, count: int = 50) -> list[float] | None:
         """Returns the losses of parts of the text, in nats per token, whose mean is the loss.
 
-        Returns `None` if the text has fewer blocks than parts, or a loss is infinite or NaN.
+        Returns `None` for fewer blocks than parts, or an infinite or NaN loss.
         """
         if len(self._rows) < count:
             return None
@@ -121,9 +114,8 @@ def evaluate(
         `eval_loss` (nats per token), `eval_perplexity`, `eval_bits_per_byte`, `eval_token_accuracy`, and the speed. An
         encoder's are means over masked tokens, with `eval_pseudo_perplexity` and without bits per byte.
 
-    Raises:
-        ValueError: for a model or a dataset that cannot be loaded, an argument that such a model does not read, or a
-            share of the dataset that the model was trained on.
+    Raises `ValueError` for a model or a dataset that cannot be loaded, an argument that such a model does not read, or
+    a share of the dataset that the model was trained on.
     """
     check_keys("evaluate", fields, EVALUATED)
     check_number("batch_size", batch_size, 1)
@@ -166,10 +158,7 @@ def evaluate(
 
 
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
-    """Returns the dataset that a model was trained on last, or the default of recipes.
-
-    Raises `ValueError` for a local file, which the model's author may have had on another machine.
-    """
+    """Returns the dataset that a model was trained on last; raises `ValueError` for a local file."""
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
     local = "the local " if Path(dataset).is_absolute() or Path(dataset).exists() else ""
     part = r"[\w-]+(\.[\w-]+)*"
@@ -188,10 +177,7 @@ def evaluate_model(
     is_whole: bool = False,
     keep_remainder: bool = False,
 ) -> dict[str, float]:
-    """Evaluates a model on the validation split of a recipe's dataset, or on all documents if `is_whole`.
-
-    `make_blocks` explains `keep_remainder`. An encoder predicts masked tokens, always the same ones.
-    """
+    """Evaluates a model on the validation split of a recipe's dataset, or on all documents if `is_whole`."""
     objective = objective_of(recipe)
     objective.check_tokenizer(tokenizer, tokenizer.name_or_path)
     validation = objective.make_rows(load_documents(recipe, is_whole)["validation"], tokenizer, keep_remainder)

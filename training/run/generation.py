@@ -23,13 +23,9 @@ def generate_text(
 ) -> str:
     """Continues a text with a saved model; an encoder and decoder writes the target for the prompt.
 
-    A special token written in the prompt is read as one. Raises `ValueError` if it is empty or leaves no position for
-    new tokens.
-
-    Args:
-        max_new_tokens: by default 100, or as many as the model has positions for.
-        temperature: 0 takes the likeliest token each time.
-        top_k: sample among the k likeliest tokens; 0: among all.
+    A special token in the prompt is read as one. By default there are 100 new tokens, or as many as the model has
+    positions for. A temperature of 0 takes the likeliest token each time, a `top_k` of 0 samples among all. Raises
+    `ValueError` for an empty prompt, or one that leaves no position.
     """
     check_number("max_new_tokens", max_new_tokens, 1)
     loaded, tokenizer = load_model(model, trust_remote_code, _GENERATING, "generation")

@@ -17,7 +17,6 @@ EVALUATION = "evaluation"  # used as the step of fixed masks
 
 
 def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises `ValueError` if the tokenizer with this name lacks a mask token."""
     if tokenizer.mask_token_id is None:
         raise ValueError(
             f"tokenizer {name!r} has no mask token, which an encoder needs; add one by tokenizer.add_special_tokens("
@@ -28,7 +27,7 @@ def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 class Masking(DataCollatorForLanguageModeling):
     """Chooses tokens as BERT does: 80 % become the mask token, 10 % random (Devlin et al. 2019, arXiv 1810.04805).
 
-    Special tokens are never chosen. If nothing is chosen in a row, one token is masked, because a row needs a loss.
+    Special tokens are never chosen. A row in which nothing is chosen gets one mask, because it needs a loss.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):
@@ -39,7 +38,7 @@ class Masking(DataCollatorForLanguageModeling):
     def mask(self, batch: dict[str, Any], step: int | str) -> dict[str, Any]:
         """Returns a batch with masked `input_ids`, `(batch, length)`, and `labels`: -100 except for chosen tokens.
 
-        The labels of `BlockCollator` tell tokens from padding. `step` is the optimizer step, or `EVALUATION`.
+        Padding has no label before. `step` is the optimizer step, or `EVALUATION`.
         """
         rows, labels = [], []
         for row, own in zip(batch["input_ids"], batch["labels"] != -100):
@@ -69,7 +68,7 @@ class MaskingTrainer(Trainer):
     masking: Masking | None = None
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
-        """Masks before Trainer counts labels, and not where batches are made, some steps earlier."""
+        """Masks before Trainer counts labels."""
         if self.masking is not None:
             step = self.state.global_step
             epoch_iterator = (self.masking.mask(batch, step) for batch in epoch_iterator)

@@ -27,8 +27,8 @@ class Objective:
         columns: the fields of a recipe that name its columns of text.
         lengths: the fields with the lengths of a full sample, and the half of the model that reads each.
         label_shift: 1 where a token's logits stand one position before it, else 0.
-        loss_type: Transformers' loss for model classes without a `loss_type`.
-        loss_unit, loss_name, loss_note: the loss is in nats per such unit, and is called and explained so.
+        loss_type: Transformers' loss for model classes that name none.
+        loss_unit, loss_name, loss_note: what the loss is per, in nats, and is called, and what explains it.
         has_bits_per_byte: whether the losses of a text add up to its log-likelihood.
     """
 
@@ -176,7 +176,7 @@ def objective_of(recipe: "Recipe") -> Objective:
 
 
 def objective_in(content: Mapping[str, Any]) -> type[Objective]:
-    """Returns the objective in the content of a recipe's file; `Causal` for an unknown name."""
+    """Returns the objective in a recipe's file; `Causal` for an unknown name."""
     return next((kind for name, kind in OBJECTIVES.items() if name == content.get("objective")), Causal)
 
 

@@ -34,10 +34,7 @@ from ..size import shapes_of
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of a parameter's initial values, and of Adam's settings, in comparison with the base model.
-
-    Weight decay is divided by the factor of the learning rate.
-    """
+    """Factors of a parameter's initial values, and of Adam's settings, in comparison with the base model."""
 
     initial: float
     learning_rate: float
@@ -130,7 +127,6 @@ def _twice_as_wide(config: NLQConfig) -> NLQConfig:
 
 @torch.no_grad()
 def scale_initial_values(model: PreTrainedModel, factors: Mapping[str, Factors]) -> None:
-    """Multiplies the initial values of all parameters by their factors."""
     for name, parameter in model.named_parameters():
         parameter.mul_(factors[name].initial)
 

@@ -22,9 +22,8 @@ _TYPES = {name: kind for name, kind in get_type_hints(Recipe).items() if name in
 def read_trained_on(model: str) -> list[dict[str, Any]]:
     """Returns the datasets that a saved model was trained on, in order, as far as it is known.
 
-    Each has the fields of a run that say which documents it saw, with their `fingerprint`. For an unfinished run,
-    which may name any model of this machine, only its own are known. `model` is a folder, a checkpoint in one, or a
-    Hub name.
+    Each has the fields of a run that say which documents it saw, with their `fingerprint`. Of an unfinished run, which
+    may name any model of this machine, only its own are known. `model` is a folder, a checkpoint, or a Hub name.
     """
     folder = Path(model)
     if (folder / STATE_FILE).is_file() and not (folder / RECIPE_FILE).is_file():
@@ -45,7 +44,7 @@ def read_trained_on(model: str) -> list[dict[str, Any]]:
 
 
 def record_run(recipe: Recipe, fingerprint: str | None) -> list[dict[str, Any]]:
-    """Returns what the model of a run was trained on, by the runs before it and by this one."""
+    """Returns what the model of a run was trained on, before it and by it."""
     before = read_trained_on(recipe.model) if recipe.has_weights else []
     return [*before, _record(vars(recipe), fingerprint)]
 

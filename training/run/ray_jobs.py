@@ -78,7 +78,7 @@ def connected_to_ray() -> Iterator[None]:
 def share_data(recipe: Recipe, folder: Path) -> tuple[Path, str | None]:
     """Saves tokenizer and tokenised data once for all nodes, unless they exist. Each node reads a stream itself.
 
-    `folder` is one that all nodes see. Returns the subfolder for these data, and the fingerprint of the documents.
+    Returns the subfolder of `folder`, which all nodes see, for these data, and the fingerprint of the documents.
     """
     fingerprint = load_documents(recipe).fingerprint
     # The files of a saved tokenizer may change under the same name
@@ -97,7 +97,7 @@ def share_data(recipe: Recipe, folder: Path) -> tuple[Path, str | None]:
 def share_batch(recipe: Recipe, workers: int) -> Recipe:
     """Divides the gradient accumulation of a recipe by the number of workers, or else its batch size.
 
-    Raises `ValueError` if neither is a multiple of that number.
+    Raises `ValueError` if neither is a multiple.
     """
     for name, default in (("gradient_accumulation_steps", 1), ("per_device_train_batch_size", 8)):
         if (value := recipe.training.get(name, default)) % workers == 0:
@@ -146,8 +146,8 @@ class RayWorkers:
     `ImportError` without Ray, and `ValueError` for a number that is too small.
 
     Attributes:
-        cpus_per_run: CPUs that a run reserves, and its number of threads. Defaults to PyTorch's number of threads, so
-            that both engines give equal numbers, and with GPUs or several workers to one per worker.
+        cpus_per_run: CPUs that a run reserves, and its threads; by default PyTorch's number of threads, so that both
+            engines give equal numbers, and with GPUs or several workers one per worker.
         gpus_per_run: GPUs that a run reserves; a fraction lets several runs share one. With 0, it trains on the CPU.
         workers_per_run: processes that train a run together, at its global batch size, with at most one GPU each.
         max_retries: how often Ray retries a run that lost its node or its process, or ran out of memory.
@@ -175,10 +175,7 @@ class RayWorkers:
 
     @contextmanager
     def at_work(self, recipes: Iterable[Recipe]) -> Iterator[None]:
-        """Connects to the cluster.
-
-        Raises `ValueError` if the workers cannot share the batches of a recipe, or no run fits into the cluster.
-        """
+        """Connects to the cluster; raises `ValueError` if workers cannot share a recipe's batches, or no run fits."""
         workers = self.workers_per_run
         for recipe in recipes:
             share_batch(recipe, workers)
@@ -197,7 +194,7 @@ class RayWorkers:
             yield
 
     def room(self, running: int) -> int:
-        """As `Workers` says. Ray queues tasks itself; at most one `TorchTrainer` waits."""
+        """Ray queues tasks itself; at most one `TorchTrainer` waits."""
         workers = self.workers_per_run
         return self._workers_that_fit() // workers + 1 - running if workers > 1 else 1
 
@@ -260,15 +257,9 @@ def train_on_ray(
 ) -> RunResult:
     """Trains a recipe on Ray, at the same global batch size for any number of workers; a second call resumes the run.
 
-    Its log and `NAME.data`, with tokenizer and tokenised data, are beside its folder, which all nodes see. Raises as
-    `train`.
-
-    Args:
-        workers: processes that train together.
-        cpus_per_worker: CPUs and threads of each. Defaults to 1, or for a single worker without GPU to PyTorch's
-            number of threads here.
-        gpus_per_worker: 0, 1, or a fraction for a single worker.
-        max_retries: see `RayWorkers`.
+    Its log and `NAME.data`, with tokenizer and tokenised data, are beside its folder, which all nodes see. A single
+    worker without GPU has as many CPUs and threads as PyTorch here, others 1. A single worker may have a fraction of a
+    GPU. Raises as `train`.
     """
     check_number("workers", workers, 1)
     check_number("cpus_per_worker", cpus_per_worker, 1)

@@ -1,4 +1,4 @@
-"""Recipes say what to train, on which data, and how. The command line can override every field of their YAML files."""
+"""Recipes say what to train, on which data, and how. The command line overrides any field of their YAML files."""
 
 import contextlib
 import dataclasses
@@ -45,8 +45,8 @@ def _field(
 ) -> Any:
     """Returns a field of `Recipe` that objectives of this class read.
 
-    `affects` says what it changes: the `data` that a model sees, the `model` itself, its `training`, or `nothing`,
-    which lets a run resume with another value. `is_shape` marks how texts are cut and shown to the model.
+    `affects` is `data`, `model`, `training`, or `nothing`: then a run resumes with another value. `is_shape` marks how
+    texts are cut and shown to the model.
     """
     metadata = {"affects": affects, "objective": objective, "is_shape": is_shape}
     return dataclasses.field(default=default, metadata=metadata, **options)
@@ -135,8 +135,8 @@ class Recipe(Value):
             check_number(name, getattr(self, name), 1)
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
-                f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, such "
-                "as {hidden_size: 64, num_hidden_layers: 2}, and 'standard' takes none"
+                f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, and "
+                "'standard' takes none"
             )
 
     def __hash__(self) -> int:
@@ -147,7 +147,6 @@ class Recipe(Value):
 
     @classmethod
     def affecting(cls, *what: str) -> list[str]:
-        """Returns the names of the fields that affect any of these."""
         return [item.name for item in dataclasses.fields(cls) if item.metadata["affects"] in what]
 
     @classmethod
@@ -156,12 +155,12 @@ class Recipe(Value):
 
     @property
     def text_columns(self) -> dict[str, str]:
-        """The columns of text that are read, by the field that names each."""
+        """The columns of text, by the field that names each."""
         return {name: getattr(self, name) for name in OBJECTIVES[self.objective].columns}
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
-        """The lengths of a full training sample, in tokens: of a block, or of source and target."""
+        """The tokens of a full training sample: of a block, or of source and target."""
         return tuple(getattr(self, name) for name in OBJECTIVES[self.objective].lengths)
 
     @property
@@ -175,8 +174,8 @@ class Recipe(Value):
     @property
     def new_vocabulary_size(self) -> int | None:
         """The size of the tokenizer that is trained on the corpus, if one is."""
-        size = self.tokenizer_name.removeprefix("bpe:")
-        return int(size) if size != self.tokenizer_name and size.isdecimal() else None
+        kind, _, size = self.tokenizer_name.partition(":")
+        return int(size) if kind == "bpe" and size.isdecimal() else None
 
     @property
     def output_dir(self) -> str:
@@ -220,7 +219,7 @@ class Recipe(Value):
 
     def replace(self, **changes: Any) -> "Recipe":
         """Returns a recipe with other fields, where `switches` and `training` add to its own."""
-        for section in ("switches", "training"):
+        for section in _SECTIONS:
             changes[section] = merged(getattr(self, section), changes.get(section, {}))
         return dataclasses.replace(self, **changes)
 
@@ -240,12 +239,10 @@ class Recipe(Value):
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-_SECTIONS = ("switches", "training")
 # Fields of files and of the command line, and their types
-_RECIPE_FIELDS, _TRAINING_FIELDS = (
-    {item.name for item in dataclasses.fields(kind) if item.init} - {*_SECTIONS}
-    for kind in (Recipe, TrainingArguments)
-)
+_SECTIONS = ("switches", "training")
+_RECIPE_FIELDS = {item.name for item in dataclasses.fields(Recipe)} - {*_SECTIONS}
+_TRAINING_FIELDS = {item.name for item in dataclasses.fields(TrainingArguments) if item.init}
 _TYPES = get_type_hints(TrainingArguments) | get_type_hints(Recipe)
 
 
@@ -258,17 +255,17 @@ def read_overrides(words: list[str]) -> dict[str, Any]:
     parser.add_argument("--set", action="append", nargs="*", default=[])
     for name in _RECIPE_FIELDS | _TRAINING_FIELDS:
         parser.add_argument(f"--{name}", nargs="*")
-        if bool in {_TYPES[name], *get_args(_TYPES[name])}:  # as `HfArgumentParser` does
+        if bool in _kinds(name):  # as `HfArgumentParser` does
             parser.add_argument(f"--no_{name}", dest=name, action="store_const", const=["false"])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        names = (word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--"))
+        names = [word.removeprefix("--").split("=")[0] for word in unknown if word.startswith("--")]
         check_keys("command line", names, _RECIPE_FIELDS | _TRAINING_FIELDS | {"set"})
         raise ValueError(f"command line: cannot read {' '.join(unknown)!r}")
     overrides = vars(arguments)
     texts = [text for values in overrides.pop("set") for text in values or [""]]
     for name, values in overrides.items():
-        kinds = {_TYPES[name], *get_args(_TYPES[name])}
+        kinds = _kinds(name)
         if not values and bool not in kinds:
             raise ValueError(f"--{name} needs a value")
         is_list = len(values) > 1 or (list[str] in kinds and str not in kinds)
@@ -311,9 +308,8 @@ def override_words(overrides: Mapping[str, Any]) -> list[str]:
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> Recipe:
     """Reads a recipe, by the name of a shipped one or of a YAML file, and applies overrides.
 
-    Args:
-        overrides: fields of `Recipe` and `TrainingArguments`, and `switches` of the model as a mapping.
-        trust_parts: run the parts that the file itself contains as code.
+    These are fields of `Recipe` and `TrainingArguments`, and `switches`, a mapping. `trust_parts` runs the parts that
+    the file contains as code.
     """
     path = find("recipes", str(source))
     content = read_yaml(resolve_user_path(path))
@@ -322,12 +318,9 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, 
 
 
 def check_trusted(content: Mapping[str, Any], overrides: Mapping[str, Any], source: str, trust_parts: bool) -> None:
-    """Raises `ValueError` if a recipe read from YAML holds the code of parts, or names a kernel.
-
-    The YAML may come from elsewhere, with the code in it. `parts: [my_idea.py]` names a file of this machine.
-    """
+    """Raises `ValueError` if YAML, which may come from elsewhere, holds the code of parts, or names a kernel."""
     check_kernels(content, source)
-    parts = content.get("parts")
+    parts = content.get("parts")  # a list names files of this machine
     if isinstance(parts, Mapping) and not trust_parts and "parts" not in overrides:
         files = ", ".join(map(str, parts))
         raise ValueError(
@@ -356,12 +349,16 @@ def read_recipe(
     training["output_dir"] = str(results_folder(training["output_dir"]))
     if "model" not in fields:
         raise ValueError(f"{source}: the field 'model' is missing")
-    fields, training = (
-        {name: _read_value(source, name, value) for name, value in section.items()} for section in (fields, training)
-    )
+    for section in (fields, training):
+        section.update({name: _read_value(source, name, value) for name, value in section.items()})
     recipe = Recipe(**fields, switches=switches, training=training)
     recipe.arguments  # noqa: B018 - a value that is not allowed is an error here
     return recipe
+
+
+def _kinds(name: str) -> set[Any]:
+    """Returns the type of a field, and those in it."""
+    return {_TYPES[name], *get_args(_TYPES[name])}
 
 
 def _read_value(source: str, name: str, value: Any) -> Any:
@@ -369,8 +366,7 @@ def _read_value(source: str, name: str, value: Any) -> Any:
 
     Raises `ValueError` for what YAML did not read as text, such as `save_strategy: no`.
     """
-    kind = _TYPES[name]
-    kinds = {kind, *get_args(kind)}
+    kind, kinds = _TYPES[name], _kinds(name)
     if str in kinds:
         # Optional text in `TrainingArguments` may be something else, as `fsdp: true`
         is_other = kinds & {bool, dict, dict[str, Any]} or (kind == str | None and name not in _RECIPE_FIELDS)
@@ -391,19 +387,19 @@ def _read_value(source: str, name: str, value: Any) -> Any:
 def read_parts(parts: Sequence[str] | Mapping[str, str], folder: Path) -> dict[str, str]:
     """Loads attention parts from files, beside the recipe or in the working directory, or from texts by name.
 
-    Returns their texts by name, which a recipe holds for other machines.
+    Returns their texts by name, for other machines.
     """
-    texts = parts
     if not isinstance(parts, Mapping):
         texts = {}
         for name in [parts] if isinstance(parts, str) else parts:
-            path = next((path for path in (folder / name, Path(name)) if path.is_file()), None)
-            if path is None:
+            path = folder / name if (folder / name).is_file() else Path(name)
+            if not path.is_file():
                 raise ValueError(f"parts: there is no file {name}")
             texts[path.name] = read_text(resolve_user_path(path))
-    for name, text in texts.items():
+        parts = texts
+    for name, text in parts.items():
         run_parts(name, text)
-    return dict(texts)
+    return dict(parts)
 
 
 def without_defaults(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -76,12 +76,9 @@ _NAMES += ("results.md", "report.html", "figures/*.png", "tokenizer/*", f"runs/*
 
 @dataclass
 class RunProgress:
-    """The content of a run's `.progress.json`.
+    """The content of a run's `.progress.json`: `running` or `failed`, and `updated` in seconds since 1970.
 
-    Attributes:
-        state: `running` or `failed`.
-        steps: all optimizer steps; `None` before training begins.
-        updated: seconds since 1970.
+    Before training begins, `steps`, the number of all optimizer steps, is `None`.
     """
 
     host: str
@@ -100,10 +97,7 @@ class FolderIsLocked(ValueError):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, of a comparison or of a conversion.
-
-    `plan` is the file that says what it was made from; `None` for a folder without one.
-    """
+    """The folder of a run, a comparison or a conversion. The file `plan`, if any, says what it was made from."""
 
     path: Path
     plan: str | None = RECIPE_FILE
@@ -113,10 +107,8 @@ class RunFolder:
         """Lets no other process hold the folder as long as a `with` block lasts, and waits `patience` seconds for it.
 
         The lock's file stays, because another process may have just opened it. Only a new, empty folder is removed.
-
-        Raises:
-            FolderIsLocked: if another process holds it.
-            ValueError: if it holds something else (see `made_from`); then nothing is written there.
+        Raises `FolderIsLocked` if another process holds it, and `ValueError`, before anything is written, if it holds
+        something else.
         """
         if self.plan is not None:
             self.made_from()
@@ -153,7 +145,6 @@ class RunFolder:
         check_not_taken(self.path, names)
 
     def _is_older(self) -> bool:
-        """Tells whether the folder was made before folders had a manifest."""
         marks = _KINDS[self.plan][2].items()
         if any(f'"{field}"' in read_text(file) for pattern, field in marks for file in self.path.glob(pattern)):
             return True
@@ -207,7 +198,7 @@ class RunFolder:
     def claim_run(self, given: dict[str, Any], processes: int, is_main_process: bool) -> None:
         """Writes the recipe of a run, or checks that it is that of the folder, for any number of processes.
 
-        Raises `ValueError` if the folder holds another run or something else; nothing in it is touched.
+        Raises `ValueError` if the folder holds something else; nothing in it is touched.
         """
         before = self.made_from()
         made_by = processes
@@ -233,7 +224,6 @@ class RunFolder:
         write_yaml(self.path / self.plan, given)
 
     def refuse(self, changes: str) -> NoReturn:
-        """Raises `ValueError` for a folder that was made from something else, with the `changes`."""
         hint = f", and add --from {self.path} to go on from its weights" if self.is_finished() else ""
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir{hint}")
 

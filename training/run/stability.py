@@ -40,14 +40,8 @@ def attention_statistics(
     * `zero_rows`: share of the rows whose weights are all 0.
     * `smallest_score`, `largest_score`: the extremes of `s_ij`, without the `log n` that sigmoid subtracts.
 
-    Scores and what follows are in float32 at least.
-
-    Args:
-        input_ids: `(batch, length)`, without padding.
-        position_ids: `(batch, length)`, for packed documents.
-
-    Returns:
-        A dictionary per layer, without quantities that it lacks. It is empty for linear attention.
+    Scores and what follows are in float32 at least. `input_ids`, `(batch, length)`, have no padding; `position_ids`
+    of the same shape tell packed documents apart. Returns a dictionary per layer, empty for linear attention.
     """
     inputs: dict[str, torch.Tensor | int] = {"logits_to_keep": 1}
     segments = None
@@ -71,7 +65,6 @@ def attention_statistics(
 def _layer_statistics(
     call: AttentionCall, query: torch.Tensor, key: torch.Tensor, bias: ScoreBias | None, visibility: Visibility
 ) -> dict[str, float]:
-    """Returns the quantities of a layer; its key may have fewer heads than its query."""
     layer: NLQAttention = call.layer
     # Some parts change the scores of all queries together
     rows_at_once = query.shape[2] if layer.materializes == "all" else QUERY_CHUNK
@@ -125,10 +118,9 @@ def _row_statistics(
 
 
 class StabilityCallback(TrainerCallback):
-    """Logs `attention_statistics` of the same tokens: after the first step, regularly, and after the last.
+    """Logs `attention_statistics` of the same tokens as `attention/layer_0/entropy` and so on.
 
-    They are in Trainer's `log_history` as `attention/layer_0/entropy` and so on. Every process computes them, because
-    a sharded model needs all processes to run.
+    It does so after the first step, regularly, and after the last, on every process, which a sharded model needs.
     """
 
     def __init__(

@@ -33,13 +33,11 @@ def evaluate_tasks(
     """Evaluates a saved model on tasks of lm_eval.
 
     Args:
-        model: folder or Hub name of a saved model with its tokenizer.
         tasks: names of lm_eval's tasks or groups, or paths of YAML files; also one text with commas.
         num_fewshot: solved examples before each item; by default as the task says, else none.
         limit: evaluate the first items only: this many, or below 1 this share.
 
-    Returns:
-        The results of lm_eval, with the score of guessing in `chance`, which is `None` for a task without choices.
+    Returns the results of lm_eval, with the score of guessing in `chance`; `None` for a task without choices.
     """
     _require_lm_eval()
     import evaluate

@@ -60,7 +60,7 @@ def train_recipe(
     """Trains, evaluates and saves; goes on from the last complete checkpoint of the same recipe.
 
     A run whose loss becomes infinite or NaN stops there and saves no weights. `tokenizer_folder` holds a tokenizer
-    that several runs share; by default the run makes or loads its own.
+    that several runs share.
     """
     arguments = recipe.arguments
     is_main_process = arguments.process_index == 0
@@ -196,7 +196,6 @@ def _describe_attention(model: PreTrainedModel, recipe: Recipe) -> str:
 
 
 def _train(trainer: RecordingTrainer, place: RunFolder, given: dict[str, Any]) -> None:
-    """Trains from the beginning, or from where the run was interrupted."""
     resumed = checkpoint_to_resume(trainer.args, trainer.model.config, trainer.record, trainer.is_fsdp_enabled)
     # Its shares of a batch may be others
     if trainer.is_world_process_zero() and place.made_from() != given:
@@ -281,7 +280,6 @@ def _make_result(
 
 
 def _kernels(model: PreTrainedModel) -> str:
-    """Names the code and the kernels that computed this process's part of a run."""
     module = type(model.config).__module__  # FSDP derives a class of the model
     if not module.startswith(f"{modeling_nlq.__name__}."):
         return f"code of {module.split('.')[0]}"

@@ -82,7 +82,7 @@ class TestEngines:
         for options, message in (
             ({"workers": 2}, "workers: only the engine 'ray' has that"),
             ({"engine": "slurm"}, "engine='slurm' must be 'local' or 'ray'"),
-            ({"output_dir": "s3://bucket/run"}, "output_dir=s3://bucket/run is an address; name a folder, which all"),
+            ({"output_dir": "s3://bucket/run"}, "output_dir=s3://bucket/run is an address; name a folder"),
         ):
             with pytest.raises(ValueError, match=message):
                 train(recipe_file, **{"output_dir": folder, **options})

@@ -134,14 +134,14 @@ def write_exploit(path):
 
 # (what writes the file, what the error names)
 BAD_FILES = {
-    "text": (lambda path: path.write_text("not a checkpoint\n" * 20), "damaged, or need more than tensors"),
+    "text": (lambda path: path.write_text("not a checkpoint\n" * 20), "damaged, or hold code"),
     "truncated": (write_truncated, "ckpt.pt"),
     "no_model": (
         lambda path: torch.save({"state_dict": {}, "model_args": {}}, path),
         "does not hold 'model' and 'model_args'",
     ),
     "safetensors": (lambda path: save_file({"weight": torch.zeros(3)}, path), "ckpt.pt"),
-    "exploit": (write_exploit, "which could run code"),
+    "exploit": (write_exploit, "or hold code"),
 }
 
 
