@@ -51,9 +51,7 @@ def test_a_new_file(tmp_path, idea):
 def test_the_documented_part_passes(tmp_path):
     assert DISTANCE.replace('"distance"', '"bias"').strip() in (REPOSITORY / "docs" / "own_parts.md").read_text()
     lines, holds = describe(write(tmp_path, DISTANCE))
-    assert holds
-    assert len(lines) == 1 + len(INVARIANTS)
-    assert all("holds" in line for line in lines[1:])
+    assert holds and len(lines) == 1 + len(INVARIANTS) and all("holds" in line for line in lines[1:])
 
 
 @pytest.mark.thin(8)
@@ -70,10 +68,7 @@ def test_a_fault_is_named(tmp_path, request, fault):
         request.getfixturevalue("two_surroundings")
     text, invariant, case = (FAULTS | LATE_FAULTS)[fault]
     lines, holds = describe(write(tmp_path, text), seed=0)
-    assert not holds
-    assert f"  {invariant}" in lines[-1]
-    assert "FAILS" in lines[-1]
-    assert case in lines[-1]
+    assert not holds and f"  {invariant}" in lines[-1] and "FAILS" in lines[-1] and case in lines[-1], lines
 
 
 def test_a_seed_repeats_the_random_cases(tmp_path, two_surroundings):
@@ -82,29 +77,24 @@ def test_a_seed_repeats_the_random_cases(tmp_path, two_surroundings):
     assert first == again and "--seed 7" in first[0] and first[-1] != other[-1]
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("x = 1", "defines no subclass of AttentionPart"),
-        ("def f(:", "line 1"),
-        ("import not_there", "cannot be run: ModuleNotFoundError"),
-        ("import modeling_nlq", "cannot import modeling_nlq"),
-        ("from modeling_nlq import NLQConfig", "cannot import NLQConfig"),
-        ("from .other import x", "cannot import .other"),
-        (
-            "from modeling_nlq import AttentionPart\nclass A(AttentionPart):\n    name = 'not a name'",
-            "must be a Python identifier",
-        ),
-    ],
-)
-def test_bad_files(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message):
-        describe(write(tmp_path, text))
+PART = "from modeling_nlq import AttentionPart\nclass A(AttentionPart):\n    name = 'not a name'"
+BAD_FILES = {
+    "x = 1": "defines no subclass of AttentionPart",
+    "def f(:": "line 1",
+    "import not_there": "cannot be run: ModuleNotFoundError",
+    "import modeling_nlq": "cannot import modeling_nlq",
+    "from modeling_nlq import NLQConfig": "cannot import NLQConfig",
+    "from .other import x": "cannot import .other",
+    PART: "must be a Python identifier",
+}
 
 
-def test_bad_names(tmp_path):
-    for name, message in (("missing.py", "cannot be read"), ("a-b.py", "such as my_idea.py"), ("x.txt", "such as")):
-        if name != "missing.py":
-            (tmp_path / name).touch()
+def test_bad_files(tmp_path):
+    for text, message in BAD_FILES.items():
         with pytest.raises(ValueError, match=message):
-            describe(tmp_path / name)
+            describe(write(tmp_path, text))
+    with pytest.raises(ValueError, match="cannot be read"):
+        describe(tmp_path / "missing.py")
+    for name in ("a-b.py", "x.txt"):
+        with pytest.raises(ValueError, match=r"such as my_idea\.py"):
+            describe(write(tmp_path, "x = 1", name))

@@ -36,14 +36,14 @@ ACTIONS = {
 
 class TestLinks:
     @pytest.mark.parametrize("action", ACTIONS)
-    @pytest.mark.parametrize("below", ["file", "new", "new/file"])
-    @pytest.mark.parametrize("is_relative", [False, True])
-    def test_a_folder_that_is_a_link(self, victim, monkeypatch, action, below, is_relative):
+    @pytest.mark.parametrize("below", ["file", "new/file"])
+    @pytest.mark.parametrize("place", ["results", "{}/results"])
+    def test_a_folder_that_is_a_link(self, victim, monkeypatch, action, below, place):
         monkeypatch.chdir(victim.parent)
-        place = Path("results" if is_relative else victim.parent / "results")
-        (place / "link").symlink_to(victim)
-        with pytest.raises(ValueError, match=f"{place}/link is a symbolic link"):
-            ACTIONS[action](place / "link" / below)
+        link = Path(place.format(victim.parent)) / "link"
+        link.symlink_to(victim)
+        with pytest.raises(ValueError, match=f"{link} is a symbolic link"):
+            ACTIONS[action](link / below)
 
     @pytest.mark.parametrize("action", ["read", "append"])
     @pytest.mark.parametrize("to", ["../victim/file", "no-such-file", "link"])
@@ -175,12 +175,6 @@ class TestRecord:
             disk.write_text(tmp_path / "folder" / name, "text")
         assert disk.read_manifest(tmp_path) == [] and not (tmp_path / "folder" / name).exists()
 
-    def test_temporary_files_have_no_record(self, tmp_path):
-        disk.add_to_manifest(tmp_path)
-        with disk.atomic_dir(tmp_path) as folder:
-            disk.write_text(folder / "file", "text")
-        assert disk.read_manifest(tmp_path) == ["file"]
-
     @pytest.mark.parametrize("is_link", [False, True])
     def test_a_record_in_a_shared_folder(self, tmp_path, monkeypatch, is_link):
         """Somebody else made it: by another user, or as a link."""
@@ -224,35 +218,18 @@ def test_libraries_read_a_folder_after_it_is_checked():
     own = {"checking.py", "checkpoints.py", "publishing.py", "adapter.py"}
     for file in (REPOSITORY / "training").rglob("*.py"):
         tree = ast.parse(file.read_text(encoding="utf-8"))
-        checked = [
-            node for node in ast.walk(tree) if isinstance(node, ast.With) and "source_named" in ast.unparse(node)
-        ]
-        calls, inside = (
-            {
-                ast.unparse(node)
-                for root in roots
-                for node in ast.walk(root)
-                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
-            }
-            for roots in ([tree], checked)
-        )
-        assert file.name in own or calls == inside, file
+        nodes = list(ast.walk(tree))
+        checked = [node for node in nodes if isinstance(node, ast.With) and "source_named" in ast.unparse(node)]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ".from_pretrained(" in ast.unparse(node)]
+        inside = {node for root in checked for node in ast.walk(root)}
+        assert file.name in own or inside.issuperset(calls), file
 
 
 def test_nothing_else_opens_writes_or_deletes():
-    calls = {
-        "open",
-        "read_text",
-        "read_bytes",
-        "write_text",
-        "write_bytes",
-        "unlink",
-        "rmtree",
-        "rmdir",
-        "rename",
-        "mkdir",
-    }
-    calls |= {"makedirs", "copyfile", "copytree", "symlink_to", "chmod", "touch", "remove"}
+    calls = (
+        "open read_text read_bytes write_text write_bytes unlink rmtree rmdir rename mkdir makedirs copyfile copytree"
+    )
+    calls = {*calls.split(), "symlink_to", "chmod", "touch", "remove"}
     allowed = {
         "training/run/documents.py",  # datasets: files that were listed below the folder that the user named
         "training/sharing/publishing.py",  # a copy in a temporary folder

@@ -4,11 +4,11 @@ import json
 import logging
 import shutil
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import yaml
 from support.client_cases import small_model
+from support.runs import change_json
 from transformers import LlamaConfig, modeling_utils
 
 from modeling_nlq import NLQConfig
@@ -21,32 +21,23 @@ GENERATE = ["generate", "{}", "the ", "--max_new_tokens", "2"]
 COMMANDS = [GENERATE, ["evaluate", "{}"], ["explore", "{}", "--text", "the fox"], ["train", "{}/recipe.yaml"]]
 
 
-KERNELS = [
-    {name: "evil/kernel@main"} for name in ("attn_implementation", "_attn_implementation", "experts_implementation")
-]
-KERNELS += [
-    {"attn_implementation": {"": "paged|kernels-community/x"}},
-    {"model_type": "nlq", "attn_implementation": "evil/kernel"},
-]
-KERNELS += [
-    {"model_type": "nlq_seq2seq", half: {"attn_implementation": "evil/kernel"}} for half in ("encoder", "decoder")
-]
+EVIL = {"attn_implementation": "evil/kernel"}
+KERNELS = [EVIL, {"_attn_implementation": "evil/kernel@main"}, {"experts_implementation": "evil/kernel"}]
+KERNELS += [{"attn_implementation": {"": "paged|kernels-community/x"}}, {"model_type": "nlq", **EVIL}]
+KERNELS += [{"model_type": "nlq_seq2seq", half: EVIL} for half in ("encoder", "decoder")]
 KERNELS += [{"model_type": "llava", "attn_implementation": {"text_config": "evil/kernel"}}]
 if find_spec("flash_attn") is None:
-    KERNELS += [
-        {"attn_implementation": "flash_attention_2"},
-        {"model_type": "nlq", "attn_implementation": "flash_attention_4"},
-    ]
+    KERNELS += [{"model_type": "nlq", "attn_implementation": "flash_attention_4"}]
 
 
-def change_json(file: Path, **fields) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+EVIL_CODE = """from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class C(LlamaConfig): model_type = "evil"
+class M(LlamaForCausalLM): config_class = C
+class T(PreTrainedTokenizerFast): pass
+"""
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"attn_implementation": "evil/kernel"}, {"switches": {"decoder": {"_attn_implementation": "evil/kernel"}}}],
-)
+@pytest.mark.parametrize("fields", [EVIL, {"switches": {"decoder": {"_attn_implementation": "evil/kernel"}}}])
 def test_a_kernel_that_a_recipe_names(fields, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-linear", **fields}))
     with pytest.raises(ValueError, match="evil/kernel' is code from the Hub; a file cannot choose it"):
@@ -64,20 +55,11 @@ def test_code_beside_a_model(arguments, what, corpus, tmp_path, capsys):
         auto_map = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
         change_json(folder / "config.json", model_type="evil", auto_map=auto_map)
     else:
-        change_json(
-            folder / "tokenizer_config.json", tokenizer_class="T", auto_map={"AutoTokenizer": ["evil.T", None]}
-        )
-    (folder / "evil.py").write_text(
-        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\nclass C(LlamaConfig):\n    "
-        "model_type = 'evil'\nclass M(LlamaForCausalLM):\n    config_class = C\nclass T(PreTrainedTokenizerFast):\n  "
-        f"  pass\nopen({str(planted)!r}, 'w').close()\n"
-    )
+        auto_map = {"AutoTokenizer": ["evil.T", None]}
+        change_json(folder / "tokenizer_config.json", tokenizer_class="T", auto_map=auto_map)
+    (folder / "evil.py").write_text(EVIL_CODE + f"open({str(planted)!r}, 'w').close()\n")
     recipe = {"model": str(folder if what == "model" else tmp_path / "plain"), "tokenizer": str(folder)}
-    recipe |= {
-        "dataset": str(corpus),
-        "block_size": 16,
-        "training": {"max_steps": 1, "output_dir": str(tmp_path / "run")},
-    }
+    recipe |= {"dataset": str(corpus), "block_size": 16, "training": {"max_steps": 1}}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = [argument.format(folder) for argument in arguments]
     assert main(words) == 1
@@ -94,20 +76,13 @@ def test_a_kernel_that_a_configuration_names(fields, tmp_path, monkeypatch, caps
     monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: pytest.fail("fetched"))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **fields}))
-    commands = [
-        *COMMANDS[:3],
-        ["convert", "{}", "{}-new"],
-        ["train", "demo", "--model", "{}", "--output_dir", "{}-run"],
-        ["publish", "{}", "a/b"],
-    ]
+    commands = [*COMMANDS[:3], ["convert", "{}", "{}-new"], ["publish", "{}", "a/b"]]
+    commands.append(["train", "demo", "--model", "{}", "--output_dir", "{}-run"])
     for command in commands:
         assert main([word.format(tmp_path / "model") for word in command]) == 1
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error: ")]
-        assert (
-            "is code from the Hub" in line
-            or (command[0] == "publish" and "model_type" not in fields)
-            or "llava" in line
-        )
+        is_other = command[0] == "publish" and "model_type" not in fields
+        assert "is code from the Hub" in line or is_other or "llava" in line
     assert NLQConfig.from_dict({}, attn_implementation="mine/kernel")._attn_implementation == "mine/kernel"
 
 

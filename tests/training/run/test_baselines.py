@@ -24,41 +24,31 @@ from modeling_nlq.training.size import (
 from nlq import main
 
 
-_BERT = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-}
-_BERT |= {"max_position_embeddings": 66}
+_BERT = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 66}
+_BERT |= {"num_hidden_layers": 2, "num_attention_heads": 2}
 _BART = {"vocab_size": 300, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2}
 _BART |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+_LED = {"max_encoder_position_embeddings": 72, "max_decoder_position_embeddings": 66, "attention_window": 8}
+_BERT2BERT = {
+    "encoder": {"model_type": "roberta", **_BERT},
+    "decoder": {"model_type": "bert", **_BERT, "is_decoder": True, "add_cross_attention": True},
+}
 FAMILIES = {
     "t5": {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2},
     "bloom": {"vocab_size": 300, "hidden_size": 16, "n_layer": 2, "n_head": 2},
     "roberta": _BERT,
     "mpt": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 66},
     "mamba": {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
-    "led": {
-        **_BART,
-        "max_encoder_position_embeddings": 72,
-        "max_decoder_position_embeddings": 66,
-        "attention_window": 8,
-    },
-    "encoder-decoder": {
-        "encoder": {"model_type": "roberta", **_BERT},
-        "decoder": {"model_type": "bert", **_BERT, "is_decoder": True, "add_cross_attention": True},
-    },
+    "led": {**_BART, **_LED},
+    "encoder-decoder": _BERT2BERT,
     "xlnet": {"vocab_size": 300, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
 }
+_NLQ = {"attention_gate": "value", "decoder": {"num_key_value_heads": 1, "num_hidden_layers": 3}}
 PAIRS = {
     "t5": CONFIG_MAPPING["t5"](**FAMILIES["t5"], num_decoder_layers=3),
-    "encoder-decoder": CONFIG_MAPPING["encoder-decoder"](**FAMILIES["encoder-decoder"]),
+    "encoder-decoder": CONFIG_MAPPING["encoder-decoder"](**_BERT2BERT),
     "bart": CONFIG_MAPPING["bart"](**_BART),
-    "nlq": load_config(
-        "tiny-seq2seq", {"attention_gate": "value", "decoder": {"num_key_value_heads": 1, "num_hidden_layers": 3}}
-    ),
+    "nlq": load_config("tiny-seq2seq", _NLQ),
 }
 # By the number of tokens; `None`: any
 POSITIONS = {"mpnet": 64, "roberta": 64, "bert": 66, "mpt": 66, "t5": None, "bloom": None, "xlnet": None}
@@ -75,11 +65,8 @@ def make_run(tmp_path_factory):
         model.write_text(json.dumps({"model_type": family, **FAMILIES[family]}))
         content = {"model": str(model), "dataset": str(folder / "text.jsonl"), "tokenizer": "bpe:300"}
         content |= {"validation_fraction": 0.2, "objective": name_for(kind_of(load_config(str(model))))}
-        if content["objective"] == "seq2seq":
-            content |= {"source_column": "text", "target_column": "to"}
-            content |= {"max_source_length": 66, "max_target_length": 16}
-        else:
-            content["block_size"] = 32
+        pairs = {"source_column": "text", "target_column": "to", "max_source_length": 66, "max_target_length": 16}
+        content |= pairs if content["objective"] == "seq2seq" else {"block_size": 32}
         content["training"] = {"max_steps": 2, "per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
         recipe.write_text(json.dumps(content | fields))
         return str(recipe), str(folder / "text.jsonl")
@@ -142,16 +129,13 @@ def test_flops_of_a_pair_equal_those_pytorch_counts(family, source, target):
 
 
 def test_what_cannot_be_answered_is_one_line():
+    t5, bloom = (CONFIG_MAPPING[family](**FAMILIES[family]) for family in ("t5", "bloom"))
     with pytest.raises(ValueError, match="context=None: a T5Config does not say how long a text is; give --context"):
-        measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]))
-    assert measure(
-        CONFIG_MAPPING["prophetnet"](vocab_size=64, hidden_size=32, max_position_embeddings=128), 64
-    ).flops_per_token
-    size = measure(CONFIG_MAPPING["t5"](**FAMILIES["t5"]), 64)
+        measure(t5)
+    assert measure(CONFIG_MAPPING["prophetnet"](vocab_size=64, hidden_size=32), 64).flops_per_token
+    size = measure(t5, 64)
     assert size.flops_per_token > 6 * size.non_embedding
     with pytest.raises(ValueError, match="match='parameters' widens intermediate_size, and BloomConfig has none"):
-        matching_intermediate_size(CONFIG_MAPPING["bloom"](**FAMILIES["bloom"]), size)
-    with pytest.raises(
-        ValueError, match="Transformers makes no language model of this MarianConfig: Padding_idx must be"
-    ):
+        matching_intermediate_size(bloom, size)
+    with pytest.raises(ValueError, match="Transformers makes no language model of this MarianConfig: Padding_idx"):
         measure(CONFIG_MAPPING["marian"](**_BART))

@@ -68,9 +68,8 @@ class TestCheckpoints:
         whole = train(recipe_file, output_dir=tmp_path / "whole", **overrides)
         assert math.isfinite(whole.losses.train) and whole.data.steps == 8
         interrupt(recipe_file, output_dir=tmp_path / "cut", **overrides)
-        assert (
-            train(recipe_file, output_dir=tmp_path / "cut", **overrides).data.token_stream == whole.data.token_stream
-        )
+        cut = train(recipe_file, output_dir=tmp_path / "cut", **overrides)
+        assert cut.data.token_stream == whole.data.token_stream
         weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "cut")]
         assert weights[0] == weights[1]
 
@@ -84,9 +83,8 @@ class TestCheckpoints:
             logging.disable_propagation()
         # Tied weights are not missing
         assert "Going on from" in caplog.text and "missing keys" not in caplog.text
-        assert metrics.data.steps == 8 and metrics.losses.validation.loss == pytest.approx(
-            run[1].losses.validation.loss
-        )
+        assert metrics.data.steps == 8
+        assert metrics.losses.validation.loss == pytest.approx(run[1].losses.validation.loss)
         for name in ("model.safetensors", "trainer_state.json"):
             assert (folder / name).read_bytes() == (run[0] / name).read_bytes()
 
@@ -99,35 +97,32 @@ class TestCheckpoints:
         with pytest.raises(ValueError, match=r"another model .*attention_activation: 'relu' there, 'softmax' now"):
             train(recipe_file, output_dir=folder)
 
-    @pytest.mark.parametrize("name", ["model.safetensors", "checksums.json"])
-    def test_run_goes_on_from_before_a_damaged_checkpoint(self, name, interrupted, run, recipe_file, tmp_path, caplog):
+    def test_run_goes_on_from_before_a_damaged_checkpoint(self, interrupted, run, recipe_file, tmp_path, caplog):
         """A tail of zeros leaves the header of the weights whole."""
-        shutil.copytree(interrupted, tmp_path / "run")
-        path = tmp_path / "run" / "checkpoint-4" / name
-        content = path.read_bytes()
-        third = len(content) // 3
-        tail = bytes(third) if name == "model.safetensors" else content[-third:]
-        path.write_bytes(content[: len(content) - 2 * third] + bytes(third) + tail)
+        path = shutil.copytree(interrupted, tmp_path / "run") / "checkpoint-4" / "model.safetensors"
+        half = path.stat().st_size // 2
+        path.write_bytes(path.read_bytes()[:half] + bytes(half))
         train(recipe_file, output_dir=tmp_path / "run")
-        assert re.search(rf"checkpoint-4 is damaged \(.*{name}.*\): passing over it", caplog.text)
+        assert "checkpoint-4 is damaged (model.safetensors is not as it was written): passing over it" in caplog.text
         assert (tmp_path / "run" / "model.safetensors").read_bytes() == (run[0] / "model.safetensors").read_bytes()
         assert fault_of(path.parent) is None, "it was written again"
 
     @pytest.mark.parametrize(
-        ("name", "content", "fault"),
+        ("content", "fault"),
         [
-            ("optimizer.pt", b"", "is damaged (optimizer.pt is not as it was written)"),
-            ("checksums.json", None, "is incomplete"),
-            ("checksums.json", b'{"trainer_state.json": "", "../../recipe.yaml": ""}', "is damaged (.*"),
+            (None, "is incomplete"),
+            (b"{}", "is incomplete"),
+            (b'{"trainer_state.json', r"is damaged \(.*checksums.json is damaged"),
+            (b'{"trainer_state.json": "", "../../recipe.yaml": ""}', r"is damaged \("),
         ],
     )
-    def test_faults_of_a_checkpoint_are_named(self, name, content, fault, run, tmp_path):
+    def test_faults_of_checksums_are_named(self, content, fault, run, tmp_path):
         folder = shutil.copytree(run[0] / "checkpoint-8", tmp_path / "checkpoint-8")
         assert fault_of(folder) is None
-        (folder / name).unlink()
+        (folder / "checksums.json").unlink()
         if content is not None:
-            (folder / name).write_bytes(content)
-        assert re.match(re.escape(fault).replace(r"\.\*", ".*"), fault_of(folder))
+            (folder / "checksums.json").write_bytes(content)
+        assert re.match(fault, fault_of(folder))
 
     def test_an_optimizer_that_is_code(self, interrupted, recipe_file, tmp_path):
         """PyTorch refuses it, and advises to run it."""

@@ -58,9 +58,8 @@ class TestBlocks:
         if saved:
             tokenizer.save_pretrained(tmp_path / "tokenizer")
             tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-        stream = [
-            token for row in make_blocks(documents["train"], tokenizer, recipe).dataset for token in row["input_ids"]
-        ]
+        blocks = make_blocks(documents["train"], tokenizer, recipe)
+        stream = [token for row in blocks.dataset for token in row["input_ids"]]
         whole = tokenizer.decode([token for token in stream if token != tokenizer.eos_token_id])
         count = sum(1 for _ in documents["train"])
         assert stream.count(tokenizer.eos_token_id) in (count - 1, count)  # the last may fill no block
@@ -109,19 +108,17 @@ class TestIdsWithGaps:
 @pytest.mark.parametrize("streaming", [False, True], ids=["stored", "streamed"])
 def test_a_chat_template_joins_messages(streaming, tmp_path):
     tokenizer = byte_tokenizer(end_of_text=600)
-    rows = [
-        [{"role": "user", "content": f"say {row}"}, {"role": "assistant", "content": str(row)}] for row in range(20)
-    ]
-    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    roles = ("user", "assistant")
+    rows = [{"messages": [{"role": role, "content": f"say {row}"} for role in roles]} for row in range(20)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
     fields = {"text_column": "messages", "block_size": 16, "streaming": streaming, "max_validation_documents": 5}
     fields |= {"dataset": str(tmp_path / "chat.jsonl"), "validation_fraction": 0.3}
     recipe = Recipe(model="tiny-linear", **fields)
     documents = load_documents(recipe)["train"]
     with pytest.raises(ValueError, match="text_column='messages' holds messages, and tokenizer 'bpe:8192' has no"):
         make_blocks(documents, tokenizer, recipe)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + tokenizer.eos_token + "{% endfor %}"
-    )
+    message = "<{{ m.role }}>{{ m.content }}" + tokenizer.eos_token
+    tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}"
     stream = [token for block in make_blocks(documents, tokenizer, recipe).dataset for token in block["input_ids"]]
     expected = []
     for row in documents:

@@ -41,10 +41,9 @@ class TestSplits:
         rows = [{"path": copy * 100 + index, "text": f"text {index}"} for copy in range(3) for index in range(100)]
         path = tmp_path / "copies.jsonl"
         Dataset.from_list(rows).to_json(path)
-        recipe = Recipe(
-            model="tiny-linear", dataset=str(path), validation_fraction=0.3, test_fraction=0.3, streaming=streaming
-        )
-        splits = [{row["text"] for row in split} for split in load_documents(recipe).values()]
+        fields = {"dataset": str(path), "validation_fraction": 0.3, "test_fraction": 0.3, "streaming": streaming}
+        documents = load_documents(Recipe(model="tiny-linear", **fields))
+        splits = [{row["text"] for row in split} for split in documents.values()]
         assert all(splits) and sum(map(len, splits)) == 100
 
 
@@ -70,10 +69,8 @@ class TestFiles:
         write_documents(tmp_path / "split" / f"train.{suffix}", RIGHT)
         write_documents(tmp_path / "split" / f"validation.{suffix}", ["held out"])
         found = load_documents(Recipe(model="tiny-linear", dataset="split", streaming=streaming))
-        assert {split: {row["text"] for row in rows} for split, rows in found.items()} == {
-            "train": set(RIGHT),
-            "validation": {"held out"},
-        }
+        texts = {split: {row["text"] for row in rows} for split, rows in found.items()}
+        assert texts == {"train": set(RIGHT), "validation": {"held out"}}
 
     @pytest.mark.parametrize(
         "name, message",
@@ -102,20 +99,13 @@ class TestFiles:
         path.write_text("\n".join(map(json.dumps, rows)))
         wanted = {f"say {row}: {row or ''}" for row in range(30)}
         assert read(path, streaming=streaming, text_template=template) == wanted
-        for fields, message in (
-            (
-                {},
-                "has no column 'text'; set text_column to one of id, instruction, output, or join several by "
-                "text_template",
-            ),
-            (
-                {"text_template": "{input}"},
-                "text_template: dataset .* has no column 'input', only id, instruction, output",
-            ),
-            ({"text_template": "{id"}, "text_template='{id': expected '}'"),
-        ):
+        for fields, message in {
+            None: "'text'; set text_column to one of id, instruction, output, or join several by text_template",
+            "{input}": "text_template: dataset .* has no column 'input', only id, instruction, output",
+            "{id": "text_template='{id': expected '}'",
+        }.items():
             with pytest.raises(ValueError, match=message):
-                read(path, streaming=streaming, **fields)
+                read(path, streaming=streaming, text_template=fields)
 
     def test_blank_lines_separate_documents(self, streaming, tmp_path):
         path = tmp_path / "text.txt"
@@ -141,12 +131,9 @@ class TestFolderOfAStranger:
 
     def test_its_card_names_splits_of_its_own_files(self, folder):
         private = folder.parent / "private.jsonl"
-        fields = [
-            f"data_files: {name}" for name in (private, "../private.jsonl", f"'{private}*'", f"file://{private}")
-        ]
-        fields += [r'data_files: "sub/\x2e\x2e/../private.jsonl"', "data_dir: ..", "data_files: &a [a.jsonl, *a]"]
-        fields += ["data_files: [{split: train, path: a.jsonl}, {split: test, path: [a.jsonl, ../private.jsonl]}]"]
-        for field in fields:
+        names = [private, "../private.jsonl", f"'{private}*'", f"file://{private}", "&a [a.jsonl, *a]"]
+        names += [r'"sub/\x2e\x2e/../private.jsonl"', "[{split: test, path: [a.jsonl, ../private.jsonl]}]"]
+        for field in ["data_dir: ..", *(f"data_files: {name}" for name in names)]:
             (folder / "README.md").write_text(CARD.format(field))
             with pytest.raises(ValueError, match=r"README.md names files outside of the folder|50,000 values"):
                 read(folder)

@@ -1,6 +1,4 @@
-"""CompleteP: equal to the multipliers of the paper, and what a wide and deep model computes moves as in the base
-model.
-"""
+"""CompleteP: equal to the multipliers of the paper."""
 
 import copy
 
@@ -84,10 +82,8 @@ def test_equals_the_multipliers_of_the_paper(switches):
     scale_initial_values(ours, factors)
 
     hidden, vectors, outer = [], [], []
-    embeddings = {
-        reference.lm_head.weight,
-        *(m.weight for m in reference.modules() if isinstance(m, torch.nn.Embedding)),
-    }
+    embeddings = {module.weight for module in reference.modules() if isinstance(module, nn.Embedding)}
+    embeddings.add(reference.lm_head.weight)
     if reference.model.embed_norm is not None:
         embeddings.update(reference.model.embed_norm.parameters())
     for name, module in reference.named_modules():
@@ -159,25 +155,17 @@ class TestRecipe:
     @pytest.mark.parametrize(
         "fields, message",
         [
-            ({"parametrization": "completep"}, "needs the sizes of its base model"),
-            ({"base_sizes": BASE}, "'standard' takes none"),
+            ({"base_sizes": None}, "needs the sizes of its base model"),
+            ({"parametrization": "standard"}, "'standard' takes none"),
             ({"base_sizes": "{hidden_size: 1"}, "base_sizes='{hidden_size: 1' must be fields and values"),
-            ({"parametrization": "completep", "base_sizes": {"num_hidden_layers": 1}}, "must give the hidden_size"),
-            (
-                {"parametrization": "completep", "base_sizes": BASE, "lr_scheduler_type": "reduce_lr_on_plateau"},
-                "lr_scheduler_type='reduce_lr_on_plateau' has one lowest",
-            ),
-            (
-                {"parametrization": "completep", "base_sizes": BASE, "switches": {"norm_position": "post"}},
-                "needs norm_position='pre' and norm_gain=True",
-            ),
-            (
-                {"parametrization": "completep", "base_sizes": BASE, "optim": "sgd"},
-                "optim='sgd': .* needs an AdamW",
-            ),
+            ({"base_sizes": {"num_hidden_layers": 1}}, "must give the hidden_size"),
+            ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type='reduce_lr_on_plateau' has one lowest"),
+            ({"switches": {"norm_position": "post"}}, "needs norm_position='pre' and norm_gain=True"),
+            ({"optim": "sgd"}, "optim='sgd': .* needs an AdamW"),
         ],
     )
     def test_wrong_fields_are_refused_before_a_run(self, recipe_file, tmp_path, fields, message):
+        fields = {"parametrization": "completep", "base_sizes": self.BASE, **fields}
         with pytest.raises(ValueError, match=message):
             train(recipe_file, output_dir=tmp_path / "run", **fields)
         assert not (tmp_path / "run").exists()

@@ -24,8 +24,7 @@ MODERN = {"qk_norm": "rms", "num_key_value_heads": 2}
 CASES = {
     "softmax_modern": {**MODERN, "attention_sink": "learned"},
     "relu": {"attention_activation": "relu"},
-    "squared_l2": {"attention_activation": "squared", "qk_norm": "l2", "position_embedding": "none"},
-    "tanh": {"attention_activation": "tanh"},
+    "tanh_l2": {"attention_activation": "tanh", "qk_norm": "l2", "position_embedding": "none"},
     "by_layer": {
         "attention_activation": "squared",
         "per_layer_config": {0: {"attention_activation": "softmax", "attention_normalization": None}},
@@ -52,9 +51,8 @@ def capture_scores(model, position_ids):
     for attention in (layer.self_attn for layer in model.model.layers):
         for letter in "qk":
             last = getattr(attention, f"{letter}_norm", None) or getattr(attention, f"{letter}_proj")
-            hooks.append(
-                last.register_forward_hook(lambda _, __, output, letter=letter: heads_of.update({letter: output}))
-            )
+            keep = lambda _, __, output, letter=letter: heads_of.update({letter: output})  # noqa: E731
+            hooks.append(last.register_forward_hook(keep))
         hooks.append(attention.register_forward_hook(combine))
     weights = model(TOKENS, position_ids=position_ids, use_cache=False, output_attentions=True).attentions
     for hook in hooks:
@@ -99,18 +97,10 @@ class TestStatistics:
         if "relu" in switches.values():
             assert all(layer["zero_rows"] > 0 for layer in statistics)
 
-    @pytest.mark.parametrize(
-        "implementation, switches",
-        [
-            ("nlq", {}),
-            ("nlq_tiled", {"attention_activation": "squared"}),
-            ("flex_attention", {"attention_activation": "squared"}),
-        ],
-        ids=str,
-    )
-    def test_same_for_every_backend(self, implementation, switches, make_model):
-        expected = attention_statistics(make_model(**switches), TOKENS, PACKED)
-        model = make_model(implementation=implementation, **switches)
+    @pytest.mark.parametrize("implementation", ["nlq", "nlq_tiled", "flex_attention"])
+    def test_same_for_every_backend(self, implementation, make_model):
+        expected = attention_statistics(make_model(attention_activation="squared"), TOKENS, PACKED)
+        model = make_model(implementation=implementation, attention_activation="squared")
         before = model.config._attn_implementation
         assert attention_statistics(model, TOKENS, PACKED) == expected
         assert model.config._attn_implementation == before and before != "eager"
@@ -132,20 +122,15 @@ class TestStatistics:
         statistics = attention_statistics(make_model(), TOKENS, torch.zeros_like(TOKENS))[0]
         assert set(statistics) == {"smallest_score", "largest_score"}
 
-    @pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
-    def test_leaves_the_model_alone(self, fails, make_model, monkeypatch):
+    def test_leaves_the_model_alone(self, make_model, monkeypatch):
         model = make_model(implementation="nlq_tiled", attention_activation="squared", attention_dropout=0.5).train()
         model.model.layers[0].mlp.eval()
-        model(TOKENS, labels=TOKENS).loss.backward()
-        gradients = [parameter.grad.clone() for parameter in model.parameters()]
         modes, random_state = [module.training for module in model.modules()], torch.get_rng_state()
-        if fails:
-            monkeypatch.setattr(stability, "_row_statistics", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                attention_statistics(model, TOKENS)
-        else:
+        attention_statistics(model, TOKENS)
+        monkeypatch.setattr(stability, "_row_statistics", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
             attention_statistics(model, TOKENS)
-        assert all(torch.equal(one.grad, other) for one, other in zip(model.parameters(), gradients))
+        assert all(parameter.grad is None for parameter in model.parameters())
         assert [module.training for module in model.modules()] == modes
         assert torch.equal(torch.get_rng_state(), random_state)
         assert model.config._attn_implementation == "nlq_tiled"
@@ -203,5 +188,3 @@ def test_layers_without_scores(make_model):
     )
     linear, softmax = attention_statistics(model, TOKENS)
     assert linear == {} and "entropy" in softmax
-    layers = attention_statistics(make_model(attention_activation="entmax15"), TOKENS)
-    assert all("entropy" in layer and "smallest_log_normalizer" not in layer for layer in layers)
