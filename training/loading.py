@@ -215,21 +215,26 @@ def load_model(
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
             check_kernels(config, name)
             kind = kind_of(config)
-            if kind not in kinds:
-                raise ValueError(f"{name!r} is {kind.description}: {purpose} needs a decoder")
-            model, info = kind.auto_class.from_pretrained(
-                name, config=config, output_loading_info=True, trust_remote_code=trust_remote_code
-            )
-        tokenizer = load_tokenizer(name, trust_remote_code)
+        if kind not in kinds:
+            raise ValueError(f"{name!r} is {kind.description}: {purpose} needs a decoder")
+        return load_weights(name, config, trust_remote_code=trust_remote_code), load_tokenizer(name, trust_remote_code)
     except OSError as error:
         if Path(name).is_dir():
             raise
         raise ValueError(
             f"model {name!r} is not a local folder and cannot be loaded from the Hub: {one_line(error)}"
         ) from error
-    if missing := sorted(info["missing_keys"]):
+
+
+def load_weights(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Loads a language model of a configuration; raises `ValueError` if weights are damaged or missing."""
+    with source_named(name):
+        model, info = kind_of(config).auto_class.from_pretrained(
+            name, config=config, output_loading_info=True, **options
+        )
+    if missing := sorted(info["missing_keys"]):  # they would be new, without a word
         raise ValueError(f"model {name!r} is not a language model: its weights lack {listed(missing)}")
-    return model, tokenizer
+    return model
 
 
 def peft_task(model: PreTrainedModel) -> str | None:

@@ -24,16 +24,13 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
         return None
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return None
-    return (
-        "bf16=True: this CPU has no instructions for bfloat16, and takes many times as long as in float32; set bf16: "
-        "false"
-    )
+    return "bf16=True: this CPU has no instructions for bfloat16, which takes many times as long; set bf16: false"
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises `ValueError` for conflicts between settings, or a model that does not exist."""
-    checks = (_conflicts_with_model, _conflicts_of_arguments, _conflicts_of_trained)
-    if conflicts := [conflict for check in checks for conflict in check(recipe)]:
+    conflicts = [*_conflicts_with_model(recipe), *_conflicts_of_arguments(recipe), *_conflicts_of_trained(recipe)]
+    if conflicts:
         raise ValueError("; ".join(conflicts))
 
 
@@ -50,17 +47,18 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     kind = kind_of(config)
     objective = OBJECTIVES[recipe.objective]
     yield from conflicts_of_lengths(recipe, config)
-    if recipe.new_vocabulary_size and recipe.has_weights:
+    size = recipe.new_vocabulary_size or 0
+    if size and recipe.has_weights:
         yield (
             f"tokenizer={recipe.tokenizer_name!r} would be new, and the weights of {recipe.model!r} know another; set "
             f"--tokenizer {recipe.model}"
         )
-    elif (recipe.new_vocabulary_size or 0) > (size := vocabulary_of(config)):
-        yield f"tokenizer={recipe.tokenizer_name!r} exceeds the model's vocab_size={size}"
+    elif size > vocabulary_of(config):
+        yield f"tokenizer={recipe.tokenizer_name!r} exceeds the model's vocab_size={vocabulary_of(config)}"
     if recipe.switches and recipe.has_weights and shapes_of(load_config(recipe.model)) != shapes_of(config):
         yield (
-            f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; `nlq "
-            "convert MODEL TARGET --set SWITCH=VALUE` makes a model with other switches"
+            f"the switches {', '.join(recipe.switches)} change parameters of the saved model {recipe.model!r}; use "
+            "`nlq convert MODEL TARGET --set SWITCH=VALUE`"
         )
     if kind is not objective.kind:
         has_both = ModelKind.ENCODER_DECODER in (kind, objective.kind)
@@ -70,14 +68,16 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
             f"{name_for(kind)}{hint}"
         )
     read = Recipe.read_by(objective)
-    for name in (name for name in recipe.to_dict() if name not in read):
-        yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
+    for name in recipe.to_dict():
+        if name not in read:
+            yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
+    ours = [name for name in ("record_stability", "packing") if getattr(recipe, name) != getattr(Recipe, name)]
+    if (recipe.attn_implementation or "").startswith(AUTOMATIC):
+        ours.append("attn_implementation")
     # Others may see the previous document, or lack layers to record
-    is_foreign = not isinstance(config, NLQConfig | NLQSeq2SeqConfig)
-    for name in ("record_stability", "packing", "attn_implementation") if is_foreign else ():
-        value = getattr(recipe, name)
-        if str(value).startswith(AUTOMATIC) if name == "attn_implementation" else value != getattr(Recipe, name):
-            yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
+    for name in () if isinstance(config, NLQConfig | NLQSeq2SeqConfig) else ours:
+        kind = config.model_type
+        yield f"{name}={getattr(recipe, name)!r} needs an NLQ model, and {recipe.model!r} is of type {kind!r}"
     if recipe.parametrization == "completep" and "parametrization" in read:
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"

@@ -1,6 +1,7 @@
 """Evaluation of language models: inside `Trainer`, and of saved models. The `evaluate` metric ships here."""
 
 import functools
+import itertools
 import math
 import re
 import tempfile
@@ -79,12 +80,11 @@ class LanguageModelingMetrics:
         """
         if len(self._rows) < count:
             return None
-        parts = [
-            self._rows[len(self._rows) * part // count : len(self._rows) * (part + 1) // count]
-            for part in range(count)
-        ]
         tokens = max(sum(tokens for _, tokens in self._rows), 1)
-        losses = [count * sum(loss for loss, _ in part) / tokens for part in parts]
+        bounds = [len(self._rows) * part // count for part in range(count + 1)]
+        losses = []
+        for start, end in itertools.pairwise(bounds):
+            losses.append(count * sum(loss for loss, _ in self._rows[start:end]) / tokens)
         return losses if all(map(math.isfinite, losses)) else None
 
 
@@ -134,19 +134,15 @@ def evaluate(
     own = [record for record in trained_on if record["dataset"] in names_of_dataset(given["dataset"])]
     # The least share that a run was not trained on
     held_out = min((record["validation_fraction"] + record["test_fraction"] for record in own), default=1.0)
+    seen = f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}"
     if given.get("validation_fraction", 0.0) > held_out + 1e-9:
-        raise ValueError(
-            f"validation_fraction={given['validation_fraction']}: model {name!r} was trained on {given['dataset']} "
-            f"but for a share of {held_out:g}"
-        )
+        raise ValueError(f"validation_fraction={given['validation_fraction']}: {seen}")
     is_whole = dataset is not None and "validation_fraction" not in given and Path(dataset).is_file()
     defaults = {"validation_fraction": 0.02, "block_size": positions or context_of(loaded.config) or Recipe.block_size}
     if trained_on:  # longer blocks would have positions that were never trained
         defaults |= {field: trained_on[-1][field] for field in SHAPES if field in trained_on[-1]}
     if own and is_whole:
-        logger.warning(
-            f"model {name!r} was trained on {given['dataset']} but for a share of {held_out:g}, and all is evaluated"
-        )
+        logger.warning(f"{seen}, and all is evaluated")
         defaults |= {field: own[-1].get(field, getattr(Recipe, field)) for field in ("text_column", "text_template")}
     elif own:
         defaults |= {field: own[-1][field] for field in RECORDED if field in own[-1]}
@@ -160,13 +156,12 @@ def evaluate(
 def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
     """Returns the dataset that a model was trained on last; raises `ValueError` for a local file."""
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
-    local = "the local " if Path(dataset).is_absolute() or Path(dataset).exists() else ""
     part = r"[\w-]+(\.[\w-]+)*"
-    is_name = not local and re.fullmatch(f"{part}(/{part})?", dataset, re.ASCII)
+    is_name = re.fullmatch(f"{part}(/{part})?", dataset, re.ASCII) and not Path(dataset).exists()
     if dataset in BUILT_IN_CORPORA or (is_name and "/" in dataset):
         return dataset
     such = f", such as --dataset {dataset}" if is_name and not is_format(dataset) else ""
-    raise ValueError(f"model {model!r} was trained on {local}{dataset}; name the text to evaluate by --dataset{such}")
+    raise ValueError(f"model {model!r} was trained on {dataset}; name the text to evaluate by --dataset{such}")
 
 
 def evaluate_model(
@@ -181,16 +176,12 @@ def evaluate_model(
     objective = objective_of(recipe)
     objective.check_tokenizer(tokenizer, tokenizer.name_or_path)
     validation = objective.make_rows(load_documents(recipe, is_whole)["validation"], tokenizer, keep_remainder)
+    options = {"per_device_eval_batch_size": batch_size, "batch_eval_metrics": True, "report_to": "none"}
+    options["dataloader_pin_memory"] = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         trainer = MaskingTrainer(
             model=model,
-            args=TrainingArguments(
-                folder,
-                per_device_eval_batch_size=batch_size,
-                batch_eval_metrics=True,
-                dataloader_pin_memory=torch.cuda.is_available(),
-                report_to="none",
-            ),
+            args=TrainingArguments(folder, **options),
             data_collator=objective.make_collator(tokenizer, model),
             compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, objective),
             preprocess_logits_for_metrics=functools.partial(token_losses, shift=objective.label_shift),

@@ -3,6 +3,7 @@
 To add one, write a subclass of `Objective` and its row in `OBJECTIVES`.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,11 +11,6 @@ from ..size import ModelKind
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-    from transformers import DataCollator, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-    from .blocks import Blocks
-    from .mlm import Masking
     from .recipe import Recipe
 
 # Methods import `datasets` and `Trainer`, which take seconds and which a recipe alone does not need
@@ -51,34 +47,25 @@ class Objective:
         """The length of each input of the model in a full sample."""
         return {"input_ids": self.recipe.sample_lengths[0], "labels": self.recipe.sample_lengths[-1]}
 
-    def check_tokenizer(self, tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
+    def check_tokenizer(self, tokenizer, name: str) -> None:
         """Raises `ValueError` if a tokenizer lacks a special token that the objective needs."""
 
-    def make_rows(
-        self,
-        documents: "Dataset | IterableDataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        keep_remainder: bool = False,
-    ) -> "Blocks":
-        """Makes rows of tokens from documents. `make_blocks` explains `keep_remainder`."""
+    def make_rows(self, documents, tokenizer, keep_remainder: bool = False):
+        """Makes `Blocks` from documents. `make_blocks` explains `keep_remainder`."""
         raise NotImplementedError
 
-    def make_collator(self, tokenizer: "PreTrainedTokenizerBase", model: "PreTrainedModel") -> "DataCollator":
+    def make_collator(self, tokenizer, model):
         """Returns the function that makes a batch of rows."""
         raise NotImplementedError
 
-    def make_masking(self, tokenizer: "PreTrainedTokenizerBase", seed: int) -> "Masking | None":
-        """Returns what masks batches, or `None`."""
+    def make_masking(self, tokenizer, seed: int):
+        """Returns the `Masking` of batches, or `None`."""
 
-    def evaluate_generation(
-        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", rows: "Blocks"
-    ) -> dict[str, float]:
-        """Returns metrics of generated text for rows of the validation split."""
+    def evaluate_generation(self, model, tokenizer, rows) -> dict[str, float]:
+        """Returns metrics of generated text for `Blocks` of the validation split."""
         return {}
 
-    def tokens_to_explore(
-        self, row: dict[str, Any], tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig"
-    ) -> tuple[list[int], list[int] | None]:
+    def tokens_to_explore(self, row: dict[str, Any], tokenizer, config) -> tuple[list[int], list[int] | None]:
         """Returns the tokens of a row to show, and the source of a pair."""
         raise NotImplementedError
 
@@ -104,8 +91,8 @@ class PackedText(Objective):
         tokens = [int(token) for token in row["input_ids"]]
         if self.recipe.packing == "documents":
             ends = [index + 1 for index, token in enumerate(tokens) if token == tokenizer.eos_token_id]
-            documents = (tokens[start:end] for start, end in zip([0, *ends], [*ends, len(tokens)]))
-            tokens = max(documents, key=len)
+            bounds = [0, *ends, len(tokens)]
+            tokens = max((tokens[start:end] for start, end in itertools.pairwise(bounds)), key=len)
         return tokens, None
 
 
@@ -177,7 +164,8 @@ def objective_of(recipe: "Recipe") -> Objective:
 
 def objective_in(content: Mapping[str, Any]) -> type[Objective]:
     """Returns the objective in a recipe's file; `Causal` for an unknown name."""
-    return next((kind for name, kind in OBJECTIVES.items() if name == content.get("objective")), Causal)
+    name = content.get("objective")
+    return OBJECTIVES[name] if isinstance(name, str) and name in OBJECTIVES else Causal
 
 
 def name_for(kind: ModelKind) -> str:

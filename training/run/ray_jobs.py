@@ -103,8 +103,8 @@ def share_batch(recipe: Recipe, workers: int) -> Recipe:
         if (value := recipe.training.get(name, default)) % workers == 0:
             return recipe if workers == 1 else recipe.replace(training={name: value // workers})
     raise ValueError(
-        f"{workers} workers cannot share the batches of this recipe: neither gradient_accumulation_steps nor "
-        "per_device_train_batch_size is a multiple of their number"
+        f"{workers} workers cannot share a batch: neither gradient_accumulation_steps nor per_device_train_batch_size "
+        "is a multiple of their number"
     )
 
 
@@ -113,7 +113,7 @@ def _make_run(job: dict[str, Any]) -> RunResult:
     if job["version"] != modeling_nlq.__version__:
         raise RunFailed(f"failed: {host} has another version of modeling-nlq than {job['version']}")
     if not (data / _LAST_FILE).is_file():
-        raise RunFailed(f"failed: {host} does not see {data}; --output_dir must be a folder that all nodes see")
+        raise RunFailed(f"failed: {host} does not see {data}; all nodes must see --output_dir")
     if not job["gpus"]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Ray leaves all GPUs of the node visible
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -185,12 +185,14 @@ class RayWorkers:
                 nodes = {f"{node.get('CPU', 0):g} CPUs and {node.get('GPU', 0):g} GPUs" for node in self._nodes()}
                 have = ", ".join(sorted(nodes))
                 raise ValueError(f"{workers} workers of a run take {needs} each, and the nodes have {have}")
-            # `max_calls=1` gives each run a fresh process. Workers reserve the resources themselves
+            # `max_calls=1` gives each run a fresh process
+            task = _make_run
             options = {"num_cpus": self.cpus_per_run, "num_gpus": self.gpus_per_run, "max_retries": self.max_retries}
-            if workers > 1:
+            if workers > 1:  # which reserve the resources themselves
+                task = _train
                 here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
                 options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": here}
-            self._task = ray.remote(max_calls=1, **options)(_train if workers > 1 else _make_run)
+            self._task = ray.remote(max_calls=1, **options)(task)
             yield
 
     def room(self, running: int) -> int:
@@ -230,8 +232,8 @@ class RayWorkers:
         cause = error.cause if isinstance(error, RayTaskError) else error
         failures = list(getattr(cause, "worker_failures", {}).values()) or [cause]
         # If a worker dies, the others fail too, because they wait for it
-        cause = next((failure for failure in failures if not isinstance(failure, RunFailed)), failures[0])
-        cause = getattr(cause, "health_check_failure", cause)
+        failures.sort(key=lambda failure: isinstance(failure, RunFailed))
+        cause = getattr(failures[0], "health_check_failure", failures[0])
         return f"was lost: {first_line(cause)}" if isinstance(cause, RayError) else describe_failure(cause)
 
     def cancel(self, names: list[str]) -> None:

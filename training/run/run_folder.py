@@ -52,9 +52,6 @@ from .recipe import without_defaults
 # Seconds to wait for processes that claim the folder of a comparison at the same moment
 CLAIM_PATIENCE = 10.0
 
-# Seconds after which an unfinished folder is that of a process that was killed
-_LEFT_BEHIND = 3600.0
-
 # Error texts for a folder without a plan and with another one, and fields in files of folders older than manifests
 _KINDS = {
     RECIPE_FILE: (
@@ -123,10 +120,8 @@ class RunFolder:
                 f"{self.path} is in use by another process; wait for its end, or choose another folder"
             ) from None
         try:
-            for left in paths_below(self.path):
-                with suppress(FileNotFoundError):
-                    if _is_unfinished(left) and time.time() - left.stat().st_mtime > _LEFT_BEHIND:
-                        delete(left, force=True)
+            for path in filter(_is_left_behind, paths_below(self.path)):
+                delete(path, force=True)
             # An older folder gets a manifest when it is claimed
             if self.plan is not None and not (read_manifest(self.path) is None and is_nonempty(self.path)):
                 self.begin_manifest()
@@ -145,20 +140,19 @@ class RunFolder:
         check_not_taken(self.path, names)
 
     def _is_older(self) -> bool:
-        marks = _KINDS[self.plan][2].items()
-        if any(f'"{field}"' in read_text(file) for pattern, field in marks for file in self.path.glob(pattern)):
-            return True
+        for pattern, field in _KINDS[self.plan][2].items():
+            if any(f'"{field}"' in read_text(file) for file in self.path.glob(pattern)):
+                return True
         # Killed before its first checkpoint: nothing is lost if its recipe is written again
         recipe = self.path / RECIPE_FILE
         is_begun = self.plan == RECIPE_FILE and (self.path / LOCK_FILE).exists() and recipe.exists()
         return is_begun and read_text(recipe) == yaml_text(read_yaml(recipe))
 
     def is_held(self) -> bool:
-        lock = FileLock(self.path / LOCK_FILE)
         try:
             if (self.path / LOCK_FILE).is_file():
-                lock.acquire(timeout=0)
-                lock.release()
+                with FileLock(self.path / LOCK_FILE, timeout=0):
+                    pass
         except Timeout:
             return True
         return False
@@ -206,8 +200,7 @@ class RunFolder:
             made_by = self.result().machine.processes
         elif self.checkpoints():  # which tell the global batch size
             made_by = processes = None
-        elif not any(self.path.glob("*.safetensors")):
-            # New, or without any weights: nothing is lost by beginning anew
+        elif not any(self.path.glob("*.safetensors")):  # nothing is lost by beginning anew
             if is_main_process:
                 self.begin_manifest()
                 delete(self.path / "tokenizer.json")
@@ -228,11 +221,14 @@ class RunFolder:
         raise ValueError(f"{self.path} holds {_KINDS[self.plan][1]} ({changes}); choose another --output_dir{hint}")
 
 
-def _is_unfinished(path: Path) -> bool:
-    """Tells whether a path is a temporary folder of `atomic_dir`, for files of this package."""
-    match = re.fullmatch(rf"\.(.*)\.[a-z0-9_]{{8}}{re.escape(UNFINISHED)}", path.name)
-    names = (path.parent.name, "figures", "tokenizer")
-    return bool(match) and (match[1] in names or match[1].startswith(CHECKPOINT)) and path.is_dir()
+def _is_left_behind(path: Path) -> bool:
+    """Tells whether a path is a temporary folder of `atomic_dir`, whose process was killed."""
+    names = rf"{re.escape(path.parent.name)}|figures|tokenizer|{CHECKPOINT}.*"
+    if not re.fullmatch(rf"\.({names})\.[a-z0-9_]{{8}}{re.escape(UNFINISHED)}", path.name) or not path.is_dir():
+        return False
+    with suppress(FileNotFoundError):
+        return time.time() - path.stat().st_mtime > 3600.0
+    return False
 
 
 def _with_global_batch(given: dict[str, Any], processes: int | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import chdir
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -53,7 +54,7 @@ def evaluate_tasks(
     with (
         # They call git and pip in the working directory, which run what its files say
         patch.multiple("lm_eval.evaluator", get_git_commit_hash=lambda: None, add_env_info=lambda results: None),
-        patch("evaluate.load", _from_hub(evaluate.load)),
+        patch("evaluate.load", partial(_load_metric, evaluate.load)),
     ):
         manager, specs, single = _load_tasks(tasks, str(model))
         results = simple_evaluate(wrapped, tasks=specs, task_manager=manager, **options)
@@ -61,7 +62,7 @@ def evaluate_tasks(
     for name, task in single.items():
         if task.OUTPUT_TYPE == "multiple_choice":
             items = itertools.islice(task.eval_docs, results["n-samples"][name]["effective"])
-            results["chance"][name] = fmean(1 / len(task.doc_to_choice(item)) for item in items)
+            results["chance"][name] = fmean([1 / len(task.doc_to_choice(item)) for item in items])
     return results
 
 
@@ -72,11 +73,10 @@ def score_numbers(results: dict[str, Any]) -> dict[str, dict[str, float | None]]
     """
     scores = {}
     for task, values in results["results"].items():
-        scores[task] = {
-            name.removesuffix(",none"): float(value)
-            for name, value in values.items()
-            if name != "sample_len" and isinstance(value, int | float) and math.isfinite(value)  # JSON lacks NaN
-        }
+        scores[task] = {}
+        for name, value in values.items():
+            if name != "sample_len" and isinstance(value, int | float) and math.isfinite(value):  # JSON lacks NaN
+                scores[task][name.removesuffix(",none")] = float(value)
         scores[task]["items"] = results["n-samples"].get(task, {}).get("effective", values.get("sample_len"))
         scores[task]["chance"] = results["chance"].get(task)
     return scores
@@ -92,10 +92,10 @@ def tabulate_tasks(results: dict[str, Any]) -> list[list[str]]:
     rows = [["task", "metric", "value", "standard error", "chance", "items"]]
     for task, scores in score_numbers(results).items():
         for name, value in scores.items():
-            metric, _, kept = name.partition(",")
+            metric, comma, kept = name.partition(",")
             if name in ("items", "chance") or metric.endswith("_stderr"):
                 continue
-            error = scores.get(",".join(filter(None, (f"{metric}_stderr", kept))))
+            error = scores.get(f"{metric}_stderr{comma}{kept}")
             chance = scores["chance"] if is_guessable(metric) else None
             cells = ["-" if number is None else f"{number:.4f}" for number in (value, error, chance)]
             rows.append([task, name, *cells, "-" if scores["items"] is None else f"{scores['items']:,}"])
@@ -120,8 +120,7 @@ def _require_lm_eval() -> None:
         import lm_eval.models.huggingface  # noqa: F401
     except ImportError as error:
         raise ImportError(f"tasks need lm_eval: pip install modeling-nlq[eval] ({first_line(error)})") from error
-    # It warns of a model that is loaded already
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of a model that is loaded already
 
 
 def _load_tasks(tasks: str | Sequence[str], model: str) -> tuple[Any, list, dict[str, Any]]:
@@ -155,12 +154,8 @@ def _is_task_file(name: str) -> bool:
     return Path(name).is_file() and (os.path.dirname(name) != "" or name.endswith((".yaml", ".yml")))
 
 
-def _from_hub(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `evaluate.load` ignore a folder in the working directory with a metric's name."""
-
-    def load_metric(path: str, *arguments: Any, **options: Any) -> Any:
-        is_name = not (path.startswith(("/", ".")) or path.endswith(".py"))
-        with tempfile.TemporaryDirectory() as empty, chdir(empty if is_name and os.path.exists(path) else "."):
-            return load(path, *arguments, **options)
-
-    return load_metric
+def _load_metric(load: Callable[..., Any], path: str, *arguments: Any, **options: Any) -> Any:
+    """Calls `evaluate.load`, but ignores a folder in the working directory with a metric's name."""
+    is_name = not (path.startswith(("/", ".")) or path.endswith(".py"))
+    with tempfile.TemporaryDirectory() as empty, chdir(empty if is_name and os.path.exists(path) else "."):
+        return load(path, *arguments, **options)

@@ -22,17 +22,15 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
-from modeling_nlq.backends_nlq import find_backend
-from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..disk import atomic_dir, write_text
 from ..files import CARD_FILE, CONVERSION_FILE, PLOT_FILE, STATE_FILE
-from ..loading import initialize_by_name, source_named
+from ..loading import initialize_by_name, load_weights
 from ..result import Attention, Data, Evaluation, Losses, Machine, RunResult
 from ..sharing.card import base_model_of, render
 from ..sharing.scrub import without_folders
-from ..size import ModelKind, Size, auto_class_of, listed, measure, size_of, vocabulary_of
+from ..size import ModelKind, Size, auto_class_of, measure, size_of, vocabulary_of
 from .blocks import Blocks
 from .checkpoints import ChecksumCallback, checkpoint_to_resume
 from .conflicts import check_recipe, conflicts_of_lengths, emulated_bf16
@@ -91,9 +89,7 @@ def train_recipe(
         trainer.add_callback(callback)
     if is_main_process:
         text = "a stream" if blocks["train"].tokens is None else f"{blocks['train'].tokens:,} tokens"
-        print(
-            f"{size.total:,} parameters, {text} of training text, on {_describe_attention(model, recipe)}", flush=True
-        )
+        print(f"{size.total:,} parameters, {text} of training text, on {arguments.device}", flush=True)
 
     _train(trainer, place, given)
     evaluated = _evaluate_and_save(trainer, recipe, blocks) if trainer.record.diverged_at is None else {}
@@ -123,17 +119,8 @@ def make_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PreTrained
         model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
         initialize_by_name(model, recipe.arguments.seed)
     else:
-        with source_named(recipe.model):
-            model, loading = auto_class_of(config).from_pretrained(
-                recipe.model,
-                config=config,
-                dtype=torch.float32,
-                attn_implementation=recipe.attn_implementation,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-        if missing := sorted(loading["missing_keys"]):  # they would be new, without a word
-            raise ValueError(f"model {recipe.model!r} is not a language model: its weights lack {listed(missing)}")
+        options = {"dtype": torch.float32, "attn_implementation": recipe.attn_implementation}
+        model = load_weights(recipe.model, config, **options, trust_remote_code=False)
     # Without a name, as in `GPT2LMHeadModel`, Trainer would divide the loss by too many tokens
     model.loss_type = model.loss_type or objective.loss_type
     return choose_trained(recipe, model)
@@ -156,7 +143,9 @@ def make_trainer(
         factors = completep_factors(model, recipe.base_sizes)
         scale_initial_values(model, factors)
     collate = objective.make_collator(tokenizer, model)
-    smoother = LabelSmoother(arguments.label_smoothing_factor)
+    smooth = functools.partial(
+        LabelSmoother(arguments.label_smoothing_factor), shift_labels=bool(objective.label_shift)
+    )
     validation = blocks["validation"]
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     trainer = RecordingTrainer(
@@ -169,9 +158,7 @@ def make_trainer(
         data_collator=collate,
         processing_class=tokenizer,
         # Trainer shifts labels by the name of a class, which `torch_compile` and FSDP2 change
-        compute_loss_func=functools.partial(smoother, shift_labels=bool(objective.label_shift))
-        if smoother.epsilon
-        else None,
+        compute_loss_func=smooth if arguments.label_smoothing_factor else None,
         compute_metrics=LanguageModelingMetrics(validation.bytes_per_token, objective),
         preprocess_logits_for_metrics=functools.partial(token_losses, shift=objective.label_shift),
     )
@@ -183,16 +170,6 @@ def make_trainer(
         positions = probe.get("position_ids")
         trainer.add_callback(StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, positions))
     return trainer
-
-
-def _describe_attention(model: PreTrainedModel, recipe: Recipe) -> str:
-    device, length = recipe.arguments.device, max(recipe.sample_lengths)
-    backends = {}
-    for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
-        request = layer.attention_request(False, device, next(layer.parameters()).dtype, length, layer.head_dim)
-        backends[find_backend(layer.config._attn_implementation, [layer.layer_idx], request)] = None
-    cpus = f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""
-    return f"{device}{cpus}; attention by {', '.join(backends) or model.config._attn_implementation}"
 
 
 def _train(trainer: RecordingTrainer, place: RunFolder, given: dict[str, Any]) -> None:
@@ -223,10 +200,11 @@ def _evaluate_and_save(trainer: RecordingTrainer, recipe: Recipe, blocks: dict[s
     """Returns the metrics of all splits, and saves the model."""
     objective = objective_of(recipe)
     evaluated = {}
-    if not trainer.args.load_best_model_at_end:  # else the weights are not those of the last step any more
-        for entry in trainer.state.log_history:
-            if entry["step"] == trainer.state.global_step and "eval_loss" in entry:
-                evaluated = {name: value for name, value in entry.items() if name.startswith("eval_")}
+    for entry in trainer.state.log_history:
+        if entry["step"] == trainer.state.global_step and "eval_loss" in entry:
+            evaluated = {name: value for name, value in entry.items() if name.startswith("eval_")}
+    if trainer.args.load_best_model_at_end:  # the weights are not those of the last step any more
+        evaluated = {}
     evaluated = evaluated or trainer.evaluate()
     if "test" in blocks:
         trainer.compute_metrics = LanguageModelingMetrics(blocks["test"].bytes_per_token, objective)
@@ -283,8 +261,8 @@ def _kernels(model: PreTrainedModel) -> str:
     module = type(model.config).__module__  # FSDP derives a class of the model
     if not module.startswith(f"{modeling_nlq.__name__}."):
         return f"code of {module.split('.')[0]}"
-    names = (f"{operation} by {', '.join(kernels)}" for operation, kernels in used_kernels().items())
-    return "; ".join((f"code of the package {modeling_nlq.__version__}", *names))
+    names = [f"{operation} by {', '.join(kernels)}" for operation, kernels in used_kernels().items()]
+    return "; ".join([f"code of the package {modeling_nlq.__version__}", *names])
 
 
 def _write_results(trainer: RecordingTrainer, recipe: Recipe, given: dict[str, Any], result: RunResult) -> None:

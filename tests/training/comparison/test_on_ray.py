@@ -98,9 +98,7 @@ class TestComparison:
         monkeypatch.setattr(
             RayEngine, "submit", lambda self, name, recipe, data: submit(self, name, recipe, data / "x")
         )
-        with pytest.raises(
-            ChildProcessError, match=r"does not see .*; --output_dir must be a folder that all nodes see"
-        ):
+        with pytest.raises(ChildProcessError, match=r"does not see .*; all nodes must see --output_dir"):
             run_comparison(comparison, folder, RayEngine(cpus_per_run=1))
         assert not (folder / RUN).exists()
 
@@ -112,7 +110,7 @@ class TestComparison:
                 "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0 GPUs",
             ),
             ({"workers_per_run": 4}, "4 workers of a run take 1 CPUs each, and the nodes have 2 CPUs"),
-            ({"workers_per_run": 5}, "5 workers cannot share the batches of this recipe"),
+            ({"workers_per_run": 5}, "5 workers cannot share a batch"),
             ({"workers_per_run": 0}, "workers_per_run=0 must be at least 1"),
             ({"workers_per_run": 2, "cpus_per_run": 1}, "cpus_per_run=1 must be at least 2"),
         ],
