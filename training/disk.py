@@ -1,7 +1,7 @@
 """Opens, writes and deletes files in folders where somebody else may have put symbolic links.
 
-`open_file`, `atomic_dir` and `delete` alone do so in this package. They open the folders of a path one below the other
-with `O_NOFOLLOW`. `resolve_user_path` follows links in a path that the user typed, where a command takes the path.
+`open_file`, `atomic_dir` and `delete` alone do so in this package, by opening the folders of a path one below the
+other with `O_NOFOLLOW`. Commands pass a path that the user typed to `resolve_user_path`, which follows links.
 """
 
 import errno
@@ -23,9 +23,7 @@ _MODES = {"r": os.O_RDONLY, "a": os.O_WRONLY | os.O_APPEND | os.O_CREAT}
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 # O_PATH works without the permission to list the folder
 _FOLDER = _NO_LINK | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", 0)
-_LINK = (
-    "{} is a symbolic link, which nlq does not follow inside a folder; replace it by what it points to, or remove it"
-)
+_LINK = "{} is a symbolic link, which nlq does not follow inside a folder; replace it by what it points to"
 # A link that huggingface_hub makes, and its target: from a snapshot to its repository's `blobs`, or from there to a
 # file that repositories share under its hash
 _HUB_LINK = re.compile(
@@ -50,7 +48,7 @@ def results_folder(name: str | Path) -> Path:
 def safe_join(folder: Path, name: str) -> Path:
     """Joins a folder and a name that somebody else chose; raises `ValueError` for one outside it."""
     if not _is_inside(name) or PurePath(name).parts != PurePosixPath(name).parts:
-        raise ValueError(f"{name!r} is a path outside {folder}; rename that file")
+        raise ValueError(f"{name!r} is a path outside {folder}")
     return folder / name
 
 
@@ -160,7 +158,7 @@ def paths_below(folder: Path) -> list[Path]:
 
 def files_below(folder: Path) -> list[str]:
     """Lists all files below a folder, relative to it, without links."""
-    files = (path for path in paths_below(folder) if path.is_file() and not path.is_symlink())
+    files = [path for path in paths_below(folder) if path.is_file() and not path.is_symlink()]
     return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
@@ -182,7 +180,7 @@ def read_manifest(folder: Path) -> list[str] | None:
 
 def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
     """Returns the names of which neither themselves nor a parent are in a folder's manifest."""
-    known = {*(read_manifest(folder) or ())}
+    known = set(read_manifest(folder) or ())
     return [name for name in names if known.isdisjoint((name, *map(str, PurePosixPath(name).parents)))]
 
 

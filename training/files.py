@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from .disk import MANIFEST, UNFINISHED, read_bytes, read_text, write_text
 from .text import QUOTE_IT
 
 
-# File suffixes of a `dataset`, before `.gz` if any, and the builder of `datasets` for each
+# Suffixes of data files, before `.gz` if any, and the builder of `datasets` for each
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Built-in datasets, and the key of `sysconfig.get_paths()` for the folder of their Python files
 BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-docstrings": "stdlib"}
@@ -107,21 +106,29 @@ class YamlLoader(yaml.SafeLoader):
 
     def _size(self, node, sizes):
         """Returns the numbers of values and levels, where an alias repeats what it stands for."""
-        if node not in sizes:
-            sizes[node] = (10**6, 0)  # until counted: children may repeat it
-            if node.tag.endswith((":int", ":float")) and len(node.value) > 1000:
-                raise ValueError(_TOO_LARGE)
-            children = [] if isinstance(node, yaml.ScalarNode) else node.value
-            if isinstance(node, yaml.MappingNode):
-                children = itertools.chain(*children)
-            parts = [self._size(child, sizes) for child in children]
-            sizes[node] = (1 + sum(values for values, _ in parts), 1 + max((levels for _, levels in parts), default=0))
+        if node in sizes:
+            return sizes[node]
+        sizes[node] = (10**6, 0)  # until counted: children may repeat it
+        if node.tag.endswith((":int", ":float")) and len(node.value) > 1000:
+            raise ValueError(_TOO_LARGE)
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = itertools.chain(*children)
+        total, depth = 1, 0
+        for child in children:
+            values, levels = self._size(child, sizes)
+            total, depth = total + values, max(depth, levels)
+        sizes[node] = (total, 1 + depth)
         return sizes[node]
 
     def construct_mapping(self, node, deep=False):
-        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE)
-        if twice := sorted(key for key, count in keys.items() if count > 1):
-            raise yaml.constructor.ConstructorError(None, None, f"{', '.join(twice)} is given twice", node.start_mark)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", node.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -130,9 +137,7 @@ class _YamlDumper(yaml.SafeDumper):
 
 
 _MERGE = "tag:yaml.org,2002:merge"
-_TOO_LARGE = (
-    "more than 4,000,000 characters, 50,000 values (with those that aliases repeat), 100 levels or 1,000 digits"
-)
+_TOO_LARGE = "more than 4,000,000 characters, 50,000 values (aliases repeat them), 100 levels or 1,000 digits"
 for _kind in (YamlLoader, _YamlDumper):
     _kind.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
@@ -140,7 +145,7 @@ for _kind in (YamlLoader, _YamlDumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Reads YAML; raises `yaml.YAMLError` or `ValueError` for what is not YAML, or too large."""
+    """Reads YAML; raises `yaml.YAMLError`, or `ValueError` for too much of it."""
     if len(text) > 4_000_000:
         raise ValueError(_TOO_LARGE)
     try:
@@ -162,20 +167,20 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """Merges two mappings of fields, and those of an encoder and a decoder in them."""
-    halves = {
-        name: {**fields[name], **more[name]}
-        for name in ("encoder", "decoder")
-        if isinstance(fields.get(name), dict) and isinstance(more.get(name), dict)
-    }
-    return {**fields, **more, **halves}
+    result = {**fields, **more}
+    for half in ("encoder", "decoder"):
+        if isinstance(fields.get(half), dict) and isinstance(more.get(half), dict):
+            result[half] = {**fields[half], **more[half]}
+    return result
 
 
 def read_section(section: Any, source: str) -> dict[str, Any]:
     """Copies a mapping inside a YAML file, which may be missing; raises `ValueError` for any other value or name."""
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"{source} must hold fields and values, not {section!r}")
-    if wrong := [name for name in section or {} if not isinstance(name, str)]:
-        raise ValueError(f"{source}: the name {wrong[0]!r} must be text; {QUOTE_IT}")
+    for name in section or {}:
+        if not isinstance(name, str):
+            raise ValueError(f"{source}: the name {name!r} must be text; {QUOTE_IT}")
     return dict(section or {})
 
 

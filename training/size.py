@@ -291,17 +291,16 @@ def matching_intermediate_size(
 
     Raises `ValueError` if none does.
     """
-    if {"encoder", "decoder"} <= config.sub_configs.keys():
-        raise ValueError(f"match={match!r} widens one MLP, and an encoder and decoder has two; leave match out")
     if not getattr(config, "intermediate_size", None):
         name = type(config).__name__
         raise ValueError(f"match={match!r} widens intermediate_size, and {name} has none; leave match out")
     wider = copy.deepcopy(config)
     wider.intermediate_size += 1
     name = "non_embedding" if match == "parameters" else "flops_per_token"
-    wanted = getattr(budget, name)
-    current = getattr(measure(config, context), name)
-    width = config.intermediate_size + round((wanted - current) / (getattr(measure(wider, context), name) - current))
+    wanted, current, more = (
+        getattr(size, name) for size in (budget, measure(config, context), measure(wider, context))
+    )
+    width = config.intermediate_size + round((wanted - current) / (more - current))
     if width < 1:
         raise ValueError(f"no MLP width brings the model down to {wanted:,} {name}")
     return width

@@ -1,4 +1,4 @@
-"""Checks names and numbers, and writes text for a terminal and for Markdown: tables, durations, errors in one line."""
+"""Checks names and numbers, and writes text for a terminal and for Markdown."""
 
 import math
 import re
@@ -22,9 +22,8 @@ def check_name(source: str, name: Any) -> None:
     if not isinstance(name, str):
         raise ValueError(f"{source} {name!r}: a name must be text; {QUOTE_IT}")
     if not re.fullmatch(r"[\w+=]([\w+=., -]*[\w+=])?", name, flags=re.ASCII) or len(name) > LONGEST_NAME:
-        raise ValueError(
-            f"{source} {name!r}: a name must be made of at most {LONGEST_NAME} letters, digits, spaces and _ + = . , -"
-        )
+        allowed = f"at most {LONGEST_NAME} letters, digits, spaces and _ + = . , -"
+        raise ValueError(f"{source} {name!r}: a name must be made of {allowed}")
 
 
 def unescape(text: str) -> str:
@@ -67,9 +66,11 @@ def code(text: Any, language: str = "") -> Markdown:
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
     """Returns the lines of a table, whose columns but the first are aligned at the right if `right`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    sides = ["<", *(">" if right else "<" for _ in widths[1:])]
-    lines = ("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)) for row in rows)
-    return [line.rstrip() for line in lines]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) if right else cell.ljust(width) for cell, width in zip(others, widths[1:])]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
 
 
 def count(number: int, noun: str) -> str:
@@ -108,9 +109,9 @@ def check_number(name: str, value: float | None, least: float = -math.inf, most:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    if error is None:
-        return False
-    return bool(_DISK_FULL.search(str(error))) or is_disk_full(error.__cause__ or error.__context__)
+    while error is not None and not _DISK_FULL.search(str(error)):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def one_line(error: BaseException) -> str:

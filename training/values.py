@@ -79,19 +79,21 @@ def from_json(kind: Any, value: Any, path: str = "") -> Any:
         if isinstance(version := value.get("version"), int) and version > getattr(kind, "version", version):
             raise ValueError(f"{path}version={version} must be at most {kind.version}; update nlq to read newer files")
         value = getattr(kind, "fields_in", dict)(value)
-        types = get_type_hints(kind)
+        types, given = get_type_hints(kind), {}
         for item in fields(kind):
-            if item.name not in value and item.default is MISSING and item.default_factory is MISSING:
-                raise ValueError(f"{path}{item.name} is missing")
-        return kind(**{name: from_json(types[name], value[name], f"{path}{name}.") for name in types if name in value})
-    if origin is dict:  # the keys of JSON are texts
-        keys = {name: int(name) if parts[0] is int and str(name).isdecimal() else name for name in value}
-        return {
-            from_json(parts[0], key, path): from_json(parts[1], value[name], f"{path}{name}.")
-            for name, key in keys.items()
-        }
+            name = item.name
+            if name in value:
+                given[name] = from_json(types[name], value[name], f"{path}{name}.")
+            elif item.default is MISSING and item.default_factory is MISSING:
+                raise ValueError(f"{path}{name} is missing")
+        return kind(**given)
+    if origin is dict:
+        result = {}
+        for name, entry in value.items():
+            key = int(name) if parts[0] is int and str(name).isdecimal() else name  # the keys of JSON are texts
+            result[from_json(parts[0], key, path)] = from_json(parts[1], entry, f"{path}{name}.")
+        return result
     if origin in (list, tuple):
         parts = parts * len(value) if origin is list else parts
-        entries = enumerate(zip(parts, value))
-        return origin(from_json(part, entry, f"{path}{index}.") for index, (part, entry) in entries)
+        return origin([from_json(*each, f"{path}{index}.") for index, each in enumerate(zip(parts, value))])
     return np.array(value) if kind is np.ndarray else value

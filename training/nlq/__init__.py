@@ -1,7 +1,7 @@
 """The command `nlq`, by Typer: a function for each command.
 
-This folder is installed as the package `nlq`, because importing `modeling_nlq` takes seconds. Every function imports
-what it needs, so that help, completion and wrong arguments do not wait for that.
+Importing `modeling_nlq` takes seconds. Help, completion and wrong arguments do not wait for that, because this is a
+package of its own and every function imports what it needs.
 """
 
 import logging
@@ -39,7 +39,7 @@ _on_ray, _of_text, _of_tasks = (partial(_option, panel=panel) for panel in ("Wit
 
 
 def _options_of(context: typer.Context, panel: str) -> dict[str, Any]:
-    options = (option for option in context.command.params if getattr(option, "rich_help_panel", None) == panel)
+    options = [option for option in context.command.params if getattr(option, "rich_help_panel", None) == panel]
     return {option.name: context.params[option.name] for option in options}
 
 
@@ -91,7 +91,7 @@ class _Command(TyperCommand):
         except KeyboardInterrupt:
             from tqdm import tqdm
 
-            for bar in list(tqdm._instances):  # an open progress bar would be drawn again after this line
+            for bar in list(tqdm._instances):  # which would be drawn again after this line
                 bar.close()
             resumes = self.shipped is not None and not options.get("dry_run")
             hint = ": the same command goes on from the last checkpoint" if resumes else ""
@@ -107,10 +107,11 @@ def _escape_logs() -> None:
         def format(self, record: logging.LogRecord) -> str:
             return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without Transformers' colors
 
-    logging.lastResort.setFormatter(Formatter())
+    handlers = [logging.lastResort]
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        for handler in getattr(logger, "handlers", ()):
-            handler.setFormatter(Formatter())
+        handlers += getattr(logger, "handlers", ())
+    for handler in handlers:
+        handler.setFormatter(Formatter())
 
 
 def _say(text: str, **options: Any) -> None:
@@ -264,7 +265,7 @@ def compare(
 def _describe_evaluation(evaluation, kind: str = "") -> str:
     is_masked = evaluation.pseudo_perplexity is not None
     if evaluation.perplexity is None and not is_masked:
-        return "diverged: the loss at the end is infinite, NaN, or too large for a perplexity"
+        return "diverged: the loss at the end is infinite, NaN, or very large"
     texts = {
         f"{kind}perplexity {{:.2f}}": evaluation.perplexity,
         f"{kind}pseudo-perplexity of masked tokens {{:.2f}}": evaluation.pseudo_perplexity,
@@ -328,7 +329,7 @@ def evaluate(
     if tasks is None:
         _refuse("{} needs --tasks", num_fewshot=num_fewshot, limit=limit, output=output)
         evaluation = Evaluation.from_metrics(evaluate(model, **text_options, **options), "eval")
-        _say(f"{model}: {_describe_evaluation(evaluation)}")  # the model may have been trained on a file
+        _say(f"{model}: {_describe_evaluation(evaluation)}")
         return
     _refuse("{} is for text, and cannot be given with --tasks", **text_options)
     results = evaluate_tasks(model, tasks, num_fewshot=num_fewshot, limit=limit, **options)
@@ -436,7 +437,7 @@ def publish(
     options = {"private": private or None, "revision": revision, "dry_run": dry_run}
     model_options = {"comparison": comparison, "card": card, "license": license, "adapter": adapter}
     if space:
-        _refuse("{} and --space exclude each other: a Space holds the page alone", **model_options)
+        _refuse("{} and --space exclude each other", **model_options)
         publication = publish_space(folder, repo_id, **options)
     else:
         publication = publish(folder, repo_id, **options, **model_options)

@@ -1,5 +1,6 @@
 """Blocks of tokens: documents joined and cut into rows of one length, and batches of them."""
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,7 +55,7 @@ def make_blocks(
     block_size = recipe.block_size
     end_of_text = tokenizer.eos_token_id
     too_few = (
-        f"tokens in a split: block_size={block_size} fits none; give more text, or raise "
+        f"tokens in a split: block_size={block_size} fits none; check "
         f"validation_fraction={recipe.validation_fraction} and test_fraction={recipe.test_fraction}"
     )
 
@@ -74,9 +75,8 @@ def make_blocks(
             count = len(stream) // block_size
             return {"input_ids": stream[: count * block_size].reshape(count, block_size)}
 
-        encoded = documents.map(
-            encode, batched=True, remove_columns=documents.column_names or [column], features=_ENCODED
-        )
+        columns = documents.column_names or [column]
+        encoded = documents.map(encode, batched=True, remove_columns=columns, features=_ENCODED)
         encoded = encoded.select_columns("input_ids")
         blocks = encoded.map(cut_batch, batched=True, batch_size=1000, features=_TOKENS)
         if next(iter(blocks), None) is None:
@@ -115,16 +115,18 @@ def make_blocks(
         return {"input_ids": stream.reshape(-1, block_size)}
 
     fingerprint = Hasher.hash((identity, block_size, *(["remainder"] if has_remainder else [])))
-    folder = os.path.dirname(encoded.cache_files[0]["filename"]) if encoded.cache_files else None
+    file = None
+    if encoded.cache_files:
+        file = os.path.join(os.path.dirname(encoded.cache_files[0]["filename"]), f"blocks-{fingerprint}.arrow")
     blocks = Dataset.from_dict({"block": range(count)}).map(
-        lambda _, indices: cut(indices),
+        cut,
+        input_columns="block",
         batched=True,
-        with_indices=True,
         num_proc=recipe.num_proc,
         remove_columns=["block"],
         features=_TOKENS,
         new_fingerprint=fingerprint,
-        cache_file_name=None if folder is None else os.path.join(folder, f"blocks-{fingerprint}.arrow"),
+        cache_file_name=file,
         desc="Cutting blocks",
     )
     return Blocks(blocks.with_format("numpy"), tokens, float(encoded["bytes"][:].sum() / tokens))
@@ -134,11 +136,10 @@ def _chat_texts(conversations: list, tokenizer: PreTrainedTokenizerBase, recipe:
     if tokenizer.chat_template is None:
         raise ValueError(
             f"text_column={recipe.text_column!r} holds messages, and tokenizer {recipe.tokenizer_name!r} has no chat "
-            "template to join them; name one that has, or another column"
+            "template to join them"
         )
-    return [
-        tokenizer.apply_chat_template(row, tokenize=False) if is_conversation(row) else row for row in conversations
-    ]
+    join = functools.partial(tokenizer.apply_chat_template, tokenize=False)
+    return [join(row) if is_conversation(row) else row for row in conversations]
 
 
 @dataclass

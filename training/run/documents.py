@@ -266,25 +266,19 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset 
     template, known = recipe.text_template, rows.column_names
     if r"\n" in template:
         logger.warning_once(f"text_template={template!r} has a backslash and an n: YAML needs double quotes")
-    names = set()
     try:
-        for _, name, layout, _ in string.Formatter().parse(template):
-            if name is None:
-                continue
-            names.add(name)
-            if re.search(r"[.[]", name) or re.search(r".{9}|{|\d{4}|(?!100)\d{3}", layout, re.DOTALL):
-                raise ValueError(
-                    f"{name}:{layout} must be a column and 8 characters of format, with numbers up to 100"
-                )
+        fields = [field for field in string.Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
         raise ValueError(f"text_template={template!r}: {error}") from error
-    if known is not None and (missing := sorted(names.difference(known))):
-        raise ValueError(
-            f"text_template: dataset {recipe.dataset!r} has no column {missing[0]!r}, only {', '.join(known)}"
-        )
+    for _, name, layout, conversion in fields:
+        if layout or conversion:
+            raise ValueError(f"text_template={template!r}: {name!r} must be a column without a format")
+        if known is not None and name not in known:
+            columns = ", ".join(known)
+            raise ValueError(f"text_template: dataset {recipe.dataset!r} has no column {name!r}, only {columns}")
 
     def join(row: dict) -> dict[str, str]:
-        values = {name: "" if row[name] is None else row[name] for name in names}
+        values = {name: "" if row[name] is None else row[name] for _, name, _, _ in fields}
         return {recipe.text_column: template.format_map(values)}
 
     if recipe.streaming:

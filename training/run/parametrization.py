@@ -51,8 +51,6 @@ _WIDTHS = (
     "intermediate_size",
     "projection_bottleneck_size",
 )
-# Schedules whose lowest rate is not a share of each group's own
-_ABSOLUTE_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
 def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arguments: TrainingArguments) -> None:
@@ -64,22 +62,20 @@ def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arg
         raise ValueError(
             f"parametrization='completep' needs an NLQ model, and this one is of type {config.model_type!r}"
         )
-    shapes, doubled = shapes_of(config), shapes_of(_twice_as_wide(config))
-    for name, shape in shapes.items():
+    doubled = shapes_of(_twice_as_wide(config))
+    for name, shape in shapes_of(config).items():
         if len(shape) > 2 and doubled[name][1:] != shape[1:]:
             raise ValueError(
                 f"{name}: parametrization='completep' cannot tell which of its {len(shape)} dimensions are inputs"
             )
     if config.norm_position != "pre" or not config.norm_gain:  # the last norm scales the logits
         raise ValueError("parametrization='completep' needs norm_position='pre' and norm_gain=True")
-    if not arguments.optim.value.startswith("adamw"):
+    optimizer, schedule = arguments.optim.value, arguments.lr_scheduler_type.value
+    if not optimizer.startswith("adamw"):
+        raise ValueError(f"optim={optimizer!r}: parametrization='completep' needs an AdamW, such as 'adamw_torch'")
+    if schedule in ("reduce_lr_on_plateau", "greedy"):  # whose lowest rate is not a share of each group's own
         raise ValueError(
-            f"optim={arguments.optim.value!r}: parametrization='completep' needs an AdamW, such as 'adamw_torch'"
-        )
-    if arguments.lr_scheduler_type.value in _ABSOLUTE_SCHEDULES:
-        kind = arguments.lr_scheduler_type.value
-        raise ValueError(
-            f"lr_scheduler_type={kind!r} has one lowest rate for all, which parametrization='completep' cannot use"
+            f"lr_scheduler_type={schedule!r} has one lowest rate for all, which parametrization='completep' cannot use"
         )
 
 
@@ -97,12 +93,10 @@ def completep_factors(model: PreTrainedModel, base_sizes: Mapping[str, int]) -> 
     if model.base_model.embed_norm is not None:
         embeddings.update(model.base_model.embed_norm.parameters())
     last = set(model.base_model.norm.parameters())
-    ends = {
-        parameter
-        for module in model.modules()
-        if getattr(module, "ends_sublayer", False)
-        for parameter in module.parameters()
-    }
+    ends = set()
+    for module in model.modules():
+        if getattr(module, "ends_sublayer", False):
+            ends.update(module.parameters())
     found = {}
     for name, parameter in model.named_parameters():
         inputs = width if math.prod(doubled[name][1:]) > math.prod(parameter.shape[1:]) else 1.0
@@ -134,10 +128,8 @@ def scale_initial_values(model: PreTrainedModel, factors: Mapping[str, Factors])
 def split_groups(optimizer: torch.optim.Optimizer, model: nn.Module, factors: Mapping[str, Factors]) -> None:
     """Splits the groups of a new Adam, so that each parameter has its own settings."""
     # Compiled and checkpointed modules have other names
-    names = {
-        parameter: re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)
-        for name, parameter in model.named_parameters()
-    }
+    wrapper = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+    names = {parameter: wrapper.sub("", name) for name, parameter in model.named_parameters()}
     groups = []
     for group in optimizer.param_groups:
         members = defaultdict(list)
@@ -145,13 +137,7 @@ def split_groups(optimizer: torch.optim.Optimizer, model: nn.Module, factors: Ma
             members[factors[names[parameter]]].append(parameter)
         # The first group has the learning rate that Trainer logs
         for own, parameters in sorted(members.items(), key=lambda item: -item[0].learning_rate):
-            groups.append(
-                {
-                    **group,
-                    "params": parameters,
-                    "lr": group["lr"] * own.learning_rate,
-                    "eps": group["eps"] * own.epsilon,
-                    "weight_decay": group["weight_decay"] / own.learning_rate,
-                }
-            )
+            settings = {"lr": group["lr"] * own.learning_rate, "eps": group["eps"] * own.epsilon}
+            settings["weight_decay"] = group["weight_decay"] / own.learning_rate
+            groups.append({**group, **settings, "params": parameters})
     optimizer.param_groups[:] = groups

@@ -59,14 +59,13 @@ class Recipe(Value):
     model: str = _field("model")
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
-    """`python-stdlib`, a Hub dataset or a local folder of one, or a local .txt (documents between blank lines), .jsonl
-    or .parquet."""
+    """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl or .parquet."""
     dataset_config: str | None = _field("data", None)
     """The configuration of a Hub dataset."""
     text_column: str = _field("data", "text", PackedText)
-    """The column of text. A special token written in it, as <|endoftext|>, is text, not a boundary."""
+    """The column of text, in which a special token, as <|endoftext|>, is text, not a boundary."""
     text_template: str | None = _field("data", None, PackedText)
-    """Joins columns to one text, as `"{instruction}\\n{output}"` does, also in a shell; a missing value is empty."""
+    """Joins columns to one text, as `"{instruction}\\n{output}"` does; a missing value is empty."""
     source_column: str = _field("data", "source", Seq2Seq, is_shape=True)
     """With `seq2seq`, the column of the texts that the encoder reads."""
     target_column: str = _field("data", "target", Seq2Seq, is_shape=True)
@@ -74,28 +73,25 @@ class Recipe(Value):
     streaming: bool = _field("data", False, PackedText)
     """Read the dataset while training instead of storing it; needs `max_steps`."""
     validation_fraction: float = _field("data", 0.02)
-    """Share of documents held out, chosen by a hash of their text, where the dataset has no validation split."""
+    """Share of documents held out, by a hash of their text, where the dataset has no validation split."""
     max_validation_documents: int | None = _field("data", None)
     """Hold out at most this many documents."""
     test_fraction: float = _field("data", 0.0)
-    """Share of documents held out for a final test, where the dataset has no test split; 0 leaves the test out."""
+    """The same for a final test; 0 leaves it out."""
     tokenizer: str | None = _field("data", None)
-    """`bpe:SIZE`, trained on the corpus, or a saved tokenizer (folder or Hub name); by default that of a saved model,
-    else `bpe:8192`."""
+    """`bpe:SIZE`, trained on the corpus, or a saved one; by default that of a saved model, else `bpe:8192`."""
     parts: dict[str, str] | None = _field("model", None)
-    """Python files with attention parts of your own, which the model's `attention_parts` name."""
+    """Python files with the attention parts that the model's `attention_parts` name."""
     block_size: int = _field("data", 1024, PackedText, is_shape=True)
     """Length of a training sample, in tokens."""
     max_source_length: int = _field("data", 512, Seq2Seq, is_shape=True)
-    """With `seq2seq`, the longest source in tokens, end-of-text included; longer ones are cut."""
+    """With `seq2seq`, the longest source in tokens, with end-of-text; longer ones are cut."""
     max_target_length: int = _field("data", 128, Seq2Seq, is_shape=True)
     """The same for targets, and the longest text that is generated for chrF."""
     packing: Literal["stream", "documents"] = _field("data", "stream", PackedText, is_shape=True)
-    """`stream`: documents joined by end-of-text and cut into blocks; `documents`: the same blocks, where attention and
-    positions restart at each document."""
+    """`stream`: documents are joined by end-of-text; `documents`: attention and positions also restart at each."""
     objective: Literal[*OBJECTIVES] = _field("data", "causal")
-    """`causal`: the next token is predicted; `masked`: hidden tokens, by an encoder (`is_causal: false`); `seq2seq`: a
-    target from a source, by an encoder with a decoder."""
+    """`causal` predicts the next token, `masked` hidden ones, and `seq2seq` a target from a source."""
     mask_probability: float = _field("data", 0.3, Masked, is_shape=True)
     """With `masked`, the share of tokens that are to be predicted."""
     num_proc: int | None = _field("nothing", None)
@@ -105,16 +101,15 @@ class Recipe(Value):
     lora: dict[str, Any] | None = _field("training", None)
     """Fields of PEFT's `LoraConfig`: only a LoRA is trained, and added to the saved model's weights at the end."""
     parametrization: Literal["standard", "completep"] = _field("training", "standard", PackedText)
-    """`completep`: initial values and learning rates of each matrix for its width and depth, so that a learning rate
-    of a model of `base_sizes` suits this one too (arXiv 2505.01618)."""
+    """`completep` lets a learning rate of a model of `base_sizes` suit this one too (arXiv 2505.01618)."""
     base_sizes: dict[str, Any] | None = _field("training", None)
-    """With `completep`, the sizes of its base model: `{hidden_size: 64, num_hidden_layers: 2}`."""
+    """Such as `{hidden_size: 64, num_hidden_layers: 2}`."""
     attn_implementation: str | None = _field("training", None)
     """Attention backend; by default the model's own choice."""
     record_stability: bool = _field("training", False, PackedText)
     """Record entropy, normaliser and scores of every attention layer while training."""
     stability_steps: int = _field("training", 50)
-    """Optimizer steps between two records, each of which costs less than a tenth of a step."""
+    """Optimizer steps between two records."""
     explore: bool = _field("nothing", False)
     """Write the page of `nlq explore` on held-out text at the end."""
     switches: dict[str, Any] = _field("model", default_factory=dict)
@@ -195,14 +190,15 @@ class Recipe(Value):
     def arguments(self) -> TrainingArguments:
         """The arguments of `Trainer`; raises `ValueError` for values that they do not allow."""
         has_gpu = torch.cuda.is_available()
+        # `logging_steps` and `eval_steps` are shares of all steps
         defaults = {
-            "dataloader_pin_memory": has_gpu,
-            # Without it, processes of `accelerate launch` do not find each other on a CPU
-            "use_cpu": not torch.accelerator.is_available(),
-            "logging_steps": 0.05,  # shares of all steps
+            "logging_steps": 0.05,
             "eval_steps": 0.2,
             "eval_strategy": "steps",
+            "dataloader_pin_memory": has_gpu,
         }
+        # Without it, processes of `accelerate launch` do not find each other on a CPU
+        defaults["use_cpu"] = not torch.accelerator.is_available()
         if not {"bf16", "fp16"} & set(self.training):
             defaults["bf16"] = has_gpu and torch.cuda.is_bf16_supported()
         # What `RecordingTrainer` and its metrics need
@@ -290,19 +286,20 @@ def read_switches(texts: list[str]) -> dict[str, Any]:
 
 def override_words(overrides: Mapping[str, Any]) -> list[str]:
     """Writes overrides as a command line: the inverse of `read_overrides`."""
-
-    def word(value: Any) -> str:
-        return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
-
     words = []
     for name, value in overrides.items():
         if name == "switches":
-            words += [part for switch, setting in value.items() for part in ("--set", f"{switch}={word(setting)}")]
+            for switch, setting in value.items():
+                words += ["--set", f"{switch}={_word(setting)}"]
         elif name == "text_template" and value is not None:
             words += [f"--{name}", escape(value)]
         else:
-            words += [f"--{name}", *map(word, value if isinstance(value, list) else [value])]
+            words += [f"--{name}", *map(_word, value if isinstance(value, list) else [value])]
     return words
+
+
+def _word(value: Any) -> str:
+    return str(value) if isinstance(value, str | Path) or value is None else json.dumps(value)
 
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False) -> Recipe:
@@ -373,13 +370,12 @@ def _read_value(source: str, name: str, value: Any) -> Any:
         if not is_other and isinstance(value, int | float | date):  # true and false are integers too
             raise ValueError(f"{source}: {name}={value!r} must be text; {QUOTE_IT}")
         return value
-    if is_text := isinstance(value, str):
+    is_checked = isinstance(value, str | bool | list | dict)
+    if isinstance(value, str):
         with contextlib.suppress(yaml.YAMLError):
             value = parse_yaml(value)
         value = float(value) if type(value) is int and float in kinds else value
-    if {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)} and (
-        is_text or isinstance(value, bool | list | dict)
-    ):
+    if is_checked and {*(get_args(kind) or [kind])} <= {bool, int, float, type(None)}:
         check_type(name, value, kind)
     return value
 

@@ -153,5 +153,5 @@ def test_plan_of_a_comparison(pairs_recipe, capsys, tmp_path):
     for name, variant in load_plan(file).largest.variants.items():
         own = variant.model_config["decoder"]
         assert own["attention_activation"] == "relu" and (own["cross_attention"] is False) == (name == "blind")
-    with pytest.raises(ValueError, match="match='parameters' widens one MLP, and an encoder and decoder has two"):
+    with pytest.raises(ValueError, match="match='parameters' widens intermediate_size, and NLQSeq2SeqConfig has none"):
         load_plan(write_comparison(tmp_path, **fields, match="parameters"))
