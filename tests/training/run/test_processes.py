@@ -1,6 +1,4 @@
-"""Several processes: data parallel and FSDP2 runs train as one process does, and go on with another number of
-processes.
-"""
+"""Data parallel and FSDP2 runs train as one process does, and go on with another number of processes."""
 
 import functools
 import os
@@ -57,10 +55,9 @@ def cut(finished: Path, folder: Path, step: int = 4) -> None:
 
 def check_same_run(folder: Path, run: tuple[Path, dict], processes: int) -> None:
     metrics = RunResult.load(folder)
-    assert metrics.machine.processes == processes and metrics.data.steps == 8
-    assert (
-        metrics.data.tokens_seen == run[1].data.tokens_seen and metrics.data.token_stream == run[1].data.token_stream
-    )
+    assert metrics.machine.processes == processes
+    for name in ("steps", "tokens_seen", "token_stream"):
+        assert getattr(metrics.data, name) == getattr(run[1].data, name)
     assert logged_losses(folder) == pytest.approx(logged_losses(run[0]), abs=2e-4)
     assert metrics.losses.validation.loss == pytest.approx(run[1].losses.validation.loss, abs=2e-4)
     weights, expected = (load_file(path / "model.safetensors") for path in (folder, run[0]))
@@ -80,28 +77,21 @@ def finished(recipe_file, tmp_path_factory):
     return make
 
 
+# The number of processes before and after, how weights are stored, and the step of the cut; 8 is the last
+CASES = [(2, 1, None, 4), (2, 1, SHARDED, 4), (2, 2, SHARDED, 8), (2, 1, FULL, 8), (1, 2, FULL, 4)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after", "state_dict_type", "step"),
-    [
-        (2, 1, None, 4),
-        (2, 1, SHARDED, 4),
-        (2, 2, SHARDED, 8),  # the last step
-        (2, 1, FULL, 8),
-        (1, 2, FULL, 4),
-    ],
-)
-def test_goes_on_with_another_number_of_processes(
-    run, finished, recipe_file, tmp_path, before, after, state_dict_type, step
-):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_goes_on_with_another_number_of_processes(run, finished, recipe_file, tmp_path, case):
+    before, after, state_dict_type, step = case
     folder = tmp_path / "run"
     cut(finished(before, state_dict_type), folder, step)
     done = launch(recipe_file, folder, after, state_dict_type)
     assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
     check_same_run(folder, run, after)
-    assert (
-        yaml.safe_load((folder / "recipe.yaml").read_text())["training"]["per_device_train_batch_size"] == 8 // after
-    )
+    training = yaml.safe_load((folder / "recipe.yaml").read_text())["training"]
+    assert training["per_device_train_batch_size"] == 8 // after
 
 
 @pytest.mark.slow
@@ -117,8 +107,4 @@ def test_checkpoint_that_is_damaged_or_of_fsdp(finished, recipe_file, tmp_path, 
         (broken / "optimizer.bin").write_bytes(b"half")
     assert last_complete_checkpoint(folder) == folder / "checkpoint-4"
     done = launch(recipe_file, folder, 1, None)
-    assert (
-        done.returncode != 0
-        and "was made with FSDP; choose what it was" in done.stderr
-        and not (folder / "metrics.json").exists()
-    )
+    assert done.returncode != 0 and "was made with FSDP; choose what it was" in done.stderr
