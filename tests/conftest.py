@@ -97,7 +97,7 @@ def corpus(tmp_path_factory) -> Path:
     """A slice of the built-in corpus as a JSONL file: real text, small enough to train on in seconds."""
     folders = ("json/", "email/", "collections/")
     documents = []
-    for row in python_documents("python-stdlib", ""):
+    for row in python_documents(""):
         if row["path"].startswith(folders):
             # In pieces, so that a split of a few percent holds some documents, whatever the version of Python
             lines = row["text"].splitlines(keepends=True)

@@ -20,8 +20,7 @@ from .text import QUOTE_IT
 
 # Suffixes of data files, before `.gz` if any, and the builder of `datasets` for each
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# Built-in datasets, and the key of `sysconfig.get_paths()` for the folder of their Python files
-BUILT_IN_CORPORA = {"python-stdlib": "stdlib", "python-docstrings": "stdlib"}
+BUILT_IN_CORPORA = ("python-stdlib", "python-docstrings")
 CARD_FILE = "README.md"
 CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"

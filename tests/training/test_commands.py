@@ -66,8 +66,8 @@ def is_needed(name: str, lines: list[str]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_run(page, run, corpus, small_index, tmp_path, monkeypatch):
-    small_files = [path for path in documents.python_files("python-stdlib") if path.stat().st_size < 2000]
-    monkeypatch.setattr(documents, "python_files", lambda corpus: small_files)
+    small_files = [path for path in documents.python_files() if path.stat().st_size < 2000]
+    monkeypatch.setattr(documents, "python_files", lambda: small_files)
     monkeypatch.setattr(comparisons, "LocalEngine", InlineEngine)
     monkeypatch.setenv("NLQ_TRACEBACK", "1")
     monkeypatch.chdir(tmp_path)

@@ -163,7 +163,7 @@ class TestLlama:
     @pytest.mark.timeout(3600)
     def test_perplexity_is_llamas(self, nlq, llama, tokenizer, measured):
         ids: list[int] = []
-        for document in python_documents("python-stdlib", ""):
+        for document in python_documents(""):
             ids += tokenizer(document["text"]).input_ids
             if len(ids) >= HELD_OUT:
                 break

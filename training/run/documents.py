@@ -45,39 +45,37 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-PAIRS = "python-docstrings"
 # A tokenizer needs some hundred bytes of memory for each character of a document
 MOST_CHARACTERS = 5_000_000
 # Files to read in a folder. Others may hold links or archives
 _TEXTS = (*DATA_FORMATS, ".arrow", ".csv", ".tsv")
 
 
-def _root_of(corpus: str) -> Path:
-    return Path(sysconfig.get_paths()[BUILT_IN_CORPORA[corpus]])
+# The folder of Python's standard library, of which the built-in corpora are made
+_STDLIB = Path(sysconfig.get_paths()["stdlib"])
 
 
-def python_files(corpus: str) -> list[Path]:
-    """Returns the Python files of a built-in corpus in a fixed order."""
-    root = _root_of(corpus)
-    return sorted(path for path in root.rglob("*.py") if "site-packages" not in path.relative_to(root).parts)
+def python_files() -> list[Path]:
+    paths = sorted(_STDLIB.rglob("*.py"))
+    return [path for path in paths if "site-packages" not in path.relative_to(_STDLIB).parts]
 
 
-def python_documents(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
-    """Yields the documents of a built-in corpus, one per valid Python file. `datasets` caches by the arguments."""
-    for path in python_files(corpus):
+def python_documents(fingerprint: str) -> Iterator[dict[str, str]]:
+    """Yields a document per valid Python file of the standard library. `datasets` caches by the fingerprint."""
+    for path in python_files():
         try:
             with tokenize.open(path) as file:
                 text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue  # on purpose
         if text.strip():
-            yield {"path": path.relative_to(_root_of(corpus)).as_posix(), "text": text}
+            yield {"path": path.relative_to(_STDLIB).as_posix(), "text": text}
 
 
-def docstring_pairs(corpus: str, fingerprint: str) -> Iterator[dict[str, str]]:
+def docstring_pairs(fingerprint: str) -> Iterator[dict[str, str]]:
     """Yields the code of each function without its docstring, and the docstring's first line."""
     seen = set()
-    for document in python_documents(corpus, fingerprint):
+    for document in python_documents(fingerprint):
         lines = document["text"].splitlines(keepends=True)
         try:
             nodes = ast.walk(ast.parse(document["text"]))
@@ -180,11 +178,11 @@ def _load_splits(recipe: "Recipe") -> Splits:
     name, path = recipe.dataset, Path(recipe.dataset)
     if name in BUILT_IN_CORPORA:
         digest = hashlib.sha256()
-        for file in python_files(name):
+        for file in python_files():
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
         content = digest.hexdigest()[:16]
-        reader = docstring_pairs if name == PAIRS else python_documents
-        rows = Dataset.from_generator(reader, gen_kwargs={"corpus": name, "fingerprint": content}, split="train")
+        reader = docstring_pairs if name == "python-docstrings" else python_documents
+        rows = Dataset.from_generator(reader, gen_kwargs={"fingerprint": content}, split="train")
         return {"train": rows.to_iterable_dataset() if recipe.streaming else rows}, content
     if path.is_file():
         return _load_file(recipe, path.absolute())

@@ -1,7 +1,8 @@
 """`nlq generate`: continues a text."""
 
+import math
+
 import torch
-from torch import nn
 from transformers import set_seed
 
 from ..loading import load_model
@@ -31,24 +32,25 @@ def generate_text(
     loaded, tokenizer = load_model(model, trust_remote_code, _GENERATING, "generation")
     loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     set_seed(seed)
-    # As in training: some tokenizers would end the prompt with end-of-text
-    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(loaded.device)
-    length = inputs["input_ids"].shape[1]
-    if length == 0:
+    is_pair = loaded.config.is_encoder_decoder
+    # As in training: some tokenizers would end the prompt with end-of-text, in which only sources end
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    if not ids:
         raise ValueError("the prompt is empty")
-    if loaded.config.is_encoder_decoder:  # sources end in end-of-text
-        inputs = {name: nn.functional.pad(row, (0, 1), value=1) for name, row in inputs.items()}
-        inputs["input_ids"][:, -1] = tokenizer.eos_token_id
-        if (positions := positions_of(loaded.config, "encoder")) is not None and length >= positions:
-            raise ValueError(f"a source of {length + 1} tokens does not fit {positions} positions")
-        length = 1
-    if (positions := positions_of(loaded.config)) is not None:
-        room = positions + 1 - length  # the last new token is not read
-        max_new_tokens = min(100, room) if max_new_tokens is None else max_new_tokens
-        if not 0 < max_new_tokens <= room:
-            raise ValueError(
-                f"a prompt of {length} tokens and max_new_tokens={max_new_tokens} do not fit {positions} positions"
-            )
+    if is_pair:
+        ids.append(tokenizer.eos_token_id)
+        if (positions := positions_of(loaded.config, "encoder")) is not None and len(ids) > positions:
+            raise ValueError(f"a source of {len(ids)} tokens does not fit {positions} positions")
+    length = 1 if is_pair else len(ids)
+    positions = positions_of(loaded.config)
+    room = math.inf if positions is None else positions + 1 - length  # the last new token is not read
+    max_new_tokens = min(100, room) if max_new_tokens is None else max_new_tokens
+    if not 0 < max_new_tokens <= room:
+        raise ValueError(
+            f"a prompt of {length} tokens and max_new_tokens={max_new_tokens} do not fit {positions} positions"
+        )
     sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature else {"do_sample": False}
-    output = loaded.generate(**inputs, max_new_tokens=100 if max_new_tokens is None else max_new_tokens, **sampling)
+    inputs = torch.tensor([ids], device=loaded.device)
+    mask = torch.ones_like(inputs)
+    output = loaded.generate(input_ids=inputs, attention_mask=mask, max_new_tokens=max_new_tokens, **sampling)
     return tokenizer.decode(output[0], skip_special_tokens=True)

@@ -13,9 +13,6 @@ from ..text import one_line
 from .recipe import Recipe
 
 
-ADAPTER_FOLDER = "adapter"
-
-
 def choose_trained(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
     """Freezes what the recipe does not train, in place, and returns the model to train: a `peft.PeftModel` for a LoRA.
 
@@ -38,7 +35,7 @@ def choose_trained(recipe: Recipe, model: PreTrainedModel) -> PreTrainedModel:
 def merge_lora(trainer: Trainer) -> None:
     """Saves the LoRA of a model in the run's folder `adapter`, and adds it to the weights."""
     if trainer.is_world_process_zero():
-        with atomic_dir(Path(trainer.args.output_dir) / ADAPTER_FOLDER) as folder:
+        with atomic_dir(Path(trainer.args.output_dir) / "adapter") as folder:
             trainer.model.save_pretrained(folder)
             delete(folder / CARD_FILE)  # PEFT's template, which nobody has filled in
     trainer.model = trainer.model.merge_and_unload()

@@ -16,14 +16,6 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 EVALUATION = "evaluation"  # used as the step of fixed masks
 
 
-def check_mask_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    if tokenizer.mask_token_id is None:
-        raise ValueError(
-            f"tokenizer {name!r} has no mask token, which an encoder needs; add one by tokenizer.add_special_tokens("
-            "{'mask_token': '<|mask|>'}) and save it, or train one by tokenizer: bpe:SIZE"
-        )
-
-
 class Masking(DataCollatorForLanguageModeling):
     """Chooses tokens as BERT does: 80 % become the mask token, 10 % random (Devlin et al. 2019, arXiv 1810.04805).
 

@@ -115,9 +115,11 @@ class Masked(PackedText):
     has_bits_per_byte = False
 
     def check_tokenizer(self, tokenizer, name):
-        from .mlm import check_mask_token
-
-        check_mask_token(tokenizer, name)
+        if tokenizer.mask_token_id is None:
+            raise ValueError(
+                f"tokenizer {name!r} has no mask token, which an encoder needs; add one by "
+                "tokenizer.add_special_tokens({'mask_token': '<|mask|>'}), or train one by tokenizer: bpe:SIZE"
+            )
 
     def make_masking(self, tokenizer, seed):
         from .mlm import Masking

@@ -203,7 +203,7 @@ def test_a_template_has_columns_alone(tmp_path):
     """A format could fill the memory, and an attribute could be anything."""
     path = write_documents(tmp_path / "a.jsonl", RIGHT)
     for field in (":>999999999", "!r", ".__class__", "[0]"):
-        with pytest.raises(ValueError, match="must be a column without a format|has no column 'text"):
+        with pytest.raises(ValueError, match=r"must be a column without a format|has no column 'text"):
             read(path, text_template=f"{{text{field}}}")
 
 

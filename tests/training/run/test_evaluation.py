@@ -129,9 +129,7 @@ class TestOwnDataset:
         with pytest.raises(ValueError, match="was trained on python-stdlib but for a share of"):
             evaluation.evaluate(own, validation_fraction=0.02)
 
-    @pytest.mark.parametrize(
-        "model, dataset", [("run/checkpoint-4", "../{here}/fold"), ("converted", "./fold"), ("run", "link")]
-    )
+    @pytest.mark.parametrize("model, dataset", [("run/checkpoint-4", "./fold/../fold"), ("converted", "link")])
     def test_the_same_documents_by_another_name(self, dataset, model, own, monkeypatch):
         monkeypatch.chdir(own.parent)
         for name in ("fold", "other"):
@@ -142,7 +140,6 @@ class TestOwnDataset:
         (own / "metrics.json").write_text(json.dumps({"trained_on": record_run(Recipe(**given), "a fingerprint")}))
         if model == "converted":
             assert main(["convert", "run", "converted", "--upcycle"]) == 0
-        dataset = dataset.format(here=own.parent.name)
         recipe = evaluation.evaluate(model, dataset=dataset)  # which is read as the run read it
         assert (recipe.validation_fraction, recipe.text_column, recipe.text_template) == (0.003, "body", "{body}")
         assert (recipe.packing, recipe.block_size) == ("documents", 32)

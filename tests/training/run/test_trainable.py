@@ -113,44 +113,37 @@ def test_the_run_records_what_was_trained(tuned, upcycled, recipe_file, capsys):
     assert "Before training, its outputs on random tokens were" in card
 
 
-class TestConversions:
-    def test_two_are_as_one(self, gpt2, upcycled, tmp_path):
-        first = convert(gpt2, tmp_path / "gated", switches={"attention_gate": "headwise"})
-        second = convert(tmp_path / "gated", tmp_path / "both", upcycle=True)
-        once = json.loads((upcycled / "conversion.json").read_text())
-        assert second.added == once["added"] and all(map(is_new, second.added)) and len(second.added) == 18
-        assert set(first.added) == {name for name in once["added"] if "gate_proj" in name} and first.before is None
-        assert second.before == json.loads((tmp_path / "gated" / "conversion.json").read_text())
-
-    def test_what_was_trained_is_new_no_more(self, tuned, tmp_path):
-        """Nor is what only grew."""
-        done = convert(tuned[0], tmp_path / "more", switches={"head_projection": True, "max_position_embeddings": 80})
-        assert done.added == [f"model.layers.{layer}.self_attn.head_proj.weight" for layer in range(2)]
-        assert done.enlarged == ["model.embed_positions.weight"] and done.before is None
+def test_two_conversions_are_as_one(gpt2, upcycled, tuned, tmp_path):
+    """But what was trained is new no more, nor is what only grew."""
+    first = convert(gpt2, tmp_path / "gated", switches={"attention_gate": "headwise"})
+    second = convert(tmp_path / "gated", tmp_path / "both", upcycle=True)
+    once = json.loads((upcycled / "conversion.json").read_text())
+    assert second.added == once["added"] and all(map(is_new, second.added)) and len(second.added) == 18
+    assert set(first.added) == {name for name in once["added"] if "gate_proj" in name} and first.before is None
+    assert second.before == json.loads((tmp_path / "gated" / "conversion.json").read_text())
+    done = convert(tuned[0], tmp_path / "more", switches={"head_projection": True, "max_position_embeddings": 80})
+    assert done.added == [f"model.layers.{layer}.self_attn.head_proj.weight" for layer in range(2)]
+    assert done.enlarged == ["model.embed_positions.weight"] and done.before is None
 
 
-class TestBadInput:
-    def check(self, recipe, folder, capsys, *words, **changes):
-        options = [word for name, value in changes.items() for word in (f"--{name}", str(value))]
-        assert main(["train", str(recipe), "--output_dir", str(folder), *options]) == 1
-        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nlq: error")]
-        assert all(word in line for word in words), line
-        assert not (folder / "tokenizer.json").exists()
+def test_what_is_refused(recipe_file, run, tune, tmp_path, monkeypatch):
+    """With or without PEFT; tests/clients/test_lora.py trains."""
 
-    def test_no_conversion(self, recipe_file, run, tune, tmp_path, capsys):
-        words = ("trainable='new'", "no conversion.json", "nlq convert")
-        self.check(recipe_file, tmp_path / "run", capsys, *words, "model.json", trainable="new")
-        self.check(tune, tmp_path / "run", capsys, *words, model=run[0], tokenizer=run[0])
-        self.check(tune, tmp_path / "run", capsys, "'old'", trainable="old")
+    def check(recipe, message, **changes):
+        with pytest.raises(ValueError, match=message):
+            train(recipe, output_dir=tmp_path / "run", **changes)
+        assert not (tmp_path / "run" / "tokenizer.json").exists()
 
-    def test_lora_is_refused_by_name(self, recipe_file, tune, tmp_path, capsys, monkeypatch):
-        """What is refused with or without PEFT; tests/clients/test_lora.py trains."""
-        monkeypatch.setattr("modeling_nlq.training.run.lora.find_spec", lambda name: None)
-        self.check(tune, tmp_path / "run", capsys, "trainable='new' both say", lora="{r: 8}")
-        self.check(tune, tmp_path / "run", capsys, "pip install peft", trainable="all", lora="{r: 8}")
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        words = ("has none; name a saved model", "without FSDP")
-        self.check(recipe_file, tmp_path / "run", capsys, *words, lora="{r: 8}")
+    check(
+        recipe_file, r"trainable='new' trains what `nlq convert` .*model.json' has no conversion.json", trainable="new"
+    )
+    check(tune, "has no conversion.json", model=str(run[0]), tokenizer=str(run[0]))
+    check(tune, "'old'", trainable="old")
+    monkeypatch.setattr("modeling_nlq.training.run.lora.find_spec", lambda name: None)
+    check(tune, "trainable='new' both say", lora={"r": 8})
+    check(tune, "pip install peft", trainable="all", lora={"r": 8})
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    check(recipe_file, "has none; name a saved model.*without FSDP", lora={"r": 8})
 
 
 def test_adapters_that_are_refused(run, gpt2, tune, tuned, tmp_path, capsys):
