@@ -110,9 +110,7 @@ def make_blocks(
         stream = np.concatenate(list(encoded[int(first) : int(last) + 1]["input_ids"]))
         skipped = begin - (ends[first - 1] if first else 0)
         stream = stream[skipped : skipped + end - begin]
-        if len(stream) % block_size:
-            return {"input_ids": np.split(stream, range(block_size, len(stream), block_size))}
-        return {"input_ids": stream.reshape(-1, block_size)}
+        return {"input_ids": np.split(stream, range(block_size, len(stream), block_size))}
 
     fingerprint = Hasher.hash((identity, block_size, *(["remainder"] if has_remainder else [])))
     file = None

@@ -65,9 +65,9 @@ def train_recipe(
     check_recipe(recipe)
     if is_main_process and (warning := emulated_bf16(vars(arguments))) is not None:
         logger.warning(warning)
-    place, given = RunFolder(Path(arguments.output_dir)), recipe.to_dict()
+    place = RunFolder(Path(arguments.output_dir))
     with arguments.main_process_first(local=False):
-        place.claim_run(given, arguments.world_size, is_main_process)
+        place.claim_run(recipe.to_dict(), arguments.world_size, is_main_process)
     if place.is_finished():
         logger.warning(f"{place.path} is finished: nothing to do")
         return place.result()
@@ -91,11 +91,11 @@ def train_recipe(
         text = "a stream" if blocks["train"].tokens is None else f"{blocks['train'].tokens:,} tokens"
         print(f"{size.total:,} parameters, {text} of training text, on {arguments.device}", flush=True)
 
-    _train(trainer, place, given)
+    _train(trainer, place, recipe.to_dict())
     evaluated = _evaluate_and_save(trainer, recipe, blocks) if trainer.record.diverged_at is None else {}
     result = _make_result(trainer, recipe, blocks, size, evaluated)
     if trainer.is_world_process_zero():
-        _write_results(trainer, recipe, given, result)
+        _write_results(trainer, recipe, result)
     return result
 
 
@@ -265,7 +265,7 @@ def _kernels(model: PreTrainedModel) -> str:
     return "; ".join([f"code of the package {modeling_nlq.__version__}", *names])
 
 
-def _write_results(trainer: RecordingTrainer, recipe: Recipe, given: dict[str, Any], result: RunResult) -> None:
+def _write_results(trainer: RecordingTrainer, recipe: Recipe, result: RunResult) -> None:
     """Writes plot, card and state, and the result last: a run that has it is finished."""
     folder, state, model = Path(trainer.args.output_dir), trainer.state, trainer.model
     conversion = recipe.conversion if recipe.trainable == "new" else None
@@ -277,7 +277,7 @@ def _write_results(trainer: RecordingTrainer, recipe: Recipe, given: dict[str, A
         # With a LoRA, the saved model is smaller than the one that was trained
         size = result.size if recipe.lora is None else size_of(model)
         name = folder.resolve().name
-        card = render(name, model.config, size, given, result, conversion, has_plot=True)
+        card = render(name, model.config, size, recipe.to_dict(), result, conversion, has_plot=True)
         write_text(folder / CARD_FILE, str(card))
     # Trainer's summary counts only from the last interruption on
     state.log_history = [entry for entry in state.log_history if "train_runtime" not in entry]
