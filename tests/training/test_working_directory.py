@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,9 +48,7 @@ def test_processes(arguments, before, planted, monkeypatch):
     assert not planted.exists() and os.environ.get("PYTHONSAFEPATH") == before
 
 
-@pytest.mark.parametrize(
-    "kind, name", [("comparisons", "demo"), ("recipes", "heal"), ("models", "tiny-linear"), ("accelerate", "cpu")]
-)
+@pytest.mark.parametrize("kind, name", {"comparisons": "demo", "recipes": "heal", "models": "tiny-linear"}.items())
 def test_shipped_names(kind, name, planted):
     first = descriptions("recipes")
     Path(name).write_text("# Hostile.\n")
@@ -97,10 +96,11 @@ def test_settings_of_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(sections, "draw_effects", draw)
     monkeypatch.setattr("modeling_nlq.training.run.train.Figure", lambda **_: draw())
     outcome = SimpleNamespace(trend=None, largest=None, effects=True)
+    plot = partial(plot_losses, [], tmp_path / "loss.png", "", "token")
     for write in (
-        lambda: plot_losses([], tmp_path / "loss.png", "", "token"),
-        lambda: report.write_report(outcome, tmp_path),
-        lambda: sections.write_report(outcome, tmp_path),
+        plot,
+        partial(report.write_report, outcome, tmp_path),
+        partial(sections.write_report, outcome, tmp_path),
     ):
         with rc_context({"text.usetex": True}), pytest.raises(LookupError, match="False"):
             write()

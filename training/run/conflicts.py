@@ -76,8 +76,8 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
         ours.append("attn_implementation")
     # Others may see the previous document, or lack layers to record
     for name in () if isinstance(config, NLQConfig | NLQSeq2SeqConfig) else ours:
-        kind = config.model_type
-        yield f"{name}={getattr(recipe, name)!r} needs an NLQ model, and {recipe.model!r} is of type {kind!r}"
+        value = getattr(recipe, name)
+        yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
     if recipe.parametrization == "completep" and "parametrization" in read:
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"

@@ -34,12 +34,11 @@ def test_conversion_into_a_folder_that_another_process_holds(run, tmp_path):
     assert not (tmp_path / "target").exists()
 
 
-@pytest.mark.parametrize("content", [[], ["thesis.tex"]])
-def test_folder_in_which_nothing_was_written_is_as_before(content, tmp_path):
-    folder = tmp_path / "folder"
-    for name in content:
-        folder.mkdir()
-        (folder / name).write_text("all I have")
-    with pytest.raises(ValueError), RunFolder(folder).held():
-        raise ValueError
-    assert [path.name for path in tmp_path.rglob("*")] == (["folder", *content] if content else [])
+def test_folder_in_which_nothing_was_written_is_as_before(recipe_file, tmp_path):
+    with pytest.raises(LookupError), RunFolder(tmp_path / "new").held():
+        raise LookupError
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("all I have")
+    with pytest.raises(ValueError, match="is not a run of `nlq train`"):
+        train(recipe_file, output_dir=tmp_path / "folder")
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "thesis.tex"]

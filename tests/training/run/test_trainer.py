@@ -73,12 +73,6 @@ class TestRun:
                 train(recipe_file, output_dir=run[0], **change)
         assert times(run[0]) == before
 
-    def test_foreign_folder_is_left_alone(self, recipe_file, tmp_path):
-        (tmp_path / "thesis.tex").write_text("all I have")
-        with pytest.raises(ValueError, match="is not a run of `nlq train`"):
-            train(recipe_file, output_dir=tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
     def test_loss_that_is_no_number_ends_the_run(self, recipe_file, tmp_path, capsys):
         folder = tmp_path / "run"
         options = ["--learning_rate", "1e38", "--save_strategy", "no"]
