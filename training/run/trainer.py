@@ -23,6 +23,25 @@ from .parametrization import Factors, split_groups
 
 # Batches that wait to be hashed at most
 _BATCHES_TO_KEEP = 256
+# Dense products of bfloat16 or float16, summed in float32, in TFLOP/s, by PyTorch's name of the device: from NVIDIA's
+# data sheets, and for GeForce from the white papers of GA102, Ada and RTX Blackwell
+PEAK_TFLOPS = {
+    "NVIDIA A10": 125.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40S": 362.0,
+}
 
 
 class RunRecord(TrainerCallback, ExportableState):
@@ -178,6 +197,12 @@ def peak_memory(device: torch.device) -> int | None:
 
     kibibyte = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kibibyte
+
+
+def utilization(tokens_per_second: float, flops_per_token: int, device: str, processes: int = 1) -> float | None:
+    """Returns the model FLOPs utilisation in half precision; `None` for a device whose peak is not known."""
+    peak = PEAK_TFLOPS.get(device)
+    return None if peak is None else tokens_per_second * flops_per_token / (1e12 * peak * processes)
 
 
 def has_diverged(loss: float, vocab_size: int) -> bool:
