@@ -161,6 +161,7 @@ def make_trainer(
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     trainer = RecordingTrainer(
         record=RunRecord(global_batch_size, fingerprint),
+        optimizer=recipe.optimizer,
         factors=factors,
         model=model,
         args=arguments,

@@ -18,6 +18,7 @@ from transformers.utils import CONFIG_NAME
 from ..disk import atomic_dir, make_empty_folder
 from ..files import CHECKPOINT, differences
 from .mlm import MaskingTrainer
+from .muon import make_muon
 from .parametrization import Factors, split_groups
 
 
@@ -135,19 +136,45 @@ def best_checkpoint(state: TrainerState, run_folder: str) -> str | None:
 
 
 class RecordingTrainer(MaskingTrainer):
-    """A `Trainer` whose `record` sees every batch; `factors` scale the settings of parameters."""
+    """A `Trainer` whose `record` sees every batch, with an `optimizer` of `Recipe`.
 
-    def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
+    `factors` scale the settings of parameters.
+    """
+
+    def __init__(
+        self,
+        *args,
+        record: RunRecord,
+        optimizer: str = "adamw",
+        factors: Mapping[str, Factors] | None = None,
+        **kwargs,
+    ):
         super().__init__(*args, callbacks=[record], **kwargs)
         self.record = record
+        self.optimizer_name = optimizer
         self.factors = factors
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         is_new = self.optimizer is None
+        if is_new and self.optimizer_name == "muon":
+            whole = self.model if model is None else model
+            self.optimizer = make_muon(whole, self.args, self.get_decay_parameter_names(whole))
         optimizer = super().create_optimizer(model)
         if is_new and self.factors is not None:
             split_groups(optimizer, self.model if model is None else model, self.factors)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        """Makes the scheduler as `Trainer` does; `num_decay_steps` may be a share of all steps, as `warmup_steps`."""
+        options = self.args.lr_scheduler_kwargs or {}
+        if self.lr_scheduler is None and 0 < options.get("num_decay_steps", 0) < 1:
+            steps = math.ceil(options["num_decay_steps"] * num_training_steps)
+            self.args.lr_scheduler_kwargs = {**options, "num_decay_steps": steps}
+            try:
+                return super().create_scheduler(num_training_steps, optimizer)
+            finally:
+                self.args.lr_scheduler_kwargs = options
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model, inputs, *args, **kwargs):
         tokens = inputs["input_ids"]
