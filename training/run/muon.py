@@ -1,6 +1,7 @@
 """Muon (Jordan et al. 2024) for the matrices of a model's blocks, and AdamW for all else (Liu et al. 2025).
 
-As in arXiv 2502.16982, Muon's step is scaled to the root mean square of AdamW's, so that one learning rate and one weight decay suit both.
+As in arXiv 2502.16982, Muon's step is scaled to the root mean square of AdamW's, so that one learning rate and one
+weight decay suit both.
 """
 
 from collections.abc import Iterable
