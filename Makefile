@@ -121,18 +121,29 @@ GPU_READY = $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/installed-test)
 # Their folders are on the path even where PYTHONSAFEPATH leaves a script's own out
 KEEP = mkdir -p $(RESULTS) && PYTHONPATH=benchmarks:tests$${PYTHONPATH:+:$$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 \
 	bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
-BENCHMARKS_GPU = attention training_step generation
-attention_OPTIONS = --backends nlq_triton nlq_tiled flex_attention
-training_step_OPTIONS = --activations softmax sigmoid relu
-generation_OPTIONS = --dtype bfloat16 --preset gpt3-small --settings decode static --candidates llama linear nonlinear sigmoid relu
+# Pieces of at most ten minutes, each a benchmark and, after a dash, what is special
+PIECES = attention attention-128 attention-16384 runs generation generation-static training_step \
+	training_step-4096 training_step-eager training_step-triton
+ATTENTION = --backends nlq_triton nlq_tiled flex_attention --activations sigmoid relu --rounds 5 --no-memory
+attention_OPTIONS = $(ATTENTION) --lengths 1024 4096
+attention-128_OPTIONS = $(ATTENTION) --lengths 1024 4096 16384 --head_dim 128 --heads 8
+attention-16384_OPTIONS = $(ATTENTION) --lengths 16384
+STEP = --activations softmax sigmoid relu --rounds 10
+training_step_OPTIONS = $(STEP)
+training_step-4096_OPTIONS = $(STEP) --context 4096 --batch 3
+training_step-eager_OPTIONS = $(STEP) --no-compile
+training_step-triton_OPTIONS = $(STEP) --attention nlq_triton
+GENERATION = --dtype bfloat16 --preset gpt3-small --candidates llama linear nonlinear sigmoid relu
+generation_OPTIONS = $(GENERATION) --settings decode
+generation-static_OPTIONS = $(GENERATION) --settings static
 
-gpu: gpu-test $(BENCHMARKS_GPU:%=gpu-%)
+gpu: gpu-test $(PIECES:%=gpu-%)
 
 gpu-test: $(GPU_READY)
 	$(KEEP) $(RESULTS)/tests.txt $(PYTHON_GPU) -m pytest -m gpu --continue-on-collection-errors $(OTHERS)
 
 gpu-%: $(GPU_READY)
-	$(KEEP) $(RESULTS)/$*.txt $(PYTHON_GPU) benchmarks/$*.py --device cuda $($*_OPTIONS)
+	$(KEEP) $(RESULTS)/$*.txt $(PYTHON_GPU) benchmarks/$(firstword $(subst -, ,$*)).py --device cuda $($*_OPTIONS)
 
 # torch first and by itself: another package's range must not pull in another build of it. Without a compiler, one line says so
 .venv/installed: pyproject.toml constraints.txt

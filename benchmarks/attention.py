@@ -4,10 +4,11 @@
     python benchmarks/attention.py --backends nlq_cpp                     # the C++ code, on a CPU with AVX-512
     python benchmarks/attention.py --device cuda --backends nlq_tiled flex_attention
 
-The candidates of a length take turns in one process, so that other work of the machine slows all of them alike. The
-ratio is the median of the rounds' ratios, with its quartiles. Memory is the peak of one forward and backward pass
-beyond its inputs. On the CPU it is measured in a new process. Before anything is timed, outputs and gradients must
-equal those of `eager` in float32 within the rounding of the dtype.
+The candidates of a length take turns in one process, so that other work of the machine slows all of them alike. On
+CUDA a time is the device's, by events, and `wall` is the median of calls that the processor waits for. The ratio is
+the median of the rounds' ratios, with its quartiles. Memory is the peak of one forward and backward pass beyond its
+inputs. On the CPU it is measured in a new process. Before anything is timed, outputs and gradients must equal those of
+`eager` in float32 within the rounding of the dtype.
 """
 
 import argparse
@@ -25,7 +26,9 @@ from measure import (
     in_new_process,
     process_memory,
     quartiles,
+    seconds,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask
 
 from modeling_nlq.activations_nlq import ATTENTION_ACTIVATIONS, LIBRARY_ACTIVATIONS, get_attention_activation
@@ -34,7 +37,13 @@ from modeling_nlq.masking_nlq import FlexMask, make_visibility
 
 
 ELEMENTWISE = [name for name, activation in ATTENTION_ACTIVATIONS.items() if activation.is_elementwise]
-BASELINE = ("sdpa", "softmax")
+# PyTorch's own choice, and the two fused kernels of a GPU
+SDPA = {
+    "sdpa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "sdpa_flash": [SDPBackend.FLASH_ATTENTION],
+    "sdpa_cudnn": [SDPBackend.CUDNN_ATTENTION],
+}
+BASELINES = {"cpu": [("sdpa", "softmax")], "cuda": [("sdpa_flash", "softmax"), ("sdpa_cudnn", "softmax")]}
 DIRECTIONS = ("forward", "forward and backward")
 DEFAULTS = {
     "cpu": {"dtypes": ["float32", "bfloat16"], "lengths": [512, 1024, 2048, 4096], "batch": 1, "heads": 4},
@@ -63,8 +72,9 @@ class Problem:
         """Returns the output, and with `"forward and backward"` the gradients of query, key and value."""
         backend, name = candidate
         mask = self.flex_mask if backend == "flex_attention" else None
-        function, scaling = ATTENTION_BACKENDS[backend].function, self.inputs[0].shape[-1] ** -0.5
-        with torch.set_grad_enabled(direction != "forward"):
+        function = ATTENTION_BACKENDS["sdpa" if backend in SDPA else backend].function
+        scaling = self.inputs[0].shape[-1] ** -0.5
+        with torch.set_grad_enabled(direction != "forward"), sdpa_kernel(SDPA.get(backend, SDPA["sdpa"])):
             output, _ = function(attention_layer(name), *self.inputs, mask, scaling=scaling)
         if direction == "forward":
             return [output]
@@ -91,7 +101,7 @@ def check(arguments: argparse.Namespace, candidate: Candidate, dtype: torch.dtyp
 
 def make_candidates(arguments: argparse.Namespace) -> list[Candidate]:
     """Returns softmax on SDPA, and each backend with the activations that it computes."""
-    candidates = [BASELINE]
+    candidates = list(BASELINES[arguments.device])
     for backend in arguments.backends:
         computes = ATTENTION_BACKENDS[backend].computes
         names = ["softmax", *arguments.activations] if backend == "flex_attention" else arguments.activations
@@ -112,6 +122,17 @@ def measure_times(
         for candidate in candidates:
             times[candidate].append(clock.turn(lambda: problem.run(candidate, direction), repeats[candidate]))  # noqa: B023
     return times
+
+
+def measure_walls(
+    problem: Problem, candidates: list[Candidate], direction: str, rounds: int
+) -> dict[Candidate, float]:
+    """Returns the median seconds of a call until the device has finished it."""
+    walls = {}
+    for candidate in candidates:
+        calls = [seconds(lambda: problem.run(candidate, direction), "cuda") for _ in range(rounds)]  # noqa: B023
+        walls[candidate] = statistics.median(calls)
+    return walls
 
 
 def peak_memory(arguments: argparse.Namespace, candidate: Candidate, length: int, dtype: torch.dtype) -> int:
@@ -146,16 +167,21 @@ def report(arguments: argparse.Namespace, name: str) -> bool:
         else:
             candidates.append(candidate)
     for direction in DIRECTIONS:
-        times = {}
+        times, walls = {}, {}
         for length in arguments.lengths:
-            times[length] = measure_times(Problem(arguments, length, dtype), candidates, direction, arguments.rounds)
+            problem = Problem(arguments, length, dtype)
+            times[length] = measure_times(problem, candidates, direction, arguments.rounds)
+            if arguments.device == "cuda":
+                walls[length] = measure_walls(problem, candidates, direction, arguments.rounds)
 
         def cell(length: int, candidate: Candidate) -> str:
-            own, base = times[length][candidate], times[length][BASELINE]  # noqa: B023
+            own, base = times[length][candidate], times[length][candidates[0]]  # noqa: B023
             low, middle, high = quartiles(own, base)
-            return f"{1000 * statistics.median(own):.2f} ms, {middle:.2f} ({low:.2f} to {high:.2f})"
+            wall = f" (wall {1000 * walls[length][candidate]:.2f})" if walls else ""  # noqa: B023
+            return f"{1000 * statistics.median(own):.2f} ms{wall}, {middle:.2f} ({low:.2f} to {high:.2f})"
 
-        print_table(f"{direction}, {name}: time, and that over SDPA's softmax", arguments.lengths, candidates, cell)
+        title = f"{direction}, {name}: time, and that over {', '.join(reversed(candidates[0]))}"
+        print_table(title, arguments.lengths, candidates, cell)
     if arguments.memory:
 
         def memory(length: int, candidate: Candidate) -> str:

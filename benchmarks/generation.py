@@ -70,7 +70,7 @@ class Setting:
 SETTINGS = {
     "decode": [Setting(1, 64, 128, "gpt2"), Setting(8, 64, 128, "gpt2")],
     "context": [Setting(1, 4096, 32, "linear", shows_prompt=True)],
-    "static": [Setting(1, 64, 128, "llama", is_compiled=True)],
+    "static": [Setting(batch, 64, 128, "llama", is_compiled=True) for batch in (1, 8)],
 }
 
 

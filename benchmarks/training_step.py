@@ -127,11 +127,14 @@ def gate_on_gpt2(shape: dict) -> None:
         raise SystemExit(f"correctness gate: GPT-2's loss is {losses[0]:.6f}, ours {losses[1]:.6f}; nothing is timed")
 
 
-def make_decoders(shape: dict, activations: list[str] | None) -> dict[str, PreTrainedModel]:
+def make_decoders(shape: dict, activations: list[str] | None, attention: str = "nlq") -> dict[str, PreTrainedModel]:
     candidates = {BASELINE: GPT2LMHeadModel._from_config(gpt2_config(shape), attn_implementation="sdpa")}
     for name, switches in SWITCHES.items():
-        if activations is None or activation_of(switches) in activations:
-            candidates[name] = NLQForCausalLM._from_config(nlq_config(shape, **switches), attn_implementation="nlq")
+        activation = activation_of(switches)
+        if activations is None or activation in activations:
+            implementation = "nlq" if activation == "softmax" else attention
+            config = nlq_config(shape, **switches)
+            candidates[name] = NLQForCausalLM._from_config(config, attn_implementation=implementation)
     softmax = nlq_config(shape, **SWITCHES[LIKE_LITGPT])
     return {**candidates, f"{LIKE_LITGPT}, sdpa": NLQForCausalLM._from_config(softmax, attn_implementation="sdpa")}
 
@@ -252,6 +255,8 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
         help="torch.compile every candidate [no; CUDA: yes] (needs a C++ compiler on the CPU)",
     )
     parser.add_argument("--batch", type=int, help="sequences in a step [that of the preset]")
+    parser.add_argument("--context", type=int, help="tokens of a sequence [that of the preset]")
+    parser.add_argument("--attention", default="nlq", help="attn_implementation of elementwise activations [nlq]")
     parser.add_argument(
         "--peak", type=float, metavar="TFLOPS", help="of the device, for the model FLOPs utilisation [measured]"
     )
@@ -278,6 +283,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = parse_arguments(words)
     shape = dict(SHAPES[arguments.preset])
     shape["batch"] = arguments.batch or shape["batch"]
+    shape["context"] = arguments.context or shape["context"]
 
     torch.manual_seed(0)
     if not arguments.encoders:
@@ -291,7 +297,11 @@ def main(words: list[str] | None = None) -> int:
             "a product of matrices, measured now",
         )
 
-    candidates = make_encoders(shape) if arguments.encoders else make_decoders(shape, arguments.activations)
+    candidates = (
+        make_encoders(shape)
+        if arguments.encoders
+        else make_decoders(shape, arguments.activations, arguments.attention)
+    )
     baseline = next(iter(candidates))
     flops = {name: size_of(model, shape["context"]).flops_per_token for name, model in candidates.items()}
     steps = {name: make_step(model, transformers_loss(model), arguments) for name, model in candidates.items()}

@@ -49,6 +49,9 @@ class Visibility(LayerArgument):
     visible_count: Tensor  # (batch or 1, query)
     key_is_valid: Tensor | None = None  # (batch, key) booleans, false for padding
     first_key: Tensor | None = None  # (batch or 1, query)
+    # Where no tensor need be read to know them: `first_key` and `last_key` minus the index of the query
+    first_offset: int | None = None
+    last_offset: int | None = None
 
     def check(self, query_length: int, key_length: int) -> None:
         sizes = (self.visible_count.shape[-1], self.key_length)
@@ -58,7 +61,9 @@ class Visibility(LayerArgument):
     def excluding_self(self) -> "Visibility":
         """Returns the causal visibility without each query's own token."""
         self_count = 1 if self.key_is_valid is None else self.key_is_valid[:, self.last_key[0]].long()
-        return replace(self, last_key=self.last_key - 1, visible_count=self.visible_count - self_count)
+        last_offset = None if self.last_offset is None else self.last_offset - 1
+        count = self.visible_count - self_count
+        return replace(self, last_key=self.last_key - 1, last_offset=last_offset, visible_count=count)
 
     def rows(self, start: int, end: int, key_length: int) -> "Visibility":
         """Returns the visibility of some queries, which see at most `key_length` keys."""
@@ -100,12 +105,20 @@ def make_visibility(
         sliding_window: how many tokens a query sees, itself and those before it, or on each side of itself.
         key_offset: number of tokens before the first key, which a cache of the window has forgotten.
     """
-    query_index = torch.arange(query_length, device=device) + (query_offset - key_offset)
+    offset = query_offset - key_offset
+    query_index = torch.arange(query_length, device=device) + offset
     first_key, last_key = None, query_index[None] if is_causal else None
+    first_offset, last_offset = None, offset if is_causal else None
     if sliding_window is not None:
+        first_offset = offset - (sliding_window - is_causal)
         first_key = (query_index - (sliding_window - is_causal)).clamp(min=0)[None]
-        last_key = last_key if is_causal else (query_index + sliding_window).clamp(max=key_length - 1)[None]
+        if not is_causal:
+            last_offset = offset + sliding_window
+            last_key = (query_index + sliding_window).clamp(max=key_length - 1)[None]
+    if isinstance(offset, Tensor):
+        first_offset = last_offset = None
     if segments is not None:
+        first_offset, last_offset = None, last_offset if is_causal else None
         document_start = _document_starts(segments, query_index)
         first_key = document_start if first_key is None else torch.maximum(document_start, first_key)
         if not is_causal:
@@ -118,12 +131,13 @@ def make_visibility(
         count = seen[:, -1:].expand(-1, query_length) if last_key is None else seen[:, last_key[0]]
         if first_key is not None:
             count = count - (seen - key_is_valid.long())[:, first_key[0]]
-        return Visibility(last_key, key_length, count, key_is_valid, first_key)
+        return Visibility(last_key, key_length, count, key_is_valid, first_key, first_offset, last_offset)
     if last_key is None:
         end = torch.full_like(query_index, key_length)[None]
     else:
         end = last_key.clamp(max=key_length - 1) + 1
-    return Visibility(last_key, key_length, end if first_key is None else end - first_key, first_key=first_key)
+    count = end if first_key is None else end - first_key
+    return Visibility(last_key, key_length, count, None, first_key, first_offset, last_offset)
 
 
 def _document_starts(segments, query_index) -> Tensor:
@@ -313,6 +327,11 @@ def read_sequences(
         position_ids = query_index[None] if padding_mask is None else count_tokens(padding_mask)[:, query_index]
     options = (query_offset, padding_mask, segments, last_position)
     return Sequences(position_ids, attention_mask, *options, is_causal=is_causal)
+
+
+def can_be_read(tensor: Tensor) -> bool:
+    """Tells whether a tensor's numbers are at hand: a GPU would first finish all that waits for it."""
+    return tensor.device.type == "cpu" and not is_tracing(tensor)
 
 
 def is_dense(attention_mask: Any) -> bool:

@@ -110,12 +110,14 @@ class AttentionInputs(NamedTuple):
     normalization: str
     scaling: float
     dropout: float
+    first_offset: int | None = None  # the fields of a `Visibility`
+    last_offset: int | None = None
 
 
-_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float"}
+_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", str: "str", float: "float", int | None: "SymInt?"}
 SCHEMA = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in AttentionInputs.__annotations__.items())
 # Differentiable inputs come first, inputs that are not tensors last
-_STATES, _OPTIONS = 5, 4
+_STATES, _OPTIONS = 5, 6
 _NO_SECOND_DERIVATIVE = "this attention backend has no second derivative; set attn_implementation='eager'"
 
 
@@ -164,11 +166,13 @@ class DifferentiableAttention:
     def attend(self, module, query, key, value, attention_mask, scaling, dropout, score_bias=None) -> Tensor:
         """Returns `(batch, query, heads, head_dim)`, from the arguments of a backend's function."""
         mask, visible_count = read_mask(attention_mask, query, key, module.is_causal)
-        is_dense = not isinstance(mask, Visibility)
-        masks = (None, None, None, mask) if is_dense else (mask.last_key, mask.key_is_valid, mask.first_key, None)
+        masks, offsets = (None, None, None, mask), (None, None)
+        if isinstance(mask, Visibility):
+            masks = (mask.last_key, mask.key_is_valid, mask.first_key, None)
+            offsets = (mask.first_offset, mask.last_offset)
         dropout = dropout if module.training else 0.0
         seed = torch.randint(2**62, (), device=self.seed_device or query.device) if dropout > 0.0 else None
-        options = (module.activation.name, module.normalization, float(scaling), float(dropout))
+        options = (module.activation.name, module.normalization, float(scaling), float(dropout), *offsets)
         inputs = AttentionInputs(query, key, value, *score_bias or (None, None), visible_count, *masks, seed, *options)
         # Dynamo (torch 2.13) fails on such a class without gradients
         tensors = [states for states in inputs[:_STATES] if states is not None]

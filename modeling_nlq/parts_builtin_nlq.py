@@ -369,7 +369,7 @@ class SelectiveAttention(AttentionPart):
         context = call.token_context
         earlier_sum, covered, is_first = call.states[self.name][:, 0].unbind(dim=-1)  # (batch, key) each
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
-        if has_numbers and covered.max() > context.query_index[0]:
+        if call.cache is not None and has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
                 "selective_attention: the cache was cropped, and its sums cannot go back by some tokens; generate "
                 "without assistant_model and prompt_lookup_num_tokens"

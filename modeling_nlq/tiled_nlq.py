@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .activations_nlq import at_least_float32, counts_as_zero, exp_, get_attention_activation, zero_limit
 from .attention_nlq import one_query_attention, one_query_by_pytorch
+from .masking_nlq import can_be_read
 from .ops_nlq import SCHEMA, AttentionInputs, DifferentiableAttention, define_operator, in_autocast_precision
 
 
@@ -65,22 +66,27 @@ class _TiledCall:
         self.key_is_valid, self.visible = inputs.key_is_valid, inputs.visible
         if self.visible is None:
             self.key_index = torch.arange(key_length, device=inputs.key.device)
-        is_single = len(self.query_tiles) == len(self.key_tiles) == 1
+        self.is_read = can_be_read(inputs.key) and len(self.query_tiles) + len(self.key_tiles) > 2
 
-        def reduce_tiles(tensor, tiles, reduce, if_single) -> list:
-            if is_single:  # such a pair is always masked, so that a GPU need not be read
-                return [if_single]
+        def reduce_tiles(tensor, tiles, reduce, unknown) -> list:
+            if not self.is_read:  # then every pair is masked that may have to be
+                return [unknown] * len(tiles)
             return torch.stack([reduce(tensor[:, start:end]) for start, end in tiles]).tolist()
 
+        def reduce_keys(tensor, offset, reduce, index, unknown) -> list:
+            if offset is None:
+                return reduce_tiles(tensor, self.query_tiles, reduce, unknown)
+            return [(start, end - 1)[index] + offset for start, end in self.query_tiles]
+
         if self.last_key is not None:
-            self.first_end = reduce_tiles(self.last_key, self.query_tiles, torch.min, -1)
-            self.last_end = reduce_tiles(self.last_key, self.query_tiles, torch.max, key_length)
+            self.first_end = reduce_keys(self.last_key, inputs.last_offset, torch.min, 0, -1)
+            self.last_end = reduce_keys(self.last_key, inputs.last_offset, torch.max, 1, key_length)
         if self.key_is_valid is not None:
             self.is_any_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.any, True)
             self.are_all_valid = reduce_tiles(self.key_is_valid, self.key_tiles, torch.all, False)
         if self.first_key is not None:
-            self.first_start = reduce_tiles(self.first_key, self.query_tiles, torch.min, 0)
-            self.last_start = reduce_tiles(self.first_key, self.query_tiles, torch.max, key_length)
+            self.first_start = reduce_keys(self.first_key, inputs.first_offset, torch.min, 0, 0)
+            self.last_start = reduce_keys(self.first_key, inputs.first_offset, torch.max, 1, key_length)
         self.activation = get_attention_activation(inputs.activation)
         self.is_softmax = self.activation.name == "softmax"
         self.scaling, self.dropout = inputs.scaling, inputs.dropout
@@ -121,7 +127,7 @@ class _TiledCall:
     def _is_hidden(self, i, j) -> bool:
         if self.visible is not None:
             (start, end), (key_start, key_end) = self.query_tiles[i], self.key_tiles[j]
-            return not self.visible[:, :, start:end, key_start:key_end].any()
+            return self.is_read and not self.visible[:, :, start:end, key_start:key_end].any()
         return self.key_is_valid is not None and not self.is_any_valid[j]
 
     def hidden(self, i, j) -> Tensor | None:

@@ -9,6 +9,7 @@ import generation
 import measure
 import parts
 import pytest
+import runs
 import torch
 import training_step
 
@@ -94,6 +95,16 @@ def test_memory_of_a_conversion_is_measured(monkeypatch, capsys, tmp_path):
     for *_, weights, _, _, peak, limit in rows:
         assert float(limit) < float(weights) and 0.3 < float(peak) < float(limit)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_runs_side_by_side_are_timed(capsys):
+    words = "--device cpu --sizes 0.4M --jobs 2 --steps 2 --batch 2 --length 32 --threads 1"
+    assert runs.main(words.split()) == 0
+    cells = capsys.readouterr().out.splitlines()[-1].split(" | ")
+    assert cells[:2] == ["| 0.4M", "-"]
+    in_all, training, mfu = cells[2].removesuffix(" |").replace(",", "").split()
+    assert 0 < float(in_all) < float(training) and mfu == "-"
 
 
 def test_generation_is_timed(monkeypatch, capsys):

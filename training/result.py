@@ -83,10 +83,15 @@ class Data(Value):
 
 @dataclass(frozen=True)
 class Machine(Value):
-    """Where the model was trained, and the time of the training steps in `seconds`."""
+    """Where the model was trained, and the time of the training steps in `seconds`.
+
+    `mfu` is the model FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311): the share of the devices' peak that
+    the model's own operations take. It is `None` in float32, and on a device without an entry in `PEAK_TFLOPS`.
+    """
 
     seconds: float | None = None
     tokens_per_second: float | None = None
+    mfu: float | None = None
     peak_memory: int | None = None
     processes: int = 1
     device: str = ""

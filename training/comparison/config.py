@@ -170,6 +170,8 @@ class ModelConfig(_Section):
     """As in a recipe."""
     lora: dict[str, Any] | None = None
     """As in a recipe."""
+    optimizer: Literal["adamw", "muon"] | None = None
+    """As in a recipe."""
     parametrization: Literal["standard", "completep"] | None = None
     """As in a recipe."""
     base_sizes: dict[str, Any] | None = None

@@ -50,7 +50,8 @@ class LocalEngine:
     """Makes runs in processes of this machine, each in a new one, so that a run that dies stops no other.
 
     Attributes:
-        cpus_per_run: number of threads of a run. Defaults to PyTorch's number of threads in this process.
+        cpus_per_run: number of threads of a run. Defaults to PyTorch's number of threads in this process, on a GPU at
+            most to the cores divided by `jobs`.
         jobs: number of runs at a time. Defaults to the cores divided by `cpus_per_run`, and to 1 on a GPU or without
             `cpus_per_run`. Results do not depend on it.
     """
@@ -62,9 +63,12 @@ class LocalEngine:
         check_number("cpus_per_run", self.cpus_per_run, 1)
         check_number("jobs", self.jobs, 1)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        has_gpu = torch.accelerator.is_available()
         self._threads = self.cpus_per_run or torch.get_num_threads()
+        if has_gpu and self.cpus_per_run is None and self.jobs is not None:
+            self._threads = max(1, min(self._threads, cores // self.jobs))  # which change no result of a GPU
         if self.jobs is None:
-            is_serial = self.cpus_per_run is None or torch.accelerator.is_available()
+            is_serial = self.cpus_per_run is None or has_gpu
             self.jobs = 1 if is_serial else max(1, cores // self._threads)
         elif self.jobs > 1 and self.jobs * self._threads > cores:
             logger.warning(f"jobs={self.jobs} with {self._threads} threads each need more than {cores} cores")

@@ -12,7 +12,8 @@ from modeling_nlq import NLQConfig, NLQSeq2SeqConfig
 from modeling_nlq.configuration_nlq import AUTOMATIC
 
 from ..loading import added_parameters, load_config
-from ..size import ModelKind, context_of, kind_of, positions_of, shapes_of, vocabulary_of
+from ..size import ModelKind, context_of, empty_model, kind_of, positions_of, shapes_of, vocabulary_of
+from .muon import muon_parameters
 from .objectives import OBJECTIVES, name_for
 from .parametrization import check_completep
 from .recipe import Recipe
@@ -29,7 +30,8 @@ def emulated_bf16(training: Mapping[str, Any]) -> str | None:
 
 def check_recipe(recipe: Recipe) -> None:
     """Raises `ValueError` for conflicts between settings, or a model that does not exist."""
-    conflicts = [*_conflicts_with_model(recipe), *_conflicts_of_arguments(recipe), *_conflicts_of_trained(recipe)]
+    checks = (_conflicts_with_model, _conflicts_of_arguments, _conflicts_of_trained, _conflicts_of_optimizer)
+    conflicts = [conflict for check in checks for conflict in check(recipe)]
     if conflicts:
         raise ValueError("; ".join(conflicts))
 
@@ -87,6 +89,21 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
             check_completep(config, recipe.base_sizes, recipe.arguments)
         except ValueError as error:
             yield str(error)
+
+
+def _conflicts_of_optimizer(recipe: Recipe) -> Iterator[str]:
+    if recipe.optimizer != "muon":
+        return
+    if not hasattr(torch.optim, "Muon"):
+        yield f"optimizer='muon' needs PyTorch 2.9, and this is {torch.__version__}"
+    if recipe.parametrization == "completep":
+        yield "optimizer='muon' and parametrization='completep' both scale the steps of matrices; choose one"
+    if "optim" in recipe.training:
+        yield f"optimizer='muon' and optim={recipe.training['optim']!r} both name the optimizer; choose one"
+    if parse_flag_from_env("ACCELERATE_USE_FSDP") or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        yield "optimizer='muon' needs whole matrices, which FSDP and DeepSpeed split; train it by DDP"
+    if not muon_parameters(empty_model(recipe.config)):
+        yield f"optimizer='muon' needs nn.Linear inside the blocks, and {recipe.config.model_type!r} has none"
 
 
 def _conflicts_of_arguments(recipe: Recipe) -> Iterator[str]:

@@ -100,6 +100,9 @@ class Recipe(Value):
     """`all`: every parameter; `new`: those that a conversion added to the saved model."""
     lora: dict[str, Any] | None = _field("training", None)
     """Fields of PEFT's `LoraConfig`: only a LoRA is trained, and added to the saved model's weights at the end."""
+    optimizer: Literal["adamw", "muon"] = _field("training", "adamw")
+    """`adamw`, or what `optim` names; `muon`: Muon for matrices inside the blocks, AdamW for the rest (arXiv
+    2502.16982)."""
     parametrization: Literal["standard", "completep"] = _field("training", "standard", PackedText)
     """`completep` lets a learning rate of a model of `base_sizes` suit this one too (arXiv 2505.01618)."""
     base_sizes: dict[str, Any] | None = _field("training", None)

@@ -43,7 +43,7 @@ from .provenance import record_run
 from .recipe import Recipe
 from .run_folder import RunFolder
 from .stability import StabilityCallback
-from .trainer import RecordingTrainer, RunRecord, has_diverged, peak_memory
+from .trainer import RecordingTrainer, RunRecord, has_diverged, peak_memory, utilization
 
 
 logger = logging.get_logger(__name__)
@@ -150,6 +150,7 @@ def make_trainer(
     global_batch_size = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     trainer = RecordingTrainer(
         record=RunRecord(global_batch_size, fingerprint),
+        optimizer=recipe.optimizer,
         factors=factors,
         model=model,
         args=arguments,
@@ -224,6 +225,9 @@ def _make_result(
     config = trainer.model.config  # with a LoRA, of the merged model
     losses = [entry["loss"] for entry in trainer.state.log_history if math.isfinite(entry.get("loss", math.nan))]
     fingerprint = record.conditions["dataset_fingerprint"]
+    device = torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type
+    speed = record.tokens_seen / record.seconds if record.seconds else None
+    is_half = arguments.bf16 or arguments.fp16
     packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers")
     versions = {"python": platform.python_version(), "nlq": modeling_nlq.__version__}
     return RunResult(
@@ -247,10 +251,11 @@ def _make_result(
         size=size,
         machine=Machine(
             seconds=record.seconds,
-            tokens_per_second=record.tokens_seen / record.seconds if record.seconds else None,
+            tokens_per_second=speed,
+            mfu=utilization(speed, size.flops_per_token, device, arguments.world_size) if speed and is_half else None,
             peak_memory=peak_memory(arguments.device),
             processes=arguments.world_size,
-            device=torch.cuda.get_device_name() if arguments.device.type == "cuda" else arguments.device.type,
+            device=device,
             versions=versions | {name: version(name) for name in packages},
         ),
         attention=Attention(config._attn_implementation, _kernels(trainer.model)),

@@ -18,11 +18,31 @@ from transformers.utils import CONFIG_NAME
 from ..disk import atomic_dir, make_empty_folder
 from ..files import CHECKPOINT, differences
 from .mlm import MaskingTrainer
+from .muon import make_muon
 from .parametrization import Factors, split_groups
 
 
 # Batches that wait to be hashed at most
 _BATCHES_TO_KEEP = 256
+# Dense products of bfloat16 or float16, summed in float32, in TFLOP/s, by PyTorch's name of the device: from NVIDIA's
+# data sheets, and for GeForce from the white papers of GA102, Ada and RTX Blackwell
+PEAK_TFLOPS = {
+    "NVIDIA A10": 125.0,
+    "NVIDIA A100 80GB PCIe": 312.0,
+    "NVIDIA A100-PCIE-40GB": 312.0,
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA B200": 2250.0,
+    "NVIDIA GeForce RTX 3090": 71.0,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 5090": 209.5,
+    "NVIDIA H100 80GB HBM3": 989.0,
+    "NVIDIA H100 NVL": 835.0,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H200": 989.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA L40S": 362.0,
+}
 
 
 class RunRecord(TrainerCallback, ExportableState):
@@ -116,19 +136,45 @@ def best_checkpoint(state: TrainerState, run_folder: str) -> str | None:
 
 
 class RecordingTrainer(MaskingTrainer):
-    """A `Trainer` whose `record` sees every batch; `factors` scale the settings of parameters."""
+    """A `Trainer` whose `record` sees every batch, with an `optimizer` of `Recipe`.
 
-    def __init__(self, *args, record: RunRecord, factors: Mapping[str, Factors] | None = None, **kwargs):
+    `factors` scale the settings of parameters.
+    """
+
+    def __init__(
+        self,
+        *args,
+        record: RunRecord,
+        optimizer: str = "adamw",
+        factors: Mapping[str, Factors] | None = None,
+        **kwargs,
+    ):
         super().__init__(*args, callbacks=[record], **kwargs)
         self.record = record
+        self.optimizer_name = optimizer
         self.factors = factors
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         is_new = self.optimizer is None
+        if is_new and self.optimizer_name == "muon":
+            whole = self.model if model is None else model
+            self.optimizer = make_muon(whole, self.args, self.get_decay_parameter_names(whole))
         optimizer = super().create_optimizer(model)
         if is_new and self.factors is not None:
             split_groups(optimizer, self.model if model is None else model, self.factors)
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        """Makes the scheduler as `Trainer` does; `num_decay_steps` may be a share of all steps, as `warmup_steps`."""
+        options = self.args.lr_scheduler_kwargs or {}
+        if self.lr_scheduler is None and 0 < options.get("num_decay_steps", 0) < 1:
+            steps = math.ceil(options["num_decay_steps"] * num_training_steps)
+            self.args.lr_scheduler_kwargs = {**options, "num_decay_steps": steps}
+            try:
+                return super().create_scheduler(num_training_steps, optimizer)
+            finally:
+                self.args.lr_scheduler_kwargs = options
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model, inputs, *args, **kwargs):
         tokens = inputs["input_ids"]
@@ -178,6 +224,12 @@ def peak_memory(device: torch.device) -> int | None:
 
     kibibyte = 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kibibyte
+
+
+def utilization(tokens_per_second: float, flops_per_token: int, device: str, processes: int = 1) -> float | None:
+    """Returns the model FLOPs utilisation in half precision; `None` for a device whose peak is not known."""
+    peak = PEAK_TFLOPS.get(device)
+    return None if peak is None else tokens_per_second * flops_per_token / (1e12 * peak * processes)
 
 
 def has_diverged(loss: float, vocab_size: int) -> bool:

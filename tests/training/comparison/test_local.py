@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from support.paths import REPOSITORY
 from support.runs import without_times
@@ -30,6 +31,14 @@ from nlq import main
 def test_runs_at_a_time(monkeypatch, options, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     assert LocalEngine(**options).jobs == jobs
+
+
+def test_runs_on_a_gpu_share_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    engines = [LocalEngine(), LocalEngine(jobs=2), LocalEngine(jobs=8), LocalEngine(1, jobs=2)]
+    assert [(engine.jobs, engine._threads) for engine in engines] == [(1, 4), (2, 2), (8, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(

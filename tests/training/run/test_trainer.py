@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from modeling_nlq.training import files, train
 from modeling_nlq.training.result import RunResult
-from modeling_nlq.training.run.trainer import has_diverged
+from modeling_nlq.training.run.trainer import PEAK_TFLOPS, has_diverged
 from nlq import main
 
 
@@ -59,6 +59,13 @@ class TestRun:
         assert len(batches) == 16 and metrics.data.token_stream == stream == run[1].data.token_stream
         assert metrics.machine.tokens_per_second == pytest.approx(metrics.data.tokens_seen / metrics.machine.seconds)
         assert metrics.machine.peak_memory > 2**20
+
+    def test_utilization_is_that_of_half_precision(self, run, recipe_file, tmp_path, monkeypatch):
+        monkeypatch.setitem(PEAK_TFLOPS, "cpu", 2.0)
+        half = train(recipe_file, output_dir=tmp_path / "run", bf16=True, max_steps=2, save_strategy="no")
+        flops = half.machine.tokens_per_second * half.size.flops_per_token
+        assert half.machine.mfu == pytest.approx(flops / 2e12)
+        assert run[1].machine.mfu is None
 
     def test_finished_run_is_not_repeated_and_no_other_recipe_begun(self, run, recipe_file, monkeypatch):
         before = times(run[0])

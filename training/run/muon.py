@@ -1,0 +1,69 @@
+"""Muon (Jordan et al. 2024) for the matrices of a model's blocks, and AdamW for all else (Liu et al. 2025).
+
+As in arXiv 2502.16982, Muon's step is scaled to the root mean square of AdamW's, so that one learning rate and one
+weight decay suit both.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+
+def muon_parameters(model: nn.Module) -> list[str]:
+    """Returns the names of the weights of `nn.Linear` inside the blocks, the entries of an `nn.ModuleList`.
+
+    A weight that stands outside the blocks too is left out.
+    """
+    blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    inside = {name: weight for name, weight in linear.items() if any(name.startswith(f"{block}.") for block in blocks)}
+    names = {f"{name}.weight" for name in inside}
+    return [name for name, parameter in model.named_parameters() if name in names and parameter.requires_grad]
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """One optimizer for `Trainer`, which saves and loads one, of the groups of Muon and then those of AdamW."""
+
+    def __init__(self, matrices: Iterable[dict], others: Iterable[dict], muon: dict, adamw: dict):
+        self._parts = [torch.optim.Muon(matrices, **muon), torch.optim.AdamW(others, **adamw)]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Gives both parts the groups, whose rates a scheduler changes, and the state that is saved."""
+        muon, adamw = self._parts
+        is_muon = ["ns_steps" in group for group in self.param_groups]
+        muon.param_groups = [group for group, is_own in zip(self.param_groups, is_muon) if is_own]
+        adamw.param_groups = [group for group, is_own in zip(self.param_groups, is_muon) if not is_own]
+        muon.state = adamw.state = self.state
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)  # which replaces groups and state
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def make_muon(model: nn.Module, arguments: TrainingArguments, decayed: Iterable[str]) -> MuonWithAdamW:
+    """Makes the optimizer of a model. `decayed` are the names of the parameters with weight decay."""
+    names, decayed = set(muon_parameters(model)), set(decayed)
+    groups: dict[tuple[bool, bool], dict] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay = arguments.weight_decay if name in decayed else 0.0
+            group = groups.setdefault((name in names, name in decayed), {"params": [], "weight_decay": decay})
+            group["params"].append(parameter)
+    matrices, others = ([group for key, group in groups.items() if key[0] is is_own] for is_own in (True, False))
+    adamw = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon, "fused": True}
+    rate = {"lr": arguments.learning_rate}
+    return MuonWithAdamW(matrices, others, rate | {"adjust_lr_fn": "match_rms_adamw"}, rate | adamw)
