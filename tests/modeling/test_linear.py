@@ -14,7 +14,6 @@ from modeling_nlq import NLQConfig, NLQForCausalLM
 
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def gradients(model, loss, **options):

@@ -230,15 +230,6 @@ def test_only_imports_are_rewritten(before, imports, after):
     assert parts_files.published_text(text, "my_idea.py") == text
 
 
-def test_padding_moves_no_token_of_a_part(tmp_path):
-    load(tmp_path, DISTANCE)
-    model, tokens = make(attn_implementation="eager"), random_tokens(1, 6)
-    mask = torch.tensor([[0, 0, 1, 0, 1, 1]])
-    with torch.no_grad():
-        alone = model(tokens[mask.bool()][None]).logits
-        torch.testing.assert_close(model(tokens, attention_mask=mask).logits[mask.bool()], alone[0])
-
-
 def test_names_that_are_refused(tmp_path):
     for name in ("keys", "forward", "training", "__class__", "_modules", "a.b"):
         with pytest.raises(ValueError, match=rf"^Bias.name='{name}' must be a Python identifier, and no attribute of"):

@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from support.reference import NON_NEGATIVE, PHI
 
-from modeling_nlq import tiled_nlq
+from modeling_nlq import linear_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.kernels.cpu import build, cpu_ops
@@ -302,6 +302,12 @@ def set_rows(patch, count):
     patch.setitem(ATTENTION_BACKENDS["nlq_rows"].function.__globals__, "ROWS", count)
 
 
+def set_chunks(patch, function=linear_nlq.chunked_form, size=3):
+    """Makes segments of linear attention of 6 tokens, and chunks of `size`."""
+    patch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
+    patch.setattr(linear_nlq, "chunked_form", functools.partial(function, chunk_size=size))
+
+
 def allow_cpp(patch):
     """Lets attention run in C++ here, and tells whether it does. Without AVX-512 its products are plain loops."""
     patch.delenv("NLQ_CPP", raising=False)
@@ -321,22 +327,20 @@ def poisoned_memory():
         torch.use_deterministic_algorithms(False)
 
 
-NAMES = ("output", "query", "key", "value", "sink")
+NAMES = ("output", "query", "key", "value", "sink or decay")
 
 
-def error(actual, expected):
-    """The largest difference, relative to the largest magnitude, or to 1 where all of `expected` is 0 but for
-    rounding.
-    """
+def error(actual, expected, least=1e-6):
+    """The largest difference, relative to the largest magnitude, or to 1 where that is at most `least`."""
     magnitude = expected.abs().max().item()
-    return (actual.double() - expected.double()).abs().max().item() / (magnitude if magnitude > 1e-6 else 1.0)
+    return (actual.double() - expected.double()).abs().max().item() / (magnitude if magnitude > least else 1.0)
 
 
-def check(actual, expected, tolerance):
+def check(actual, expected, tolerance, least=1e-6):
     for name, one, other in zip(NAMES, actual, expected, strict=False):
         assert one.shape == other.shape, name
         assert one.isfinite().all(), name
-        assert error(one, other) <= tolerance, f"{name}: {error(one, other):.2e}"
+        assert error(one, other, least) <= tolerance, f"{name}: {error(one, other, least):.2e}"
 
 
 def check_rounding(actual, eager, expected):
