@@ -122,16 +122,16 @@ def _no_scores(scores) -> Tensor:
 
 _BUILT_IN = (
     AttentionActivation(
-        name="softmax",
-        function=torch.exp,
+        "softmax",
+        torch.exp,
         derivative=lambda scores, weights: weights,
         formula="exp(s)",
         source="Vaswani et al. 2017, arXiv 1706.03762",
         kind="softmax",
     ),
     AttentionActivation(
-        name="sigmoid",
-        function=torch.sigmoid,
+        "sigmoid",
+        torch.sigmoid,
         # w - w^2, in one pass
         derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),
         normalization="none",
@@ -140,8 +140,8 @@ _BUILT_IN = (
         subtract_log_count=True,
     ),
     AttentionActivation(
-        name="relu",
-        function=torch.relu,
+        "relu",
+        torch.relu,
         derivative=lambda scores, weights: weights.sign(),
         normalization="length",
         formula="max(s, 0)",
@@ -149,8 +149,8 @@ _BUILT_IN = (
         is_homogeneous=True,
     ),
     AttentionActivation(
-        name="relu_squared",
-        function=lambda scores: torch.relu(scores).square(),
+        "relu_squared",
+        lambda scores: torch.relu(scores).square(),
         derivative=lambda scores, weights: 2 * torch.relu(scores),
         normalization="length",
         formula="max(s, 0)^2",
@@ -158,23 +158,23 @@ _BUILT_IN = (
         is_homogeneous=True,
     ),
     AttentionActivation(
-        name="squared",
-        function=torch.square,
+        "squared",
+        torch.square,
         derivative=lambda scores, weights: 2 * scores,
         formula="s^2",
         source="p_i^2 / sum_j p_j^2: another map onto the simplex",
         is_homogeneous=True,
     ),
     AttentionActivation(
-        name="softplus",
-        function=F.softplus,
+        "softplus",
+        F.softplus,
         derivative=lambda scores, weights: torch.sigmoid(scores),
         formula="log(1 + exp(s))",
         source="a smooth map onto the simplex",
     ),
     AttentionActivation(
-        name="tanh",
-        function=torch.tanh,
+        "tanh",
+        torch.tanh,
         derivative=lambda scores, weights: 1 - weights.square(),
         normalization="length",
         non_negative=False,
@@ -182,8 +182,8 @@ _BUILT_IN = (
         source="bounded, but neither positive nor summing to one",
     ),
     AttentionActivation(
-        name="identity",
-        function=lambda scores: scores,
+        "identity",
+        lambda scores: scores,
         derivative=lambda scores, weights: torch.ones_like(scores),
         normalization="length",
         non_negative=False,
@@ -191,29 +191,29 @@ _BUILT_IN = (
         source="no activation at all",
     ),
     AttentionActivation(
-        name="sparsemax",
-        function=functools.partial(_project_onto_simplex, "sparsemax"),
+        "sparsemax",
+        functools.partial(_project_onto_simplex, "sparsemax"),
         formula="max(s - tau, 0), where tau makes the sum 1",
         source="Martins and Astudillo 2016, arXiv 1602.02068",
         kind="simplex",
     ),
     AttentionActivation(
-        name="entmax15",
-        function=functools.partial(_project_onto_simplex, "entmax15"),
+        "entmax15",
+        functools.partial(_project_onto_simplex, "entmax15"),
         formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
         source="Peters et al. 2019, arXiv 1905.05702",
         kind="simplex",
     ),
     AttentionActivation(
-        name="softpick",
-        function=_softpick,
+        "softpick",
+        _softpick,
         formula="relu(exp(s) - 1) / sum |exp(s) - 1|",
         source="Zuhri et al. 2025, arXiv 2504.20966, without an epsilon",
         kind="row",
     ),
     AttentionActivation(
-        name="stick_breaking",
-        function=_stick_breaking,
+        "stick_breaking",
+        _stick_breaking,
         normalization="none",
         formula="sigmoid(s_j) prod_{j < k < i} (1 - sigmoid(s_k)), of earlier keys alone",
         source="Tan et al. 2024, arXiv 2410.17980",
@@ -221,8 +221,8 @@ _BUILT_IN = (
         sees_own_key=False,
     ),
     AttentionActivation(
-        name="linear_attention",
-        function=_no_scores,
+        "linear_attention",
+        _no_scores,
         formula="psi(c q) . psi(k), psi(x) = elu(x) + 1",
         source="Katharopoulos et al. 2020, arXiv 2006.16236",
         kind="linear",
@@ -265,14 +265,14 @@ def register_attention_activation(
     source: str = "",
     exist_ok: bool = False,
 ) -> None:
-    """Adds an attention activation. Every model in this process can then use its name, downloaded models included.
+    """Adds an attention activation, whose name every model in this process can then use, downloaded models too.
 
-    A saved model contains the name only: register the function again before you load it in another process.
+    A saved model has the name only: register the function again before you load it in another process.
 
     Args:
         function: `phi`, maps scores of any shape to a new tensor of the same shape, element by element, and has no
-            parameters, because nothing would train them.
-        exist_ok: replace an activation that was registered under this name, also in existing models.
+            parameters.
+        exist_ok: replace an activation of this name, also in existing models.
 
     Raises `ValueError` if the name is taken, or the function contradicts the other arguments.
     """
@@ -326,11 +326,10 @@ def get_attention_activation(name: str) -> AttentionActivation:
     if name in LIBRARY_ACTIVATIONS:
         return LIBRARY_ACTIVATIONS[name]
     choices = (*ATTENTION_ACTIVATIONS, *_REGISTERED, *LIBRARY_ACTIVATIONS)
-    longer = [choice for choice in choices if choice.startswith(f"{name}_")]  # "linear" means "linear_attention"
-    suggestion = did_you_mean(name, longer or choices, cutoff=0.5 if longer else 0.6)
+    suggestion = did_you_mean(name, choices, cutoff=0.5)  # "linear" means "linear_attention"
     raise ValueError(
-        f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or, if it is one "
-        f"of your own, call register_attention_activation({name!r}, function) first"
+        f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or call "
+        f"register_attention_activation({name!r}, function) first"
     )
 
 

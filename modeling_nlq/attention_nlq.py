@@ -233,8 +233,7 @@ def flex_attention_with_log_forward(
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
     block_mask, visible_count = attention_mask if isinstance(attention_mask, FlexMask) else (attention_mask, None)
     activation, normalization = module.activation, module.normalization
-    if query.device.type == "cpu":
-        _check_flex_attention_on_cpu(module, query, key, value)
+    _check_flex_attention_on_cpu(module, query)
     if activation.name == "softmax" and module.sink is None and score_bias is None:
         output, _ = flex_attention_forward(module, query, key, value, block_mask, scaling=scaling, **kwargs)
         return output, None
@@ -288,14 +287,9 @@ def flex_attention_with_log_forward(
     return (output * factor[..., None]).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _check_flex_attention_on_cpu(module, *inputs):
-    refused = None
-    if module.attention_sink is not None or module.normalization != "sum":
-        refused = "a sink, or another normaliser than 'sum',"
-    elif torch.is_grad_enabled() and any(states.requires_grad for states in inputs):
-        refused = "gradients"
-    if refused is not None:
+def _check_flex_attention_on_cpu(module, query):
+    if query.device.type == "cpu" and (module.attention_sink is not None or module.normalization != "sum"):
         raise ValueError(
-            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); "
-            "use 'nlq' or 'eager'"
+            "attn_implementation='flex_attention' cannot compute a sink, or another normaliser than 'sum', on the CPU "
+            f"(layer {module.layer_idx}); use 'nlq' or 'eager'"
         )

@@ -171,6 +171,14 @@ def keep_rows_together(layer: CacheLayerMixin) -> None:
             layer.__class__ = replacement
 
 
+def cache_layer_with(method: str, cache: Cache, index: int, name: str) -> CacheLayerMixin:
+    """Returns a layer of a cache. Raises `ValueError` if it lacks the method that `name` needs."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if not hasattr(layer, method):
+        raise ValueError(f"{name} (layer {index}) needs a cache made by DynamicCache(config=model.config)")
+    return layer
+
+
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:
     """Returns a cache of the decoder's tokens and, in its other half, of an encoder's keys and values.
 

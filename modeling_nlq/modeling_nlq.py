@@ -43,7 +43,7 @@ from .backends_nlq import (
     make_layer_masks,
     supports_flash_attention,
 )
-from .cache_nlq import CACHE_NAME, LinearState, cache_of_both
+from .cache_nlq import CACHE_NAME, LinearState, cache_layer_with, cache_of_both
 from .configuration_nlq import AUTOMATIC, PROJECTIONS, NLQConfig
 from .integrations_nlq import (
     NLQGenerationMixin,
@@ -340,8 +340,7 @@ class NLQAttention(nn.Module):
             part_bias = ScoreBias(*(term.expand(query.shape[0], -1, -1) for term in part_bias))
             bias = part_bias if bias is None else ScoreBias(bias.query + part_bias.query, bias.key + part_bias.key)
         for part in self.parts_with("change_cached_qkv"):
-            attended = (query, key, value)
-            query, key, value = part("change_cached_qkv", call, *attended)
+            query, key, value = part("change_cached_qkv", call, query, key, value)
         return query, key, value, bias
 
     def update_cache(self, cache, key, value, arguments) -> tuple[Tensor, Tensor]:
@@ -410,15 +409,10 @@ class NLQLinearAttention(NLQAttention):
     def attend(self, call, position_embeddings, name, mask, kwargs):
         length = call.hidden_states.shape[1]
         query, key, value = self.project(call)  # rotary positions come after the feature map
-        cache = call.cache
         cache_layer = state = None
-        if cache is not None:
-            cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-            if not hasattr(cache_layer, "get_state"):
-                raise ValueError(
-                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that stores its "
-                    "state, as DynamicCache(config=model.config) does"
-                )
+        if (cache := call.cache) is not None:
+            name = "attention_activation='linear_attention'"
+            cache_layer = cache_layer_with("get_state", cache, self.layer_idx, name)
             state = cache_layer.get_state()
         elif mask is not None:
             mask.check(length, length)

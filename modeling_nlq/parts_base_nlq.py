@@ -24,9 +24,9 @@ if torch.distributed.is_available():
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# Under tensor parallelism, the plan of the configuration splits linear layers, and each process computes some heads.
-# Whole tensors are cut where the heads begin: the identity term, `f`, because its norms need whole rows, and what
-# belongs to each head. A module that cuts has an attribute `tp_mesh`: the processes that share the heads, or `None`.
+# Under tensor parallelism the configuration's plan splits linear layers, and each process computes some heads. Whole
+# tensors are cut where the heads begin: the identity term, `f`, because its norms need whole rows, and what belongs to
+# each head. A module that cuts has an attribute `tp_mesh`: the processes that share the heads, or `None`.
 
 
 def own_heads(states: Tensor, mesh: "DeviceMesh | None", dim: int) -> Tensor:
@@ -53,13 +53,11 @@ def sum_over_processes(states: Tensor, mesh: "DeviceMesh") -> Tensor:
 class ScoreBias(NamedTuple):
     """A bias of the scores, `query_i - key_j`, which backends add without a matrix of it.
 
-    Attributes:
-        query: `(batch, heads, query)`; better in float64, because the difference of two large sums must be exact.
-        key: `(batch, heads, key)`.
+    Better in float64, because the difference of two large sums must be exact.
     """
 
-    query: Tensor
-    key: Tensor
+    query: Tensor  # (batch, heads, query)
+    key: Tensor  # (batch, heads, key)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix `(batch, heads, query, key)`."""
@@ -239,8 +237,8 @@ class AttentionPart(nn.Module):
     def _default_parameters(self) -> set[str]:
         """Returns the names of inner parameters that `__init__` leaves at defaults which the model replaces.
 
-        Resets each module of a new part while all random draws are equal. That changes a parameter that `__init__` has
-        set, or it had been written more often.
+        Resets each module of a new part with equal random draws. That changes a parameter that `__init__` has set, or
+        it had been written more often.
         """
         names = set()
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import at_least_float32
-from .cache_nlq import keep_rows_together
+from .cache_nlq import cache_layer_with, keep_rows_together
 from .masking_nlq import TokenContext
 from .parts_base_nlq import AttentionPart, ScoreBias, own_heads, shared_by_heads, sum_over_processes
 from .parts_user_nlq import find_part
@@ -124,7 +124,8 @@ class Canon(AttentionPart):
         index = self.state_indices[name]
         earlier = cache_layer = None
         if call.cache is not None:
-            cache_layer = self._cache_layer(call)
+            cache_layer = cache_layer_with("update_conv_state", call.cache, self.layer_idx, "canon")
+            keep_rows_together(cache_layer)
             if cache_layer.is_conv_states_initialized[index]:
                 earlier = cache_layer.conv_states[index].transpose(1, 2)[:, -(KERNEL - 1) :]
                 earlier = F.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
@@ -135,14 +136,6 @@ class Canon(AttentionPart):
                 kept = states if is_valid is None else states.masked_fill(~is_valid[..., None], 0.0)
             cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
         return sums
-
-    def _cache_layer(self, call):
-        layers, index = call.cache.layers, call.layer.layer_idx
-        layer = layers[index] if index < len(layers) else None
-        if not hasattr(layer, "update_conv_state"):
-            raise ValueError(f"canon (layer {index}) needs a cache made by DynamicCache(config=model.config)")
-        keep_rows_together(layer)
-        return layer
 
     def change_input(self, call, hidden_states):
         return self._convolve("attention_input", call, hidden_states)

@@ -27,7 +27,6 @@ def test_generate_by_remote_code(activation, query, trained, tmp_path):
     folder = trained(activation, query)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("one two three", return_tensors="pt").input_ids[0]
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     words = " ".join(map(str, prompt.tolist()))
-    done = run_script("import sys\n" + SCRIPT, folder, words, package=False, launcher=launcher, script_folder=tmp_path)
-    assert done.stdout.split() == [str(token) for token in greedy(model, prompt, 6)]
+    done = run_script("import sys\n" + SCRIPT, folder, words, package=False, shared=tmp_path)
+    assert done.split() == [str(token) for token in greedy(model, prompt, 6)]
