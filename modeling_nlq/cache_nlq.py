@@ -49,7 +49,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
         # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`, which needs no
-        # waiting for a device, and which `torch.export` does not make a constant
+        # waiting for a device, and is no constant for `torch.export`
         self.seen_tokens: Tensor | None = None
         self.cumulative_length: Tensor | None = None  # `(1,)`, the number of tokens in a static cache
 

@@ -412,7 +412,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     def validate_functions(self):
         for name in ("hidden_act", "sublayer_activation", "residual_activation"):
-            _check_function(self, name, is_optional=name != "hidden_act")
+            _check_function(self, name)
 
     def validate_layers(self):
         for index, layer in enumerate(self.distinct_layers):
@@ -434,9 +434,9 @@ def _check_positive(config, name):
         raise ValueError(f"{name}={size} must be a positive integer")
 
 
-def _check_function(config, name, is_optional):
+def _check_function(config, name):
     value = getattr(config, name)
-    if value not in FUNCTIONS and not (value is None and is_optional):
+    if value not in FUNCTIONS and (value is not None or getattr(NLQConfig, name) is not None):
         hint = "" if value is None else f"is unknown; {did_you_mean(value, FUNCTIONS)}"
         raise ValueError(f"{name}={value!r} {hint or 'must be '}one of {', '.join(FUNCTIONS)}")
 
@@ -457,8 +457,8 @@ def _check_layer(layer):
         raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size} must be at least 1")
     if layer.sliding_window is not None and layer.sliding_window < 2:  # Transformers' cache takes no 1
         raise ValueError(f"sliding_window={layer.sliding_window} must be at least 2 tokens, or None")
-    _check_function(layer, "projection_activation", is_optional=False)
-    _check_function(layer, "attention_output_activation", is_optional=True)
+    _check_function(layer, "projection_activation")
+    _check_function(layer, "attention_output_activation")
 
     activation = layer.activation  # raises for an unknown name
     normalization = layer.attention_normalization

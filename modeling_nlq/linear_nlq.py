@@ -36,7 +36,7 @@ SEGMENT_SIZE = 2048
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates the first elements of heads `(batch, heads, length, head_dim)`, as many as `cos` and `sin` have."""
+    """Rotates the first elements of heads, as many as `cos` and `sin` have."""
     rotation = rotate_whole if cos.shape[-1] == query.shape[-1] else rotate_part
     return rotation(query, key, cos, sin)
 
@@ -102,8 +102,8 @@ def parallel_form(inputs, is_causal=True) -> Tensor:
 def chunked_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tensor, LinearState]:
     """Returns `(b, g, r, n, d)`, from the pairs within a chunk and the state before it, and the last state.
 
-    Decay is counted from the end of a chunk or of the state, so no factor is above 1. Without a `chunk_size`, all
-    tokens are one chunk, for exported programs of any length.
+    Decay is counted from the end of a chunk or of the state, so no factor is above 1. Without a `chunk_size` all
+    tokens are one chunk.
     """
     *sums, state = _chunked_sums(inputs, state, chunk_size)
     return divide(*sums), state
@@ -282,7 +282,7 @@ def linear_attention(
         visibility: padding and packed documents, or `None`.
         log_decay: `(key_value_heads,)`.
         form: `"chunked"`, or `"parallel"`, which neither takes nor returns a state.
-        is_causal: no token sees a later one. Otherwise there is neither a state nor a decay.
+        is_causal: if false, there is neither a state nor a decay.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.

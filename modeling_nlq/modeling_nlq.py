@@ -126,7 +126,7 @@ def make_norm(config: NLQConfig) -> nn.Module:
 
 
 class NLQBottleneck(nn.Module):
-    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381)."""
+    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)` (Karbevski 2026, arXiv 2603.13381)."""
 
     def __init__(self, layer: NLQConfig, input_size: int, output_size: int, starts_at_zero: bool):
         super().__init__()
@@ -245,7 +245,7 @@ class NLQAttention(nn.Module):
         return [self.parts[name] for name in names] if names else ()
 
     def attention_request(self, *of_call) -> AttentionRequest:
-        """Returns what this layer needs in a call; `of_call` are the fields after `dropout`."""
+        """Returns what this layer requests; `of_call` are the fields after `dropout`."""
         dropout = self.attention_dropout if self.training else 0.0
         parts = (self.has_score_bias, self.materializes)
         return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
@@ -316,9 +316,9 @@ class NLQAttention(nn.Module):
     def prepare(
         self, call, position_embeddings=None, arguments=None
     ) -> tuple[Tensor, Tensor, Tensor, ScoreBias | None]:
-        """Returns query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias of the scores.
+        """Returns query, key and value of all tokens, and a bias of the scores, and adds new tokens to the cache.
 
-        Adds the new tokens to the cache of the call. A paged cache changes the `arguments` of flash attention.
+        A paged cache changes the `arguments` of flash attention.
         """
         query, key, value = self.project(call, position_embeddings)
         stateful_parts = self.parts_with("token_state")
@@ -349,7 +349,7 @@ class NLQAttention(nn.Module):
         return cache.update(key, value, self.layer_idx, **more)
 
     def attend(self, call, position_embeddings, name, mask, kwargs) -> tuple[Tensor, Tensor | None]:
-        """Returns outputs `(batch, query, heads, head_dim)`, and weights if the backend `name` returns them."""
+        """Returns outputs `(batch, query, heads, head_dim)`, and weights or `None`."""
         *states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
@@ -483,10 +483,7 @@ class NLQLinearCrossAttention(NLQCrossAttention):
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
-    """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual sum.
-
-    `norm_position` of `NLQConfig` has the formulas. With `parallel_residual` all sub-layers read the same `x`.
-    """
+    """Attention, perhaps attention to an encoder's tokens, and MLP, by the formulas of `norm_position`."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
@@ -540,9 +537,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         """
         # diff with Llama: reentrant checkpointing differentiates positional tensors only
         if isinstance(hidden_states, tuple):
-            raise ValueError(
-                "hidden_states: the first layer returns them and first_values; give each later layer these two"
-            )
+            raise ValueError("hidden_states: give each later layer the two results of the first")
         residual = hidden_states
         mlp_call = None
         if self.has_mlp_hooks:  # before the attention advances the cache
@@ -647,7 +642,7 @@ class NLQModelOutput(BaseModelOutputWithPastAndCrossAttentions):
 
 
 class NLQModel(NLQPreTrainedModel):
-    """Embeddings, blocks and, but for `norm_position="post"`, a final norm."""
+    """Embeddings, blocks and a final norm."""
 
     def __init__(self, config: NLQConfig):
         super().__init__(config)
@@ -693,7 +688,7 @@ class NLQModel(NLQPreTrainedModel):
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
             use_cache: whether to make a cache; by default `config.use_cache`, and not in training.
             encoder_hidden_states: `(batch, source, cross_attention_hidden_size)`, with `config.add_cross_attention`.
-            encoder_attention_mask: `(batch, source)`, 0 for padding; or a mask `(batch, 1 or heads, query, source)`.
+            encoder_attention_mask: as `attention_mask`, of the source.
         """
         config = self.config
         is_causal = config.is_causal
@@ -852,7 +847,7 @@ class NLQForMaskedLM(NLQLanguageModel):
     ) -> MaskedLMOutput:
         """Computes logits `(batch, query, vocabulary)`; the other arguments are `NLQModel`'s.
 
-        The loss, in nats, is the mean over `labels` `(batch, query)` but -100, which marks tokens that are not masked.
+        The loss, in nats, is the mean over `labels` `(batch, query)` but -100, for tokens that are not masked.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.compute_logits(outputs.last_hidden_state)
@@ -928,8 +923,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         """Computes logits `(batch, labels)`, of the token that `classifier_pooling` names or a mean over tokens.
 
         Padding is read from `attention_mask`, or without one from `config.pad_token_id`. `labels` are `(batch,)`
-        classes or numbers for a regression, or `(batch, labels)` for several classes. The other arguments are
-        `NLQModel`'s.
+        classes or numbers, or `(batch, labels)` for several classes. The other arguments are `NLQModel`'s.
         """
         pad_token_id, is_causal = self.config.pad_token_id, self.config.is_causal
         has_ids_only = attention_mask is None and position_ids is None and input_ids is not None

@@ -118,9 +118,7 @@ class Canon(AttentionPart):
         if name not in self.convolutions:
             return states
         if call.token_context.has_own_mask:
-            raise ValueError(
-                "canon takes no 4-D attention_mask and no BlockMask; give a padding mask (batch, key), or position_ids"
-            )
+            raise ValueError("canon takes no 4-D attention_mask and no BlockMask; give a padding mask or position_ids")
         index = self.state_indices[name]
         earlier = cache_layer = None
         if call.cache is not None:
@@ -335,8 +333,7 @@ class ValueResidual(AttentionPart):
 class SelectiveAttention(AttentionPart):
     """A token lowers the scores that later tokens give earlier ones, in all heads by the first head's scores.
 
-    A document's first token loses nothing. The cache keeps the sums, so tokens cannot be taken back. Memory is
-    quadratic in the length.
+    A document's first token loses nothing. The cache keeps the sums, so tokens cannot be taken back.
     """
 
     name = "selective_attention"
@@ -364,8 +361,8 @@ class SelectiveAttention(AttentionPart):
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
         if has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
-                "selective_attention: the cache was cropped, and its sums cannot go back by some tokens; generate "
-                "without assistant_model and prompt_lookup_num_tokens"
+                "selective_attention: the cache was cropped, and its sums cannot go back; generate without "
+                "assistant_model and prompt_lookup_num_tokens"
             )
         is_self = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
         selects = F.relu(scores[:, 0]).masked_fill(is_self | is_first.bool()[:, None], 0.0)
@@ -385,8 +382,8 @@ class SelectiveAttention(AttentionPart):
 class ForgetGate(AttentionPart):
     """Adds `c_i - c_j` to the scores. `c` is the running sum of `log sigmoid(x w_h + b_h)` over the tokens.
 
-    The cache keeps the terms of the sum, so it can go back or forget. `"fixed"` has no parameters: `sigmoid(b_h) =
-    exp(-1 / T_h)`, with `T` from 2 tokens to `max_position_embeddings`, equally spaced in logarithm.
+    `"fixed"` has no parameters: `sigmoid(b_h) = exp(-1 / T_h)`, with `T` from 2 tokens to `max_position_embeddings`,
+    equally spaced in logarithm.
     """
 
     name = "forget_gate"

@@ -1,8 +1,7 @@
 // The passes of attention in memory linear in the length, for the elementwise activations and softmax. One pass over a tile of
 // scores does what takes PyTorch several.
 //
-// The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch and need AVX-512; they use AMX where the
-// CPU has it.
+// The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch and need AVX-512.
 //
 // Softmax is computed as FlashAttention does (Dao et al. 2022, arXiv 2205.14135). Forward keeps the largest score of each row so
 // far, and scales its sums when a larger one comes. In backward the weights are `exp(s - l)`, where `l` is the logarithm of the
@@ -33,7 +32,7 @@ struct States {
   Index strides[4] = {};
 
   States() = default;
-  explicit States(const at::Tensor& tensor) : data(static_cast<char*>(tensor.data_ptr())) {
+  explicit States(Input tensor) : data(static_cast<char*>(tensor.data_ptr())) {
     for (Index axis = 0; axis < tensor.dim(); axis++) strides[axis] = tensor.stride(axis);
   }
 };
@@ -529,12 +528,12 @@ struct Arguments {
   Call call{};
   std::vector<at::Tensor> kept;
 
-  States keep(const at::Tensor& tensor) { return States(kept.emplace_back(tensor)); }
+  States keep(Input tensor) { return States(kept.emplace_back(tensor)); }
 
   Arguments(
-      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& last_key,
-      const Optional& key_is_valid, const Optional& first_key, const Optional& visible, std::string_view activation,
-      std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+      Input query, Input key, Input value, OptionalInput last_key, OptionalInput key_is_valid, OptionalInput first_key,
+      OptionalInput visible, std::string_view activation, std::string_view normalization, double scaling, Index query_tile,
+      Index key_tile) {
     call.threads = at::get_num_threads();
     call.batch = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.width = query.size(3);
     call.key_value_heads = key.size(1), call.keys = key.size(2);
@@ -551,16 +550,15 @@ struct Arguments {
   }
 };
 
-bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; }
+bool is_half(Input tensor) { return tensor.scalar_type() == at::kBFloat16; }
 
 // The output (batch, query, heads, head_dim); the remainder that rounding removes from it, of the same shape, or (0) where
 // backward needs none; and what backward needs of the normaliser, (batch, heads, query). `bias` is subtracted from the scores, and
 // `inverse_count` is 1 / Z, both (batch or 1, heads or 1, query); under "sum", Z is the sum of the weights
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias,
-    const Optional& inverse_count, const Optional& last_key, const Optional& key_is_valid, const Optional& first_key,
-    const Optional& visible, std::string_view activation, std::string_view normalization, double scaling, Index query_tile,
-    Index key_tile) {
+    Input query, Input key, Input value, OptionalInput bias, OptionalInput inverse_count, OptionalInput last_key,
+    OptionalInput key_is_valid, OptionalInput first_key, OptionalInput visible, std::string_view activation,
+    std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
       query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
@@ -581,9 +579,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
 
 // The gradients of query, key and value, given that of the output and the results of `attention`
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
-    const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& output, const at::Tensor& remainder, const at::Tensor& normalizer, const Optional& bias,
-    const Optional& last_key, const Optional& key_is_valid, const Optional& first_key, const Optional& visible,
+    Input gradient, Input query, Input key, Input value, Input output, Input remainder, Input normalizer, OptionalInput bias,
+    OptionalInput last_key, OptionalInput key_is_valid, OptionalInput first_key, OptionalInput visible,
     std::string_view activation, std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
       query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
@@ -603,19 +600,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
   return {results[0], results[1], results[2]};
 }
 
-// Whether the CPU has kernels that multiply small matrices: 2 3 = 6
+// Whether the CPU has kernels that multiply small matrices: 2 2 = 4
+template <class T>
+float square(const T (&two)[2]) {
+  float result[64] = {};
+  multiply(1, 1, 2, two, 2, two, 1, result, 1, false);
+  release(sizeof(T) == 2);
+  return result[0];
+}
 bool can_multiply(bool is_half) {
   try {
-    float result[64] = {};
-    if (is_half) {
-      const Half two[] = {0x4000, 0}, three[] = {0x4040, 0};
-      multiply(1, 1, 2, two, 2, three, 1, result, 1, false);
-    } else {
-      const float two[] = {2}, three[] = {3};
-      multiply(1, 1, 1, two, 1, three, 1, result, 1, false);
-    }
-    release(is_half);
-    return result[0] == 6;
+    return (is_half ? square<Half>({0x4000, 0}) : square<float>({2, 0})) == 4;
   } catch (...) {
     return false;
   }

@@ -52,7 +52,7 @@ def _load_once() -> bool:
 
 @torch.compiler.assume_constant_result
 def _multiplies(is_half: bool) -> bool:
-    """Tells whether this CPU has oneDNN's kernels for small matrices, which attention uses."""
+    """Tells whether this CPU has oneDNN's kernels for small matrices."""
     return instructions() == "AVX512" and is_built() and operators.can_multiply(is_half)
 
 
@@ -86,10 +86,9 @@ attention = DifferentiableAttention(_attention, _attention_backward)
 def attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Computes what `tiled_attention_forward` computes, and softmax, from the same arguments.
+    """Computes what `tiled_attention_forward` computes, and softmax.
 
-    Raises:
-        ValueError: if this backend was requested by name and the C++ code does not support the call.
+    Raises `ValueError` if this backend was requested by name and the C++ code does not support the call.
     """
     states = in_autocast_precision(query, key, value)
     query, key, value = states
@@ -107,8 +106,7 @@ def attention_forward(
             return other(module, *states, attention_mask, scaling, dropout)[0], None
         raise ValueError(
             f"attn_implementation='nlq_cpp' (layer {module.layer_idx}) computes float32 and bfloat16, with heads of "
-            "an even size, on a CPU with AVX-512 where a C++ compiler is installed, without dropout; use 'nlq', "
-            "'nlq_tiled' or 'sdpa'"
+            "an even size, on a CPU with AVX-512 and a C++ compiler, without dropout; use 'nlq' or 'eager'"
         )
     if module.activation.name == "softmax":
         return attention.attend(module, *states, attention_mask, scaling, dropout), None
@@ -122,7 +120,7 @@ def _supports(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def computes_attention(request: AttentionRequest) -> bool:
-    """Tells whether `attention_forward` supports a layer, and a call if the request describes its tensors."""
+    """Tells whether `attention_forward` supports a layer, and a call with the tensors of the request."""
     if request.activation.name not in (*ACTIVATIONS, "softmax") or request.sink is not None:
         return False
     if request.device is None:

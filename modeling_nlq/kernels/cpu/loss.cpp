@@ -32,8 +32,7 @@ void compute(
 
 // Logits (rows, vocabulary), targets (rows), and weights (rows) if the gradient is wanted -> losses (rows), and the gradient of
 // their weighted sum, of the shape of the logits, or (0)
-std::tuple<at::Tensor, at::Tensor> loss(
-    const at::Tensor& logits, const at::Tensor& targets, const Optional& weights) {
+std::tuple<at::Tensor, at::Tensor> loss(Input logits, Input targets, OptionalInput weights) {
   const at::Tensor rows = logits.contiguous(), labels = targets.to(at::kLong).contiguous();
   for (int64_t i = 0; i < labels.numel(); i++) {
     const int64_t label = labels.data_ptr<int64_t>()[i];

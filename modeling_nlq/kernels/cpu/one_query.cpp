@@ -96,9 +96,8 @@ void attend(const Call& call, int64_t batch, int64_t head) {
 
 // The output (batch, 1, heads, head_dim)
 at::Tensor one_query(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& visible,
-    const Optional& count, std::string_view activation, std::string_view normalization,
-    bool subtracts_log_count, double scaling) {
+    Input query, Input key, Input value, OptionalInput visible, OptionalInput count, std::string_view activation,
+    std::string_view normalization, bool subtracts_log_count, double scaling) {
   const int64_t batch = query.size(0), heads = query.size(1), keys = key.size(2), width = query.size(3);
   const at::Tensor queries = with_rows(query), all_keys = with_rows(key), values = with_rows(value);
   const at::Tensor output = query.new_empty({batch, 1, heads, width});

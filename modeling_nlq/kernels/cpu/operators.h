@@ -24,14 +24,15 @@
 
 namespace {
 
-using Optional = std::optional<at::Tensor>;
+using Input = const at::Tensor&;
+using OptionalInput = const std::optional<at::Tensor>&;
 typedef float vec __attribute__((vector_size(64), aligned(4)));
 
 // Sums of weights below it count as 0, as in `attention_nlq.zero_limit`
 constexpr float ZERO_LIMIT = FLT_MIN / FLT_EPSILON;
 
 // The tensor with rows in one piece
-[[maybe_unused]] at::Tensor with_rows(const at::Tensor& tensor) {
+[[maybe_unused]] at::Tensor with_rows(Input tensor) {
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
