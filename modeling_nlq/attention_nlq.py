@@ -2,8 +2,6 @@
 
 They are the backends `eager`, the reference, `nlq_rows`, which is `eager` for some queries at a time, and
 `flex_attention`. The `activation`, `normalization` and `sink` of the layer `module` say how scores become weights.
-
-Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call), head_dim.
 """
 
 import math
@@ -117,7 +115,7 @@ def scores_and_weights(
 ) -> tuple[Tensor, Tensor]:
     """Returns scores and weights, `(batch, heads, query, key)` each, changed by the parts of the layer.
 
-    A part has appended `columns` `(batch, heads, query, ...)` to the queries. Keys are repeated for their heads.
+    A part has appended `columns` to the queries. Keys are repeated for their heads.
     """
     changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "change_weights"))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -149,7 +147,6 @@ def eager_attention_forward(
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
         attention_mask: a `Visibility` or a mask `(batch, 1 or heads, query, key)`; see `read_mask`.
-        score_bias: is added to the scores, after `scaling`.
         call: the call of the layer, if parts of it change scores or weights.
 
     Returns:
@@ -226,8 +223,7 @@ def flex_attention_with_log_forward(
     the sum of `phi`, which undoes the normaliser where a layer has another one (the idea of
     https://github.com/meta-pytorch/attention-gym). The mask is a `FlexMask` or a block mask.
 
-    Raises:
-        ValueError: without a mask, for what the CPU lacks, and if a caller's block mask does not tell a needed count.
+    Raises `ValueError` without a mask, for what the CPU lacks, and if a block mask does not tell a needed count.
     """
     if attention_mask is None:
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")

@@ -111,9 +111,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 @strict
 class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
-    r"""
-    The architecture of an NLQ model. The defaults are the shape of GPT-3 small with nonlinear queries, as in
-    [Beyond Linearity in Attention Projections](https://huggingface.co/papers/2603.13381).
+    """The architecture of an NLQ model. The defaults are GPT-3 small with nonlinear queries (arXiv 2603.13381).
 
     What is not listed here means the same as in `LlamaConfig`, or turns on a part of `ATTENTION_PARTS`, whose class
     explains the values. Functions are keys of Transformers' `ACT2FN`, and `None` for nothing.
@@ -142,12 +140,10 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         query_projection: `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`; `"nonlinear"`, `X + f(X)`;
             `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
         key_projection, value_projection: the same for the keys and for the values.
-        projection_bottleneck_size, projection_activation: inner width, by default `hidden_size // 2`, and activation
-            of `f`.
+        projection_bottleneck_size, projection_activation: width, by default `hidden_size // 2`, and activation of `f`.
         attention_activation: the function `phi` of the scores, a key of `ATTENTION_ACTIVATIONS` or of `ACT2FN`.
         attention_normalization: `"sum"`, `"length"` or `"none"`; by default the activation's.
-        attention_scaling: factor of the scores; by default `1 / sqrt(head_dim)`, and half of that if queries contain
-            `X`.
+        attention_scaling: factor of the scores; by default `1 / sqrt(head_dim)`, halved if queries contain `X`.
         linear_attention_decay: `"fixed"`, RetNet's rate for each key and value head, or `"learned"`, a trained rate.
         attention_parts: names of parts of your own; see `load_attention_parts`.
         attention_parts_code: a hash of the code of each; by default the latest.

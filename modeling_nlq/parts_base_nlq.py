@@ -114,9 +114,9 @@ class _EqualDraws(TorchFunctionMode):
 class AttentionPart(nn.Module):
     """One change of an attention layer, beside its projections, positions and activation.
 
-    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs; a layer
-    calls no others. They run in the order of `HOOKS`: rotary positions come after `change_qkv`, the cache after
-    `token_state`, and the output projection after `change_output`.
+    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. They run
+    in the order of `HOOKS`: rotary positions come after `change_qkv`, the cache after `token_state`, and the output
+    projection after `change_output`.
 
     The layer calls the part for each hook, because offloading, ZeRO-3 and FSDP give a module its parameters when it is
     called. So a hook reads parameters of its part only, and calls other modules.

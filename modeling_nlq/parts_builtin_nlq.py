@@ -688,7 +688,8 @@ class AttentionGate(AttentionPart):
         return torch.sigmoid(call.layer.value_gate_proj(call.values.transpose(1, 2)))
 
 
-_IN_ORDER_OF_HOOKS: tuple[type[AttentionPart], ...] = (
+# In the order of hooks
+_PARTS: tuple[type[AttentionPart], ...] = (
     Canon,
     QKNorm,
     LengthScaling,
@@ -704,11 +705,11 @@ _IN_ORDER_OF_HOOKS: tuple[type[AttentionPart], ...] = (
     OutputActivation,
     AttentionGate,
 )
-ATTENTION_PARTS = {part.name: part for part in _IN_ORDER_OF_HOOKS}
+ATTENTION_PARTS = {part.name: part for part in _PARTS}
 # The fields of `NLQConfig` that turn the parts on: `None` or `False` for none
 PartFields = make_dataclass(
     "PartFields",
-    [(part.name, part.field_type, False if part.field_type is bool else None) for part in _IN_ORDER_OF_HOOKS],
+    [(part.name, part.field_type, False if part.field_type is bool else None) for part in _PARTS],
     namespace={"__module__": __name__},
     init=False,
     repr=False,

@@ -108,7 +108,8 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
 
 def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None:
     """Writes the files of parts into the folder of a model, and a `parts_nlq.py` that imports them."""
-    imports: dict[str, list[tuple[str, str]]] = {}
+    lines = ['"""The attention parts that the author of this model wrote."""', ""]
+    names: list[str] = []
     texts: dict[str, str] = {}
     for part in parts:
         if part.__module__ not in _files:
@@ -117,14 +118,11 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
         if texts.setdefault(file, text) != text:
             raise ValueError(f"attention_parts: two files are named {file}; rename one of them")
         module = file.removesuffix(".py")
-        # Two files may have one class name
-        imports.setdefault(module, []).append((part.__name__, f"{module}_{part.__name__}"))
+        names.append(f"{module}_{part.__name__}")  # two files may have one class name
+        lines.append(f"from .{module} import {part.__name__} as {names[-1]}")
     for file, text in texts.items():
         Path(folder, file).write_text(text, encoding="utf-8")
-    lines = ['"""The attention parts that the author of this model wrote."""', ""]
-    lines += [f"from .{module} import {', '.join(map(' as '.join, names))}" for module, names in imports.items()]
-    classes = ", ".join(alias for names in imports.values() for _, alias in names)
-    lines += ["", "", f"PARTS = ({classes},)", ""]
+    lines += ["", "", f"PARTS = ({', '.join(names)},)", ""]
     Path(folder, "parts_nlq.py").write_text("\n".join(lines), encoding="utf-8")
 
 

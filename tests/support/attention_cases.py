@@ -188,10 +188,8 @@ def drawn_layouts(draw, most=3, longest=12, is_linear=False):
 
 LAYOUTS = {
     "causal": Layout(causal),
-    "one_token": Layout(causal, query_length=1, key_length=1, batch=5),
     "odd_length": chunk(13, 13, 0, batch=1, key_value_heads=1),
     "left_padding": padded("0011111", "0000001"),
-    "right_padding": padded("1110000", "1111110"),
     "holes": padded("1001101", "0100010"),
     "nothing_visible": padded("0000000", "0000110"),
     "packed": packed("aaabbbbbcc", "abbbbbcccc"),
@@ -204,7 +202,6 @@ LAYOUTS = {
     "packed_window": packed("aaaaabbccc", "abbbbbbbbb", window=3),
     "one_query": Layout(lambda b, h, i, j: True, query_length=1, key_length=9, heads=4),
     "one_query_long_cache": padded("0" * 9 + "1" * 31, "1" * 17 + "0" + "1" * 22, query_length=1, offset=39),
-    "chunk_after_cache": chunk(3, 11, 8, heads=4),
     "chunk_in_static_cache": chunk(3, 16, torch.tensor(5)),
     "padded_chunk_in_static_cache": padded("0011111110000", "1" * 9 + "0" * 4, query_length=4, offset=torch.tensor(5)),
     "static_cache_without_mask": Layout(causal, query_length=5, key_length=9),

@@ -21,21 +21,9 @@
 
 namespace {
 
-using Index = int64_t;
 // Tiles begin and end at multiples of it
 constexpr Index STEP = 64;
 typedef uint32_t __attribute__((may_alias)) Pair;
-
-// A tensor with the axes batch, heads, length and, if there is one, head_dim, whose stride is 1
-struct States {
-  char* data = nullptr;
-  Index strides[4] = {};
-
-  States() = default;
-  explicit States(Input tensor) : data(static_cast<char*>(tensor.data_ptr())) {
-    for (Index axis = 0; axis < tensor.dim(); axis++) strides[axis] = tensor.stride(axis);
-  }
-};
 
 struct Phi_softmax {  // its score is the distance to the largest one
   NLQ_INLINE static void both(float score, float& weight, float& slope) { weight = slope = exp_negative(score); }
@@ -51,11 +39,6 @@ struct Call {
   States output, remainder, inverse_normalizer;
   States gradient, query_gradient, key_gradient, value_gradient;
 };
-
-template <class T>
-T* at(const States& tensor, Index batch, Index head, Index place = 0) {
-  return reinterpret_cast<T*>(tensor.data) + batch * tensor.strides[0] + head * tensor.strides[1] + place * tensor.strides[2];
-}
 
 // Each size of matrices has a kernel of its own, up to 200 KiB of code, which is kept. So tiles begin and end at multiples of
 // STEP, and have rows and columns of 0 after the last query or key. A tile itself is smaller than STEP in tests only

@@ -26,10 +26,27 @@ namespace {
 
 using Input = const at::Tensor&;
 using OptionalInput = const std::optional<at::Tensor>&;
+using Index = int64_t;
 typedef float vec __attribute__((vector_size(64), aligned(4)));
 
 // Sums of weights below it count as 0, as in `attention_nlq.zero_limit`
 constexpr float ZERO_LIMIT = FLT_MIN / FLT_EPSILON;
+
+// A tensor with the axes batch, heads, length and, if there is one, head_dim, whose stride is 1
+struct States {
+  char* data = nullptr;
+  Index strides[4] = {};
+
+  States() = default;
+  explicit States(Input tensor) : data(static_cast<char*>(tensor.data_ptr())) {
+    for (Index axis = 0; axis < tensor.dim(); axis++) strides[axis] = tensor.stride(axis);
+  }
+};
+
+template <class T>
+T* at(const States& tensor, Index batch, Index head, Index place = 0) {
+  return reinterpret_cast<T*>(tensor.data) + batch * tensor.strides[0] + head * tensor.strides[1] + place * tensor.strides[2];
+}
 
 // The tensor with rows in one piece
 [[maybe_unused]] at::Tensor with_rows(Input tensor) {
