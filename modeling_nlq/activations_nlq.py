@@ -39,8 +39,8 @@ class AttentionActivation:
     source: str = ""
     subtract_log_count: bool = False  # whether the scores lose `log n` when the normaliser is `"none"`
     is_homogeneous: bool = False  # whether `phi(c s) = c^k phi(s)` for all `c > 0`: `"sum"` cancels such a factor
-    # An `"elementwise"` weight depends on its score and the normaliser alone. `"simplex"` projects the scores of a query,
-    # a `"row"` function also takes a mask of visible keys (or `None`), and `"linear"` has no scores
+    # An `"elementwise"` weight depends on its score and the normaliser alone. `"simplex"` projects a query's scores, a
+    # `"row"` function also takes a mask of visible keys (or `None`), and `"linear"` has no scores
     kind: Literal["elementwise", "softmax", "simplex", "row", "linear"] = "elementwise"
     sees_own_key: bool = True  # whether a query sees the key of its own token
 

@@ -304,15 +304,9 @@ def linear_attention(
             is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
         else:
             is_valid = visibility.key_is_valid[:, end[0] if is_causal else slice(None)].expand(batch, -1)
-    if not is_causal:
-        with maybe_autocast(query.device.type, enabled=False):
-            inputs = _make_inputs(query, key, value, count, is_valid, query_scaling, start, None, position_embeddings)
-            end = None if end is None else end.expand(batch, -1)
-            output = parallel_form(inputs, is_causal) if form == "parallel" else bidirectional_form(inputs, end)
-        return output.flatten(1, 2).transpose(1, 2).to(dtype), None
     # A loop over segments or chunks would fix the length of an exported program
     is_exporting = torch.compiler.is_exporting()
-    size = None if form == "parallel" or is_exporting else SEGMENT_SIZE
+    size = None if form == "parallel" or is_exporting or not is_causal else SEGMENT_SIZE
 
     def split(states, dim) -> Iterable[Tensor | None]:
         if states is None:
@@ -333,7 +327,9 @@ def linear_attention(
             embeddings = None if cos is None else (cos, sin)
             inputs = _make_inputs(*states, query_scaling, document_start, log_decay, embeddings)
             if form == "parallel":
-                output = parallel_form(inputs)
+                output = parallel_form(inputs, is_causal)
+            elif not is_causal:
+                output = bidirectional_form(inputs, None if end is None else end.expand(batch, -1))
             elif length == 1:
                 output, state = recurrent_step(inputs, 0, state)
                 output = output.unsqueeze(-2)

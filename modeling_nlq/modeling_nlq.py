@@ -367,10 +367,8 @@ class NLQAttention(nn.Module):
         if sliding_window and not self.is_causal:
             sliding_window += 1  # flash attention counts the token itself
 
-        dropout = self.attention_dropout if self.training else 0.0
-        return attention_interface(
-            self, *states, mask, dropout=dropout, scaling=self.scaling, sliding_window=sliding_window, **kwargs
-        )
+        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
+        return attention_interface(self, *states, mask, scaling=self.scaling, sliding_window=sliding_window, **kwargs)
 
     def change_mlp(self, hook, call, *states) -> tuple[Tensor, ...]:
         for part in self.parts_with(hook):
@@ -830,6 +828,11 @@ class NLQLanguageModel(NLQPreTrainedModel):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return cap_logits(self.lm_head(hidden_states), self.config.final_logit_softcapping)
 
+    def compute_loss(self, logits, labels, **kwargs) -> Tensor | None:
+        if labels is None:
+            return None
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
 
 class NLQForMaskedLM(NLQLanguageModel):
     """An encoder with a language-modelling head."""
@@ -851,11 +854,9 @@ class NLQForMaskedLM(NLQLanguageModel):
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.compute_logits(outputs.last_hidden_state)
-        loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:-1]:
-                raise ValueError(f"labels={tuple(labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if labels is not None and labels.shape != logits.shape[:-1]:
+            raise ValueError(f"labels={tuple(labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
+        loss = self.compute_loss(logits, labels, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, **without_last(outputs))
 
 
@@ -898,9 +899,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         source = (encoder_hidden_states, encoder_attention_mask)
         outputs = self.model(*inputs, *source, **kwargs)
         logits = self.compute_logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss = self.compute_loss(logits, labels, **kwargs)
         return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **without_last(outputs))
 
     def _choose_paged_implementation(self):

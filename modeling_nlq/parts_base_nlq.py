@@ -6,7 +6,7 @@ tokens of this call), head_dim.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,12 @@ from .masking_nlq import TokenContext
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 # Under tensor parallelism the configuration's plan splits linear layers, and each process computes some heads. Whole
 # tensors are cut where the heads begin: the identity term, `f`, because its norms need whole rows, and what belongs to
 # each head. A module that cuts has an attribute `tp_mesh`: the processes that share the heads, or `None`.
 
 
-def own_heads(states: Tensor, mesh: "DeviceMesh | None", dim: int) -> Tensor:
+def own_heads(states: Tensor, mesh, dim: int) -> Tensor:
     """Returns the heads of this process, along `dim` of a tensor that all processes have."""
     if mesh is None:
         return states
@@ -37,14 +34,14 @@ def own_heads(states: Tensor, mesh: "DeviceMesh | None", dim: int) -> Tensor:
     return replicated.redistribute(placements=[Shard(dim)]).to_local()
 
 
-def shared_by_heads(parameter: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+def shared_by_heads(parameter: Tensor, mesh) -> Tensor:
     """Returns a parameter of all heads. Its gradient is the sum over the heads of all processes."""
     if mesh is None:
         return parameter
     return DTensor.from_local(parameter, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def sum_over_processes(states: Tensor, mesh: "DeviceMesh") -> Tensor:
+def sum_over_processes(states: Tensor, mesh) -> Tensor:
     """Returns the sum of a tensor over the processes, which each uses for its heads."""
     total = DTensor.from_local(states, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
     return shared_by_heads(total.to_local(), mesh)
@@ -81,7 +78,7 @@ class AttentionCall:
     states: dict[str, Tensor] | None = None
 
     @property
-    def tp_mesh(self) -> "DeviceMesh | None":
+    def tp_mesh(self):
         return self.layer.tp_mesh
 
     def store_state(self, name: str, state: Tensor) -> None:

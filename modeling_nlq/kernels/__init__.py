@@ -19,4 +19,4 @@ if gpu.has_triton():  # taken by name only, until it has been measured on a GPU
     ATTENTION_BACKENDS["nlq_triton"] = gpu.BACKEND
     accept_backend("nlq_triton")
 one_query_attention.add(Kernel("cpp", cpu.one_query, cpu.computes_one_query))
-loss_and_gradient.add(Kernel("cpp", cpu.loss, cpu.computes_loss))
+loss_and_gradient.add(Kernel("cpp", lambda *inputs: cpu.operators.loss(*inputs), cpu.computes_loss))

@@ -179,7 +179,7 @@ void differentiate(
 
 template <class T>
 struct Rows {
-  std::string_view name;
+  Name name;
   float (*weigh)(const float*, T*, Columns, Index, float, float);
   void (*differentiate)(const float*, const float*, T*, T*, Columns, Index, float, const float*, const float*);
 };
@@ -509,13 +509,13 @@ void backward(const Call& call) {
 // The arguments that both passes share. `kept` holds tensors that live as long as the call
 struct Arguments {
   Call call{};
-  std::vector<at::Tensor> kept;
+  std::vector<Tensor> kept;
 
   States keep(Input tensor) { return States(kept.emplace_back(tensor)); }
 
   Arguments(
       Input query, Input key, Input value, OptionalInput last_key, OptionalInput key_is_valid, OptionalInput first_key,
-      OptionalInput visible, std::string_view activation, std::string_view normalization, double scaling, Index query_tile,
+      OptionalInput visible, Name activation, Name normalization, double scaling, Index query_tile,
       Index key_tile) {
     call.threads = at::get_num_threads();
     call.batch = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.width = query.size(3);
@@ -538,20 +538,20 @@ bool is_half(Input tensor) { return tensor.scalar_type() == at::kBFloat16; }
 // The output (batch, query, heads, head_dim); the remainder that rounding removes from it, of the same shape, or (0) where
 // backward needs none; and what backward needs of the normaliser, (batch, heads, query). `bias` is subtracted from the scores, and
 // `inverse_count` is 1 / Z, both (batch or 1, heads or 1, query); under "sum", Z is the sum of the weights
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
+std::tuple<Tensor, Tensor, Tensor> attention(
     Input query, Input key, Input value, OptionalInput bias, OptionalInput inverse_count, OptionalInput last_key,
-    OptionalInput key_is_valid, OptionalInput first_key, OptionalInput visible, std::string_view activation,
-    std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+    OptionalInput key_is_valid, OptionalInput first_key, OptionalInput visible, Name activation,
+    Name normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
       query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
   const std::array<Index, 3> rows = {call.batch, call.heads, call.queries};
-  const at::Tensor output = query.new_empty({call.batch, call.queries, call.heads, call.width});
+  const Tensor output = query.new_empty({call.batch, call.queries, call.heads, call.width});
   const bool has_remainder = call.is_sum && is_half(query);
-  const at::Tensor remainder = query.new_empty(has_remainder ? output.sizes() : at::IntArrayRef({0}));
-  const at::Tensor normalizer = query.new_ones(rows, at::kFloat);
+  const Tensor remainder = query.new_empty(has_remainder ? output.sizes() : at::IntArrayRef({0}));
+  const Tensor normalizer = query.new_ones(rows, at::kFloat);
   if (inverse_count) normalizer.copy_(*inverse_count);
-  const at::Tensor subtracted = bias ? bias->to(at::kFloat) : normalizer.new_zeros({1, 1, call.queries});
+  const Tensor subtracted = bias ? bias->to(at::kFloat) : normalizer.new_zeros({1, 1, call.queries});
   call.bias = arguments.keep(subtracted.contiguous().expand(rows));
   call.output = arguments.keep(output.transpose(1, 2));
   if (has_remainder) call.remainder = arguments.keep(remainder.transpose(1, 2));
@@ -561,18 +561,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
 }
 
 // The gradients of query, key and value, given that of the output and the results of `attention`
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
     Input gradient, Input query, Input key, Input value, Input output, Input remainder, Input normalizer, OptionalInput bias,
     OptionalInput last_key, OptionalInput key_is_valid, OptionalInput first_key, OptionalInput visible,
-    std::string_view activation, std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+    Name activation, Name normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
       query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
-  const at::Tensor results[] = {
+  const Tensor results[] = {
       query.new_empty(query.sizes()), key.new_empty(key.sizes()), value.new_empty(value.sizes())};
-  const at::Tensor row_numbers = normalizer.contiguous();
+  const Tensor row_numbers = normalizer.contiguous();
   call.inverse_normalizer = arguments.keep(row_numbers);
-  at::Tensor subtracted = row_numbers;
+  Tensor subtracted = row_numbers;
   if (!call.is_softmax) subtracted = bias ? bias->to(at::kFloat) : row_numbers.new_zeros({1, 1, call.queries});
   call.bias = arguments.keep(subtracted.contiguous().expand({call.batch, call.heads, call.queries}));
   call.output = arguments.keep(with_rows(output).transpose(1, 2));

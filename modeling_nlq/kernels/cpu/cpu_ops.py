@@ -157,14 +157,9 @@ def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tenso
 
 
 def computes_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> bool:
-    """Tells whether `loss` supports a call."""
+    """Tells whether the operator `loss` supports a call."""
     has_dtype = logits.dtype in (torch.float32, torch.bfloat16)
     return has_dtype and logits.device.type == "cpu" and logits.numel() > 0 and is_built()
-
-
-def loss(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `loss_in_slices` computes."""
-    return operators.loss(*inputs)
 
 
 def _new_attention(query, key, value, bias, inverse_count, last_key, key_is_valid, first_key, visible, *options):

@@ -36,7 +36,7 @@ float weigh(float* scores, const uint8_t* visible, Index keys, float bias) {
 
 using Weigh = float (*)(float*, const uint8_t*, Index, float);
 struct Row {
-  std::string_view name;
+  Name name;
   Weigh weigh;
 };
 const Row ROWS[] = {
@@ -92,13 +92,13 @@ void attend(const Call& call, Index batch, Index head) {
 }
 
 // The output (batch, 1, heads, head_dim)
-at::Tensor one_query(
-    Input query, Input key, Input value, OptionalInput visible, OptionalInput count, std::string_view activation,
-    std::string_view normalization, bool subtracts_log_count, double scaling) {
+Tensor one_query(
+    Input query, Input key, Input value, OptionalInput visible, OptionalInput count, Name activation,
+    Name normalization, bool subtracts_log_count, double scaling) {
   const Index batch = query.size(0), heads = query.size(1), keys = key.size(2), width = query.size(3);
-  const at::Tensor queries = with_rows(query), all_keys = with_rows(key), values = with_rows(value);
-  const at::Tensor output = query.new_empty({batch, 1, heads, width});
-  at::Tensor seen, counts;
+  const Tensor queries = with_rows(query), all_keys = with_rows(key), values = with_rows(value);
+  const Tensor output = query.new_empty({batch, 1, heads, width});
+  Tensor seen, counts;
   if (visible) seen = visible->contiguous().expand({batch, heads, 1, keys});
   if (count) counts = count->to(at::kLong).expand({batch, heads, 1});
   const Call call{

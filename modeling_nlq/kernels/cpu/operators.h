@@ -24,8 +24,10 @@
 
 namespace {
 
-using Input = const at::Tensor&;
-using OptionalInput = const std::optional<at::Tensor>&;
+using at::Tensor;
+using Input = const Tensor&;
+using Name = std::string_view;
+using OptionalInput = const std::optional<Tensor>&;
 using Index = int64_t;
 typedef float vec __attribute__((vector_size(64), aligned(4)));
 
@@ -49,13 +51,13 @@ T* at(const States& tensor, Index batch, Index head, Index place = 0) {
 }
 
 // The tensor with rows in one piece
-[[maybe_unused]] at::Tensor with_rows(Input tensor) {
+[[maybe_unused]] Tensor with_rows(Input tensor) {
   return tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
 // The index of an activation among rows that begin with its name
 template <class Rows>
-int64_t find_activation(const Rows& rows, std::string_view activation) {
+int64_t find_activation(const Rows& rows, Name activation) {
   const auto is_it = [&](const auto& row) { return row.name == activation; };
   const auto row = std::find_if(std::begin(rows), std::end(rows), is_it);
   TORCH_CHECK(row != std::end(rows), "activation=", activation, " has no C++ code");
