@@ -9,7 +9,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal
 
@@ -246,7 +246,6 @@ LIBRARY_ACTIVATIONS = {
 
 # Name -> keyword arguments of `AttentionActivation`, which the copies of this file in remote code share
 _SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
-_FIELDS = tuple(field.name for field in fields(AttentionActivation))
 _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
 
 
@@ -289,7 +288,7 @@ def register_attention_activation(
 
     row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
     _check_function(row)
-    _REGISTERED[name] = {field: getattr(row, field) for field in _FIELDS}
+    _REGISTERED[name] = dict(vars(row))
 
 
 def _check_function(row):
@@ -322,7 +321,8 @@ def get_attention_activation(name: str) -> AttentionActivation:
     if name in ATTENTION_ACTIVATIONS:
         return ATTENTION_ACTIVATIONS[name]
     if name in _REGISTERED:
-        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in _FIELDS})
+        known = AttentionActivation.__dataclass_fields__
+        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in known})
     if name in LIBRARY_ACTIVATIONS:
         return LIBRARY_ACTIVATIONS[name]
     choices = (*ATTENTION_ACTIVATIONS, *_REGISTERED, *LIBRARY_ACTIVATIONS)

@@ -38,8 +38,7 @@ def attention_weights(
 ) -> Tensor:
     """Turns scores into attention weights by any activation, in at least float32.
 
-    A query that sees no key, or whose sum of weights is below `zero_limit`, gets weights 0. Scores that overflow give
-    infinity or NaN.
+    A query that sees no key, or whose sum of weights is below `zero_limit`, gets weights 0.
 
     Args:
         scores: `(batch, heads, query, key)`, already scaled.

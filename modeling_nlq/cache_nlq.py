@@ -39,7 +39,7 @@ class LinearState(NamedTuple):
 class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     """The state of a linear attention layer in the cache; Transformers' own layer for that counts no tokens.
 
-    `max_cache_len` is the length of a static cache's masks. The state itself has no limit.
+    `max_cache_len` is the length of a static cache's masks.
     """
 
     _layer_type = LAYER_TYPE

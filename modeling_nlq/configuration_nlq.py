@@ -148,7 +148,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         attention_parts: names of parts of your own; see `load_attention_parts`.
         attention_parts_code: a hash of the code of each; by default the latest.
         add_cross_attention: whether each layer also attends to the tokens of an encoder, before its MLP.
-        cross_attention: switches that differ there; `False` for a layer without it.
+        cross_attention: switches that differ there; `False` for none of it.
         cross_attention_hidden_size: width of the encoder's tokens; by default `hidden_size`.
         cross_attention_max_positions: the most tokens of the encoder; by default `max_position_embeddings`.
         is_causal: `False` makes an encoder: a token sees its whole document, or with a `sliding_window` that many

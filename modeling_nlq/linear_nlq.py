@@ -238,19 +238,17 @@ def _pairs(inputs, is_causal=True) -> Tensor:
 
 def _chunked(inputs, chunk_size) -> LinearInputs:
     """Cuts the length into chunks, `(..., n, d)` -> `(..., chunks, c, d)`, and fills up with padding."""
-    missing = 0 if chunk_size is None else -inputs.query.shape[-2] % chunk_size
+    length = inputs.query.shape[-2]
+    missing = 0 if chunk_size is None else -length % chunk_size
+    size = length if chunk_size is None else chunk_size
 
     def cut(states) -> Tensor:
-        if chunk_size is None:
-            return states.unsqueeze(-3)
-        return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, chunk_size))
+        return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, size))
 
     def cut_row(row) -> Tensor:
-        if chunk_size is None:
-            return row.unsqueeze(-2)
         # Padding repeats the last token's number
         row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
-        return row.unflatten(-1, (-1, chunk_size))
+        return row.unflatten(-1, (-1, size))
 
     query, key = cut(inputs.query), cut(inputs.key)
     is_rotated = inputs.rotated_query is not inputs.query

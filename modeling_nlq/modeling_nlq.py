@@ -839,11 +839,6 @@ class NLQForMaskedLM(NLQLanguageModel):
 
     of_decoders = False
 
-    def generate(self, *args, **kwargs):
-        raise ValueError("is_causal=False: an encoder predicts masked tokens; to generate, use NLQForCausalLM")
-
-    generate_batch = init_continuous_batching = generate
-
     @can_return_tuple
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, labels=None, **kwargs

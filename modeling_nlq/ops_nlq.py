@@ -38,7 +38,7 @@ def forget_used_kernels() -> None:
 
 
 class Operation:
-    """A function that is computed by the first kernel that can; PyTorch's, which always can, comes last."""
+    """A function that the first kernel computes that can; PyTorch's, which always can, comes last."""
 
     def __init__(self, name: str, function: Callable):
         self.name = name

@@ -68,7 +68,7 @@ class AttentionCall:
     layer: nn.Module  # the attention layer, an `NLQAttention`
     hidden_states: Tensor  # (batch, query, hidden), its input
     token_context: TokenContext | None = None  # for parts with `needs_token_context`
-    # (batch, query, groups, head_dim), the values of the model's first layer, for parts with `needs_first_values`
+    # (batch, query, groups, head_dim), the values of the first layer, for parts with `needs_first_values`
     first_values: Tensor | None = None
     cache: Cache | None = None
     # In cross-attention (batch, key, hidden), an encoder's tokens; empty if the cache has their keys and values
@@ -134,8 +134,7 @@ class AttentionPart(nn.Module):
 
     state_size = 0  # numbers that it keeps in the cache for each token and group of keys
     needs_exact_output = False  # whether `change_output` must get outputs in float32, but for flash attention
-    # How `nlq convert` adds it to a trained layer without changing the outputs: `"zero"` sets its parameters to 0, any
-    # other text is the reason why it cannot
+    # How `nlq convert` adds it without changing outputs: `"zero"` sets its parameters to 0, or why it cannot
     start = "it has no start without effect"
 
     def __init__(self, config, layer_idx: int):
@@ -301,7 +300,7 @@ class AttentionPart(nn.Module):
     def change_weights(self, call, weights: Tensor, own_columns: Tensor, key: Tensor) -> Tensor:
         """Changes the weights `(batch, heads, query, key)` of some queries; of `call` it reads `layer` alone.
 
-        `own_columns` `(batch, heads, query, ...)` is what `change_cached_qkv` put after the queries' columns.
+        `own_columns` are what `change_cached_qkv` put after the queries' columns.
         """
 
     def change_returned_weights(self, call, weights: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def check_model(folder: Path, is_own: bool) -> dict[str, bool]:
 
 
 def check_folders(folders: list[str], own: str) -> list[dict[str, bool]]:
-    """Returns the checks of all models in each folder; all of them for the release's own folder."""
+    """Returns the checks of all models in each folder; `own` has all of them."""
     found = []
     for folder in folders:
         checks = {name: check_model(Path(folder, name), folder == own) for name in CONFIGURATIONS}

@@ -40,8 +40,8 @@ struct Call {
   States gradient, query_gradient, key_gradient, value_gradient;
 };
 
-// Each size of matrices has a kernel of its own, up to 200 KiB of code, which is kept. So tiles begin and end at multiples of
-// STEP, and have rows and columns of 0 after the last query or key. A tile itself is smaller than STEP in tests only
+// Each size of matrices has a kernel of its own, up to 200 KiB of code. So tiles begin and end at multiples of STEP, and have
+// rows and columns of 0 after the last query or key. A tile itself is smaller than STEP in tests only
 Index round_down(Index size) { return size / STEP * STEP; }
 Index round_up(Index size, Index tile) { return std::min((size + STEP - 1) / STEP * STEP, tile); }
 Index tiles(Index length, Index tile) { return (length + tile - 1) / tile; }
@@ -220,7 +220,7 @@ void copy(const T* in, Index row_in, Index rows, Index columns, T* out, Index ro
   std::fill(out + rows * columns, out + rows_out * columns, T(0));
 }
 
-// The same as `multiply` takes B: in bfloat16, pairs of rows lie next to each other
+// The same as `multiply` takes B: pairs of rows of bfloat16 lie next to each other
 void pack(const float* in, Index row_in, Index rows, Index columns, float* out, Index rows_out) {
   copy(in, row_in, rows, columns, out, rows_out);
 }
@@ -285,7 +285,7 @@ struct Mask {
   }
 };
 
-// The part of a tile that queries see, or that sees keys: it begins and ends at multiples of STEP, also after the last of all
+// The part of a tile that queries see, or that sees keys, between multiples of STEP
 struct Part {
   Index first, size;
   Part(Index tile_first, Index tile, Index first_seen, Index last_seen)
@@ -316,7 +316,7 @@ void forward(const Call& call) {
     Buffer<float> scores(m * n), sums(m * width), totals(m), biases(m);
     Buffer<T> query_rows(m * width), half_weights(is_half ? m * n : 0);
     T* weights = is_half ? half_weights.data : reinterpret_cast<T*>(scores.data);
-    // The last queries see the most keys. They come first, so that no thread is left with much work in the end
+    // The last queries see the most keys, and come first, so that no thread is left with much work
 #pragma omp for schedule(dynamic)
     for (Index unit = 0; unit < heads * query_tiles; unit++) {
       const Index batch = unit % heads / call.heads, head = unit % heads % call.heads;
@@ -506,7 +506,7 @@ void backward(const Call& call) {
   }
 }
 
-// The arguments that both passes share. `kept` holds tensors that live as long as the call
+// The arguments of both passes. `kept` holds tensors as long as the call
 struct Arguments {
   Call call{};
   std::vector<Tensor> kept;

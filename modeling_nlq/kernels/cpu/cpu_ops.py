@@ -1,6 +1,5 @@
 """The C++ operators as a backend of attention and as kernels of operations, and which calls each supports."""
 
-import functools
 import threading
 
 import torch
@@ -35,19 +34,14 @@ _lock = threading.Lock()
 
 
 def _load() -> bool:
-    with _lock:  # `functools.cache` alone would register them twice when two threads begin
-        return _load_once()
-
-
-@functools.cache
-def _load_once() -> bool:
-    if hasattr(operators, "attention"):  # by an earlier import of this package
+    with _lock:  # two threads may begin
+        if hasattr(operators, "attention"):  # perhaps by an earlier import of this package
+            return True
+        if not load(NAMESPACE):
+            return False
+        for operator, fake in FAKES.items():
+            torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
         return True
-    if not load(NAMESPACE):
-        return False
-    for operator, fake in FAKES.items():
-        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
-    return True
 
 
 @torch.compiler.assume_constant_result
@@ -101,7 +95,7 @@ def attention_forward(
     )
     if not is_supported:
         if module.config._attn_implementation == AUTOMATIC:
-            # The choice looked at the embeddings; this layer is on another device, or its cache has another dtype
+            # Unlike the embeddings, this layer is on another device, or its cache has another dtype
             other = tiled_attention_forward if module.activation.is_elementwise else eager_attention_forward
             return other(module, *states, attention_mask, scaling, dropout)[0], None
         raise ValueError(
