@@ -87,7 +87,7 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
         counted = 2 * count(4) - count(8) - per_layer  # and with the sum of the keys, which normalises
     if config.differential_attention == "v1":  # whose keys have as many zeros as elements
         counted -= context * per_layer
-    # Products of elements, which PyTorch does not count
+    # Elementwise products, which PyTorch does not count
     counted += sum(2 * weight.numel() for name, weight in model.named_parameters() if "convolutions" in name)
     assert measure(config).flops_per_token == 3 * counted
 

@@ -249,7 +249,7 @@ def layer_for(layout, activation, normalization=None, **options):
 
 
 def random_factors(output):
-    """A gradient of the output, the same in every precision and on every device."""
+    """A gradient of the output, the same in every precision and device."""
     generator = torch.Generator().manual_seed(100)
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(output)
 

@@ -39,7 +39,7 @@ _FLAGS = (
 
 
 def instructions() -> str:
-    """Returns the vector instructions of PyTorch on this CPU, such as `"AVX512"`."""
+    """Returns PyTorch's vector instructions on this CPU, such as `"AVX512"`."""
     return torch.backends.cpu.get_cpu_capability()
 
 

@@ -168,5 +168,5 @@ def _new_gradients(gradient, query, key, value, *others):
     return tuple(states.new_empty(states.shape) for states in (query, key, value))
 
 
-# Functions that make the empty results of the operators that enter a compiled graph
+# They make the empty results of operators in a compiled graph
 FAKES = {"attention": _new_attention, "attention_backward": _new_gradients}
