@@ -35,7 +35,7 @@ _lock = threading.Lock()
 
 def _load() -> bool:
     with _lock:  # two threads may begin
-        if hasattr(operators, "attention"):  # perhaps by an earlier import of this package
+        if hasattr(operators, "loss"):  # perhaps by an earlier import of this package
             return True
         if not load(NAMESPACE):
             return False
