@@ -9,7 +9,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Literal
 
@@ -39,8 +39,8 @@ class AttentionActivation:
     source: str = ""
     subtract_log_count: bool = False  # whether the scores lose `log n` when the normaliser is `"none"`
     is_homogeneous: bool = False  # whether `phi(c s) = c^k phi(s)` for all `c > 0`: `"sum"` cancels such a factor
-    # If `"elementwise"`, a weight depends on its score and the normaliser alone. A `"simplex"` function projects the
-    # scores of a query, a `"row"` function also takes a mask of visible keys (or `None`), and `"linear"` has no scores
+    # An `"elementwise"` weight depends on its score and the normaliser alone. `"simplex"` projects a query's scores, a
+    # `"row"` function also takes a mask of visible keys (or `None`), and `"linear"` has no scores
     kind: Literal["elementwise", "softmax", "simplex", "row", "linear"] = "elementwise"
     sees_own_key: bool = True  # whether a query sees the key of its own token
 
@@ -122,16 +122,16 @@ def _no_scores(scores) -> Tensor:
 
 _BUILT_IN = (
     AttentionActivation(
-        name="softmax",
-        function=torch.exp,
+        "softmax",
+        torch.exp,
         derivative=lambda scores, weights: weights,
         formula="exp(s)",
         source="Vaswani et al. 2017, arXiv 1706.03762",
         kind="softmax",
     ),
     AttentionActivation(
-        name="sigmoid",
-        function=torch.sigmoid,
+        "sigmoid",
+        torch.sigmoid,
         # w - w^2, in one pass
         derivative=lambda scores, weights: torch.addcmul(weights, weights, weights, value=-1),
         normalization="none",
@@ -140,8 +140,8 @@ _BUILT_IN = (
         subtract_log_count=True,
     ),
     AttentionActivation(
-        name="relu",
-        function=torch.relu,
+        "relu",
+        torch.relu,
         derivative=lambda scores, weights: weights.sign(),
         normalization="length",
         formula="max(s, 0)",
@@ -149,8 +149,8 @@ _BUILT_IN = (
         is_homogeneous=True,
     ),
     AttentionActivation(
-        name="relu_squared",
-        function=lambda scores: torch.relu(scores).square(),
+        "relu_squared",
+        lambda scores: torch.relu(scores).square(),
         derivative=lambda scores, weights: 2 * torch.relu(scores),
         normalization="length",
         formula="max(s, 0)^2",
@@ -158,23 +158,23 @@ _BUILT_IN = (
         is_homogeneous=True,
     ),
     AttentionActivation(
-        name="squared",
-        function=torch.square,
+        "squared",
+        torch.square,
         derivative=lambda scores, weights: 2 * scores,
         formula="s^2",
         source="p_i^2 / sum_j p_j^2: another map onto the simplex",
         is_homogeneous=True,
     ),
     AttentionActivation(
-        name="softplus",
-        function=F.softplus,
+        "softplus",
+        F.softplus,
         derivative=lambda scores, weights: torch.sigmoid(scores),
         formula="log(1 + exp(s))",
         source="a smooth map onto the simplex",
     ),
     AttentionActivation(
-        name="tanh",
-        function=torch.tanh,
+        "tanh",
+        torch.tanh,
         derivative=lambda scores, weights: 1 - weights.square(),
         normalization="length",
         non_negative=False,
@@ -182,8 +182,8 @@ _BUILT_IN = (
         source="bounded, but neither positive nor summing to one",
     ),
     AttentionActivation(
-        name="identity",
-        function=lambda scores: scores,
+        "identity",
+        lambda scores: scores,
         derivative=lambda scores, weights: torch.ones_like(scores),
         normalization="length",
         non_negative=False,
@@ -191,29 +191,29 @@ _BUILT_IN = (
         source="no activation at all",
     ),
     AttentionActivation(
-        name="sparsemax",
-        function=functools.partial(_project_onto_simplex, "sparsemax"),
+        "sparsemax",
+        functools.partial(_project_onto_simplex, "sparsemax"),
         formula="max(s - tau, 0), where tau makes the sum 1",
         source="Martins and Astudillo 2016, arXiv 1602.02068",
         kind="simplex",
     ),
     AttentionActivation(
-        name="entmax15",
-        function=functools.partial(_project_onto_simplex, "entmax15"),
+        "entmax15",
+        functools.partial(_project_onto_simplex, "entmax15"),
         formula="max(s/2 - tau, 0)^2, where tau makes the sum 1",
         source="Peters et al. 2019, arXiv 1905.05702",
         kind="simplex",
     ),
     AttentionActivation(
-        name="softpick",
-        function=_softpick,
+        "softpick",
+        _softpick,
         formula="relu(exp(s) - 1) / sum |exp(s) - 1|",
         source="Zuhri et al. 2025, arXiv 2504.20966, without an epsilon",
         kind="row",
     ),
     AttentionActivation(
-        name="stick_breaking",
-        function=_stick_breaking,
+        "stick_breaking",
+        _stick_breaking,
         normalization="none",
         formula="sigmoid(s_j) prod_{j < k < i} (1 - sigmoid(s_k)), of earlier keys alone",
         source="Tan et al. 2024, arXiv 2410.17980",
@@ -221,8 +221,8 @@ _BUILT_IN = (
         sees_own_key=False,
     ),
     AttentionActivation(
-        name="linear_attention",
-        function=_no_scores,
+        "linear_attention",
+        _no_scores,
         formula="psi(c q) . psi(k), psi(x) = elu(x) + 1",
         source="Katharopoulos et al. 2020, arXiv 2006.16236",
         kind="linear",
@@ -246,7 +246,6 @@ LIBRARY_ACTIVATIONS = {
 
 # Name -> keyword arguments of `AttentionActivation`, which the copies of this file in remote code share
 _SHARED = sys.modules.setdefault("nlq_attention_activations", ModuleType("nlq_attention_activations"))
-_FIELDS = tuple(field.name for field in fields(AttentionActivation))
 _REGISTERED: dict[str, dict] = vars(_SHARED).setdefault("registered", {})
 
 
@@ -265,14 +264,14 @@ def register_attention_activation(
     source: str = "",
     exist_ok: bool = False,
 ) -> None:
-    """Adds an attention activation. Every model in this process can then use its name, downloaded models included.
+    """Adds an attention activation, whose name every model in this process can then use, downloaded models too.
 
-    A saved model contains the name only: register the function again before you load it in another process.
+    A saved model has the name only: register the function again before you load it in another process.
 
     Args:
         function: `phi`, maps scores of any shape to a new tensor of the same shape, element by element, and has no
-            parameters, because nothing would train them.
-        exist_ok: replace an activation that was registered under this name, also in existing models.
+            parameters.
+        exist_ok: replace an activation of this name, also in existing models.
 
     Raises `ValueError` if the name is taken, or the function contradicts the other arguments.
     """
@@ -289,7 +288,7 @@ def register_attention_activation(
 
     row = AttentionActivation(name, function, derivative, normalization, non_negative, formula, source)
     _check_function(row)
-    _REGISTERED[name] = {field: getattr(row, field) for field in _FIELDS}
+    _REGISTERED[name] = dict(vars(row))
 
 
 def _check_function(row):
@@ -322,15 +321,15 @@ def get_attention_activation(name: str) -> AttentionActivation:
     if name in ATTENTION_ACTIVATIONS:
         return ATTENTION_ACTIVATIONS[name]
     if name in _REGISTERED:
-        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in _FIELDS})
+        known = AttentionActivation.__dataclass_fields__
+        return AttentionActivation(**{key: value for key, value in _REGISTERED[name].items() if key in known})
     if name in LIBRARY_ACTIVATIONS:
         return LIBRARY_ACTIVATIONS[name]
     choices = (*ATTENTION_ACTIVATIONS, *_REGISTERED, *LIBRARY_ACTIVATIONS)
-    longer = [choice for choice in choices if choice.startswith(f"{name}_")]  # "linear" means "linear_attention"
-    suggestion = did_you_mean(name, longer or choices, cutoff=0.5 if longer else 0.6)
+    suggestion = did_you_mean(name, choices, cutoff=0.5)  # "linear" means "linear_attention"
     raise ValueError(
-        f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or, if it is one "
-        f"of your own, call register_attention_activation({name!r}, function) first"
+        f"attention_activation={name!r} is unknown; {suggestion}choose one of {', '.join(choices)}, or call "
+        f"register_attention_activation({name!r}, function) first"
     )
 
 

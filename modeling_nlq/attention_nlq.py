@@ -2,8 +2,6 @@
 
 They are the backends `eager`, the reference, `nlq_rows`, which is `eager` for some queries at a time, and
 `flex_attention`. The `activation`, `normalization` and `sink` of the layer `module` say how scores become weights.
-
-Shapes: batch, heads, query (positions of this call), key (cached positions plus those of this call), head_dim.
 """
 
 import math
@@ -40,8 +38,7 @@ def attention_weights(
 ) -> Tensor:
     """Turns scores into attention weights by any activation, in at least float32.
 
-    A query that sees no key, or whose sum of weights is below `zero_limit`, gets weights 0. Scores that overflow give
-    infinity or NaN.
+    A query that sees no key, or whose sum of weights is below `zero_limit`, gets weights 0.
 
     Args:
         scores: `(batch, heads, query, key)`, already scaled.
@@ -117,7 +114,7 @@ def scores_and_weights(
 ) -> tuple[Tensor, Tensor]:
     """Returns scores and weights, `(batch, heads, query, key)` each, changed by the parts of the layer.
 
-    A part has appended `columns` `(batch, heads, query, ...)` to the queries. Keys are repeated for their heads.
+    A part has appended `columns` to the queries. Keys are repeated for their heads.
     """
     changers, weighers = ((), ()) if call is None else map(call.layer.parts_with, ("change_scores", "change_weights"))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
@@ -149,7 +146,6 @@ def eager_attention_forward(
         query: `(batch, heads, query, head_dim)`.
         key, value: `(batch, key_value_heads, key, head_dim)`.
         attention_mask: a `Visibility` or a mask `(batch, 1 or heads, query, key)`; see `read_mask`.
-        score_bias: is added to the scores, after `scaling`.
         call: the call of the layer, if parts of it change scores or weights.
 
     Returns:
@@ -226,15 +222,13 @@ def flex_attention_with_log_forward(
     the sum of `phi`, which undoes the normaliser where a layer has another one (the idea of
     https://github.com/meta-pytorch/attention-gym). The mask is a `FlexMask` or a block mask.
 
-    Raises:
-        ValueError: without a mask, for what the CPU lacks, and if a caller's block mask does not tell a needed count.
+    Raises `ValueError` without a mask, for what the CPU lacks, and if a block mask does not tell a needed count.
     """
     if attention_mask is None:
         raise ValueError(f"attn_implementation='flex_attention' (layer {module.layer_idx}) needs a block mask")
     block_mask, visible_count = attention_mask if isinstance(attention_mask, FlexMask) else (attention_mask, None)
     activation, normalization = module.activation, module.normalization
-    if query.device.type == "cpu":
-        _check_flex_attention_on_cpu(module, query, key, value)
+    _check_flex_attention_on_cpu(module, query)
     if activation.name == "softmax" and module.sink is None and score_bias is None:
         output, _ = flex_attention_forward(module, query, key, value, block_mask, scaling=scaling, **kwargs)
         return output, None
@@ -288,14 +282,9 @@ def flex_attention_with_log_forward(
     return (output * factor[..., None]).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-def _check_flex_attention_on_cpu(module, *inputs):
-    refused = None
-    if module.attention_sink is not None or module.normalization != "sum":
-        refused = "a sink, or another normaliser than 'sum',"
-    elif torch.is_grad_enabled() and any(states.requires_grad for states in inputs):
-        refused = "gradients"
-    if refused is not None:
+def _check_flex_attention_on_cpu(module, query):
+    if query.device.type == "cpu" and (module.attention_sink is not None or module.normalization != "sum"):
         raise ValueError(
-            f"attn_implementation='flex_attention' cannot compute {refused} on the CPU (layer {module.layer_idx}); "
-            "use 'nlq' or 'eager'"
+            "attn_implementation='flex_attention' cannot compute a sink, or another normaliser than 'sum', on the CPU "
+            f"(layer {module.layer_idx}); use 'nlq' or 'eager'"
         )

@@ -185,7 +185,7 @@ _STATE = AttentionBackend(linear_attention, mask="state")
 def choose_implementation(config: NLQConfig, requested: str | None) -> str | None:
     """Returns the value of `attn_implementation` for a model; `None` leaves the choice to Transformers.
 
-    Raises `ValueError` for a backend that does not exist or cannot compute some layer.
+    Raises `ValueError` for a backend that is unknown or cannot compute a layer.
     """
     layers = _requests(config)
     requests = list(itertools.chain(*layers))
@@ -204,7 +204,7 @@ def choose_implementation(config: NLQConfig, requested: str | None) -> str | Non
 
 
 def choose_paged_implementation(config: NLQConfig) -> str:
-    """Returns the value of `attn_implementation` for continuous batching, from the value that is set.
+    """Returns the value of `attn_implementation` for continuous batching.
 
     Raises `ValueError` if a layer, or the backend that is set, cannot have a paged cache, or if windows differ.
     """
@@ -259,16 +259,14 @@ def request_of(layer: NLQConfig) -> AttentionRequest:
 def find_backend(implementation: str | None, layers: Sequence[int], request: AttentionRequest) -> str:
     """Returns the name of the backend that computes layers in one call, or `LINEAR_ATTENTION`.
 
-    A model that is exported or traced gets a portable backend. A backend that was requested by name refuses tensors
-    itself. Raises `ValueError` if it cannot compute the layers.
+    A model that is exported or traced gets a portable backend. Raises `ValueError` if the backend cannot compute the
+    layers; tensors it refuses itself.
     """
     numbers = ", ".join(map(str, layers))
     if request.activation.kind == "linear":
         if request.weights:
-            name = request.activation.name
-            raise ValueError(
-                f"output_attentions=True: attention_activation={name!r} (layer {numbers}) computes no weights"
-            )
+            name = f"attention_activation={request.activation.name!r}"
+            raise ValueError(f"output_attentions=True: {name} (layer {numbers}) computes no weights")
         return LINEAR_ATTENTION
     name = implementation or "eager"
     needs_portable = torch.compiler.is_exporting() or torch.jit.is_tracing()

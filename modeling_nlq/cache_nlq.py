@@ -39,7 +39,7 @@ class LinearState(NamedTuple):
 class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
     """The state of a linear attention layer in the cache; Transformers' own layer for that counts no tokens.
 
-    `max_cache_len` is the length of a static cache's masks. The state itself has no limit.
+    `max_cache_len` is the length of a static cache's masks.
     """
 
     _layer_type = LAYER_TYPE
@@ -49,7 +49,7 @@ class NLQLinearAttentionCacheLayer(LinearAttentionLayer, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
         # A dynamic cache stores the number of tokens as the length of an empty tensor, `(tokens, 0)`, which needs no
-        # waiting for a device, and which `torch.export` does not make a constant
+        # waiting for a device, and is no constant for `torch.export`
         self.seen_tokens: Tensor | None = None
         self.cumulative_length: Tensor | None = None  # `(1,)`, the number of tokens in a static cache
 
@@ -169,6 +169,14 @@ def keep_rows_together(layer: CacheLayerMixin) -> None:
     for replacement in (_FullLayer, _SlidingLayer):
         if type(layer) is replacement.__bases__[0]:
             layer.__class__ = replacement
+
+
+def cache_layer_with(method: str, cache: Cache, index: int, name: str) -> CacheLayerMixin:
+    """Returns a layer of a cache. Raises `ValueError` if it lacks the method that `name` needs."""
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if not hasattr(layer, method):
+        raise ValueError(f"{name} (layer {index}) needs a cache made by DynamicCache(config=model.config)")
+    return layer
 
 
 def cache_of_both(cache: Cache) -> EncoderDecoderCache:

@@ -111,9 +111,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
 
 @strict
 class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
-    r"""
-    The architecture of an NLQ model. The defaults are the shape of GPT-3 small with nonlinear queries, as in
-    [Beyond Linearity in Attention Projections](https://huggingface.co/papers/2603.13381).
+    """The architecture of an NLQ model. The defaults are GPT-3 small with nonlinear queries (arXiv 2603.13381).
 
     What is not listed here means the same as in `LlamaConfig`, or turns on a part of `ATTENTION_PARTS`, whose class
     explains the values. Functions are keys of Transformers' `ACT2FN`, and `None` for nothing.
@@ -121,16 +119,15 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
     Args:
         intermediate_size: by default `4 * hidden_size`.
         mlp_type: `"plain"`, `act(X W1) W2`, or `"gated"`, `(act(X W_gate) * X W_up) W_down` (arXiv 2002.05202).
-        max_position_embeddings: number of learned positions, in tokens.
+        max_position_embeddings: number of learned positions.
         position_embedding: `"learned"`, `"rope"` or `"none"`. Layers may differ in the last two.
-        rope_parameters: as in Transformers; rope type `default`, `linear`, `yarn`, `llama3` or `proportional`. With a
-            `partial_rotary_factor` only that part of each head is rotated.
-        sliding_window: how many tokens a query sees, itself and those before it; by default all.
+        rope_parameters: as in Transformers; rope type `default`, `linear`, `yarn`, `llama3` or `proportional`.
+        sliding_window: how many tokens a query sees, itself included; by default all.
         use_bias: biases in linear layers and LayerNorms.
         query_key_value_bias, attention_output_bias, mlp_bias: biases of these layers; by default as `use_bias`.
         norm_type: `"layernorm"`, or `"rmsnorm"` (arXiv 1910.07467), which has no bias.
         norm_gain: whether norms have learned gains (and LayerNorms with `use_bias` biases).
-        embedding_norm: a norm of the embeddings, before the first block.
+        embedding_norm: a norm of the embeddings.
         final_logit_softcapping: logits `c tanh(logits / c)`.
         initializer_range: standard deviation of the initial weights, divided by `sqrt(2 * num_hidden_layers)` in the
             last matrices of sub-layers.
@@ -138,28 +135,26 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         norm_position: `"pre"`, `x = r(x + F(a(norm(x))))`; `"post"`, `x = r(norm(x + F(a(x))))`; `"output"`,
             `x = r(x + norm(F(a(x))))`; or `"sandwich"`, `x = r(x + norm(F(a(norm(x)))))`. `F` is attention or MLP. All
             but `"post"` have a final norm.
-        parallel_residual: whether all sub-layers read the same `x`, and all outputs are added to it.
+        parallel_residual: whether all sub-layers read the same `x`.
         sublayer_activation, residual_activation: the functions `a` and `r`.
         query_projection: `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`; `"nonlinear"`, `X + f(X)`;
             `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
         key_projection, value_projection: the same for the keys and for the values.
-        projection_bottleneck_size, projection_activation: inner width, by default `hidden_size // 2`, and activation
-            of `f`.
+        projection_bottleneck_size, projection_activation: width, by default `hidden_size // 2`, and activation of `f`.
         attention_activation: the function `phi` of the scores, a key of `ATTENTION_ACTIVATIONS` or of `ACT2FN`.
         attention_normalization: `"sum"`, `"length"` or `"none"`; by default the activation's.
-        attention_scaling: factor of the scores; by default `1 / sqrt(head_dim)`, and half of that if queries contain
-            `X`.
+        attention_scaling: factor of the scores; by default `1 / sqrt(head_dim)`, halved if queries contain `X`.
         linear_attention_decay: `"fixed"`, RetNet's rate for each key and value head, or `"learned"`, a trained rate.
         attention_parts: names of parts of your own; see `load_attention_parts`.
-        attention_parts_code: a hash of the code of each; by default of the latest.
+        attention_parts_code: a hash of the code of each; by default the latest.
         add_cross_attention: whether each layer also attends to the tokens of an encoder, before its MLP.
-        cross_attention: switches that differ there; `False` for a layer without it.
+        cross_attention: switches that differ there; `False` for none of it.
         cross_attention_hidden_size: width of the encoder's tokens; by default `hidden_size`.
         cross_attention_max_positions: the most tokens of the encoder; by default `max_position_embeddings`.
         is_causal: `False` makes an encoder: a token sees its whole document, or with a `sliding_window` that many
             tokens on each side.
-        classifier_pooling: what `NLQForSequenceClassification` reads: the `"last"` token, the `"first"`, or the
-            `"mean"` of all; by default `"last"`, and `"mean"` in an encoder.
+        classifier_pooling: the token that `NLQForSequenceClassification` reads: `"last"`, `"first"`, or the `"mean"`
+            of all; by default `"last"`, and `"mean"` in an encoder.
     """
 
     model_type = "nlq"
@@ -228,9 +223,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         self.check_names(kwargs, is_saved=kwargs.pop("nlq_version", None) is not None)
         if (overrides := kwargs.get("per_layer_config")) is not None:
             if not isinstance(overrides, dict) or not all(isinstance(layer, dict) for layer in overrides.values()):
-                raise ValueError(
-                    f"per_layer_config={overrides!r} must map layer numbers to the switches that differ there"
-                )
+                raise ValueError(f"per_layer_config={overrides!r} must map layer numbers to switches")
             _check_per_layer_switches(overrides)
 
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
@@ -241,7 +234,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         width, heads = self.hidden_size, self.num_attention_heads
         if self.head_dim is None and width % heads:
             raise ValueError(
-                f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or head_dim be given"
+                f"hidden_size={width} must be a multiple of num_attention_heads={heads}; or give head_dim"
             )
         defaults = {
             "num_key_value_heads": heads,
@@ -268,7 +261,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     @property
     def distinct_layers(self) -> Sequence["NLQConfig"]:
-        """The configurations of the layers, or one if all are the same: reading one takes long."""
+        """The layers' configurations, or one if all are the same: reading one takes long."""
         return self.per_layer_config if self.is_heterogeneous else [self]
 
     @property
@@ -299,7 +292,6 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     @property
     def most_visible_keys(self) -> int:
-        """The number of keys that a query sees at most."""
         length = (self.is_cross_attention and self.cross_attention_max_positions) or self.max_position_embeddings
         if self.sliding_window is None:
             return length
@@ -335,7 +327,6 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     @property
     def has_learned_positions(self) -> bool:
-        """Whether positions are learned, which limits the length."""
         return any(layer.position_embedding == "learned" for layer in self.distinct_layers)
 
     @property
@@ -380,7 +371,6 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     @property
     def score_scaling(self) -> float:
-        """The factor of the layer's scores."""
         if self.attention_scaling is not None:
             return float(self.attention_scaling)
         if self.qk_norm == "l2":
@@ -418,7 +408,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     def validate_functions(self):
         for name in ("hidden_act", "sublayer_activation", "residual_activation"):
-            _check_function(self, name, is_optional=name != "hidden_act")
+            _check_function(self, name)
 
     def validate_layers(self):
         for index, layer in enumerate(self.distinct_layers):
@@ -440,9 +430,9 @@ def _check_positive(config, name):
         raise ValueError(f"{name}={size} must be a positive integer")
 
 
-def _check_function(config, name, is_optional):
+def _check_function(config, name):
     value = getattr(config, name)
-    if value not in FUNCTIONS and not (value is None and is_optional):
+    if value not in FUNCTIONS and (value is not None or getattr(NLQConfig, name) is not None):
         hint = "" if value is None else f"is unknown; {did_you_mean(value, FUNCTIONS)}"
         raise ValueError(f"{name}={value!r} {hint or 'must be '}one of {', '.join(FUNCTIONS)}")
 
@@ -463,21 +453,17 @@ def _check_layer(layer):
         raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size} must be at least 1")
     if layer.sliding_window is not None and layer.sliding_window < 2:  # Transformers' cache takes no 1
         raise ValueError(f"sliding_window={layer.sliding_window} must be at least 2 tokens, or None")
-    _check_function(layer, "projection_activation", is_optional=False)
-    _check_function(layer, "attention_output_activation", is_optional=True)
+    _check_function(layer, "projection_activation")
+    _check_function(layer, "attention_output_activation")
 
     activation = layer.activation  # raises for an unknown name
     normalization = layer.attention_normalization
     if not activation.is_elementwise and normalization not in (None, activation.normalization):
-        raise ValueError(
-            f"attention_normalization={normalization!r}: {activation.name} has the normaliser "
-            f"{activation.normalization!r} only"
-        )
+        only = f"{activation.name} has the normaliser {activation.normalization!r} only"
+        raise ValueError(f"attention_normalization={normalization!r}: {only}")
     if normalization == "sum" and not activation.non_negative:
-        raise ValueError(
-            f"attention_normalization='sum' needs weights that are never negative, unlike {activation.name!r}; use "
-            "'length' or 'none'"
-        )
+        needs = f"needs weights that are never negative, unlike {activation.name!r}"
+        raise ValueError(f"attention_normalization='sum' {needs}; use 'length' or 'none'")
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         decay = layer.linear_attention_decay
         raise ValueError(f"linear_attention_decay={decay!r} needs 'linear_attention', not {activation.name!r}")
@@ -493,8 +479,8 @@ def _check_layer(layer):
     }
     if not layer.is_causal and (names := [name for name, needs in needs_order.items() if needs]):
         values = ", ".join(f"{name}={getattr(layer, name)!r}" if hasattr(layer, name) else name for name in names)
-        reason = "is_causal=False has none; use is_causal=True"
-        reason = "those of an encoder have none" if layer.is_cross_attention else reason
+        of_decoder = "those of an encoder have none"
+        reason = of_decoder if layer.is_cross_attention else "is_causal=False has none; use is_causal=True"
         raise ValueError(f"{values} needs an order of the tokens, and {reason}")
     for part in parts:
         if part.activations and activation.name not in part.activations:
@@ -514,7 +500,7 @@ def _check_layer(layer):
 def _check_cross_attention(layer):
     overrides = layer.cross_attention
     if overrides is True:
-        raise ValueError("cross_attention=True must be the switches that differ there, False, or None")
+        raise ValueError("cross_attention=True must be the switches that differ, False, or None")
     if not layer.add_cross_attention:
         for name in ("cross_attention", "cross_attention_hidden_size", "cross_attention_max_positions"):
             if getattr(layer, name) is not None:
@@ -546,7 +532,7 @@ add_to_package(__name__)
 
 
 # `transformers serve` loads a model by `getattr(transformers, config.architectures[0])`, so there the name means the
-# Auto class, also in second module objects of Transformers. MLflow must not see it, and take it for built in.
+# Auto class. MLflow must not see it, and take it for built in.
 def _served_class(module) -> type:
     if "transformers.cli.serve" in sys.modules:
         return AutoModelForCausalLM

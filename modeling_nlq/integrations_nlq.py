@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.nn.functional as F
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -43,10 +43,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raises `ValueError` for an object that `forward` does not name, such as a mask that Transformers renamed."""
     for name, value in arguments.items():
         if name not in KNOWN_ARGUMENTS and not isinstance(value, (bool, int, float, str, type(None))):
-            raise ValueError(
-                f"{name}: NLQ models do not know this argument, a {type(value).__name__}; leave it out, or see "
-                "docs/versions.md"
-            )
+            kind = type(value).__name__
+            raise ValueError(f"{name}: NLQ models do not know this argument, a {kind}; see docs/versions.md")
 
 
 # Queries and values, as for Llama
@@ -89,17 +87,6 @@ class NLQIntegrationMixin:
     _skip_keys_device_placement = ["cache", "past_key_values"]
     _supports_sdpa = _supports_flex_attn = _supports_attention_backend = True
     _can_compile_fullgraph = True
-
-    @staticmethod
-    def _finalize_model_loading(model, load_config, loading_info):
-        # diff with PreTrainedModel: the error names the weight
-        if loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes:
-            name, saved, configured = min(loading_info.mismatched_keys)
-            raise RuntimeError(
-                f"{name} has the shape {tuple(saved)} in the file, and {tuple(configured)} by the configuration; "
-                "leave sizes as they are, or pass ignore_mismatched_sizes=True"
-            )
-        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     @classmethod
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):

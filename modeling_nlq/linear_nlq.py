@@ -36,7 +36,7 @@ SEGMENT_SIZE = 2048
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates the first elements of heads `(batch, heads, length, head_dim)`, as many as `cos` and `sin` have."""
+    """Rotates the first elements of heads, as many as `cos` and `sin` have."""
     rotation = rotate_whole if cos.shape[-1] == query.shape[-1] else rotate_part
     return rotation(query, key, cos, sin)
 
@@ -102,8 +102,8 @@ def parallel_form(inputs, is_causal=True) -> Tensor:
 def chunked_form(inputs, state=None, chunk_size=CHUNK_SIZE) -> tuple[Tensor, LinearState]:
     """Returns `(b, g, r, n, d)`, from the pairs within a chunk and the state before it, and the last state.
 
-    Decay is counted from the end of a chunk or of the state, so no factor is above 1. Without a `chunk_size`, all
-    tokens are one chunk, for exported programs of any length.
+    Decay is counted from the end of a chunk or of the state, so no factor is above 1. Without a `chunk_size` all
+    tokens are one chunk.
     """
     *sums, state = _chunked_sums(inputs, state, chunk_size)
     return divide(*sums), state
@@ -238,19 +238,17 @@ def _pairs(inputs, is_causal=True) -> Tensor:
 
 def _chunked(inputs, chunk_size) -> LinearInputs:
     """Cuts the length into chunks, `(..., n, d)` -> `(..., chunks, c, d)`, and fills up with padding."""
-    missing = 0 if chunk_size is None else -inputs.query.shape[-2] % chunk_size
+    length = inputs.query.shape[-2]
+    missing = 0 if chunk_size is None else -length % chunk_size
+    size = length if chunk_size is None else chunk_size
 
     def cut(states) -> Tensor:
-        if chunk_size is None:
-            return states.unsqueeze(-3)
-        return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, chunk_size))
+        return F.pad(states, (0, 0, 0, missing)).unflatten(-2, (-1, size))
 
     def cut_row(row) -> Tensor:
-        if chunk_size is None:
-            return row.unsqueeze(-2)
         # Padding repeats the last token's number
         row = torch.cat([row, row[:, -1:].expand(-1, missing)], dim=-1) if missing else row
-        return row.unflatten(-1, (-1, chunk_size))
+        return row.unflatten(-1, (-1, size))
 
     query, key = cut(inputs.query), cut(inputs.key)
     is_rotated = inputs.rotated_query is not inputs.query
@@ -282,7 +280,7 @@ def linear_attention(
         visibility: padding and packed documents, or `None`.
         log_decay: `(key_value_heads,)`.
         form: `"chunked"`, or `"parallel"`, which neither takes nor returns a state.
-        is_causal: no token sees a later one. Otherwise there is neither a state nor a decay.
+        is_causal: if false, there is neither a state nor a decay.
 
     Returns:
         The output `(batch, query, heads, head_dim)`, and the state after these tokens.
@@ -304,15 +302,9 @@ def linear_attention(
             is_valid = torch.ones(batch, length, dtype=torch.bool, device=query.device)
         else:
             is_valid = visibility.key_is_valid[:, end[0] if is_causal else slice(None)].expand(batch, -1)
-    if not is_causal:
-        with maybe_autocast(query.device.type, enabled=False):
-            inputs = _make_inputs(query, key, value, count, is_valid, query_scaling, start, None, position_embeddings)
-            end = None if end is None else end.expand(batch, -1)
-            output = parallel_form(inputs, is_causal) if form == "parallel" else bidirectional_form(inputs, end)
-        return output.flatten(1, 2).transpose(1, 2).to(dtype), None
     # A loop over segments or chunks would fix the length of an exported program
     is_exporting = torch.compiler.is_exporting()
-    size = None if form == "parallel" or is_exporting else SEGMENT_SIZE
+    size = None if form == "parallel" or is_exporting or not is_causal else SEGMENT_SIZE
 
     def split(states, dim) -> Iterable[Tensor | None]:
         if states is None:
@@ -333,7 +325,9 @@ def linear_attention(
             embeddings = None if cos is None else (cos, sin)
             inputs = _make_inputs(*states, query_scaling, document_start, log_decay, embeddings)
             if form == "parallel":
-                output = parallel_form(inputs)
+                output = parallel_form(inputs, is_causal)
+            elif not is_causal:
+                output = bidirectional_form(inputs, None if end is None else end.expand(batch, -1))
             elif length == 1:
                 output, state = recurrent_step(inputs, 0, state)
                 output = output.unsqueeze(-2)

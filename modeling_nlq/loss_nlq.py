@@ -1,7 +1,7 @@
 """The next-token loss on the CPU, a few rows at a time.
 
-PyTorch's cross-entropy writes three more tensors of the logits' size, of which only the gradient is needed. It is
-computed with the loss, in slices that fit in the cache.
+PyTorch's cross-entropy writes three more tensors of the logits' size. Here the gradient is computed with the loss, in
+slices that fit in the cache.
 """
 
 import torch

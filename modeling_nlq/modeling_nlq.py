@@ -42,7 +42,7 @@ from .backends_nlq import (
     make_layer_masks,
     supports_flash_attention,
 )
-from .cache_nlq import CACHE_NAME, LinearState, cache_of_both
+from .cache_nlq import CACHE_NAME, LinearState, cache_layer_with, cache_of_both
 from .configuration_nlq import AUTOMATIC, PROJECTIONS, NLQConfig
 from .integrations_nlq import (
     NLQGenerationMixin,
@@ -125,7 +125,7 @@ def make_norm(config: NLQConfig) -> nn.Module:
 
 
 class NLQBottleneck(nn.Module):
-    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)`, `W1: d x r`, `W2: r x output` (Karbevski 2026, arXiv 2603.13381)."""
+    """`f(X) = LayerNorm(act(RMSNorm(X) W1) W2)` (Karbevski 2026, arXiv 2603.13381)."""
 
     def __init__(self, layer: NLQConfig, input_size: int, output_size: int, starts_at_zero: bool):
         super().__init__()
@@ -244,7 +244,7 @@ class NLQAttention(nn.Module):
         return [self.parts[name] for name in names] if names else ()
 
     def attention_request(self, *of_call) -> AttentionRequest:
-        """Returns what this layer needs in a call; `of_call` are the fields after `dropout`."""
+        """Returns what this layer requests; `of_call` are the fields after `dropout`."""
         dropout = self.attention_dropout if self.training else 0.0
         parts = (self.has_score_bias, self.materializes)
         return AttentionRequest(self.activation, self.attention_sink, *parts, dropout, *of_call)
@@ -315,9 +315,9 @@ class NLQAttention(nn.Module):
     def prepare(
         self, call, position_embeddings=None, arguments=None
     ) -> tuple[Tensor, Tensor, Tensor, ScoreBias | None]:
-        """Returns query `(batch, heads, query, head_dim)`, key and value of all tokens, and a bias of the scores.
+        """Returns query, key and value of all tokens, and a bias of the scores, and adds new tokens to the cache.
 
-        Adds the new tokens to the cache of the call. A paged cache changes the `arguments` of flash attention.
+        A paged cache changes the `arguments` of flash attention.
         """
         query, key, value = self.project(call, position_embeddings)
         stateful_parts = self.parts_with("token_state")
@@ -339,8 +339,7 @@ class NLQAttention(nn.Module):
             part_bias = ScoreBias(*(term.expand(query.shape[0], -1, -1) for term in part_bias))
             bias = part_bias if bias is None else ScoreBias(bias.query + part_bias.query, bias.key + part_bias.key)
         for part in self.parts_with("change_cached_qkv"):
-            attended = (query, key, value)
-            query, key, value = part("change_cached_qkv", call, *attended)
+            query, key, value = part("change_cached_qkv", call, query, key, value)
         return query, key, value, bias
 
     def update_cache(self, cache, key, value, arguments) -> tuple[Tensor, Tensor]:
@@ -349,7 +348,7 @@ class NLQAttention(nn.Module):
         return cache.update(key, value, self.layer_idx, **more)
 
     def attend(self, call, position_embeddings, name, mask, kwargs) -> tuple[Tensor, Tensor | None]:
-        """Returns outputs `(batch, query, heads, head_dim)`, and weights if the backend `name` returns them."""
+        """Returns outputs `(batch, query, heads, head_dim)`, and weights or `None`."""
         *states, bias = self.prepare(call, position_embeddings, kwargs)
         if bias is not None:
             kwargs["score_bias"] = bias
@@ -367,10 +366,8 @@ class NLQAttention(nn.Module):
         if sliding_window and not self.is_causal:
             sliding_window += 1  # flash attention counts the token itself
 
-        dropout = self.attention_dropout if self.training else 0.0
-        return attention_interface(
-            self, *states, mask, dropout=dropout, scaling=self.scaling, sliding_window=sliding_window, **kwargs
-        )
+        kwargs["dropout"] = self.attention_dropout if self.training else 0.0
+        return attention_interface(self, *states, mask, scaling=self.scaling, sliding_window=sliding_window, **kwargs)
 
     def change_mlp(self, hook, call, *states) -> tuple[Tensor, ...]:
         for part in self.parts_with(hook):
@@ -409,15 +406,10 @@ class NLQLinearAttention(NLQAttention):
     def attend(self, call, position_embeddings, name, mask, kwargs):
         length = call.hidden_states.shape[1]
         query, key, value = self.project(call)  # rotary positions come after the feature map
-        cache = call.cache
         cache_layer = state = None
-        if cache is not None:
-            cache_layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-            if not hasattr(cache_layer, "get_state"):
-                raise ValueError(
-                    f"attention_activation='linear_attention' (layer {self.layer_idx}) needs a cache that stores its "
-                    "state, as DynamicCache(config=model.config) does"
-                )
+        if (cache := call.cache) is not None:
+            name = "attention_activation='linear_attention'"
+            cache_layer = cache_layer_with("get_state", cache, self.layer_idx, name)
             state = cache_layer.get_state()
         elif mask is not None:
             mask.check(length, length)
@@ -488,10 +480,7 @@ class NLQLinearCrossAttention(NLQCrossAttention):
 
 
 class NLQDecoderLayer(GradientCheckpointingLayer):
-    """Attention, with `add_cross_attention` attention to an encoder's tokens, then MLP, each with a residual sum.
-
-    `norm_position` of `NLQConfig` has the formulas. With `parallel_residual` all sub-layers read the same `x`.
-    """
+    """Attention, perhaps attention to an encoder's tokens, and MLP, by the formulas of `norm_position`."""
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__()
@@ -545,9 +534,7 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         """
         # diff with Llama: reentrant checkpointing differentiates positional tensors only
         if isinstance(hidden_states, tuple):
-            raise ValueError(
-                "hidden_states: the first layer returns them and first_values; give each later layer these two"
-            )
+            raise ValueError("hidden_states: give each later layer the two results of the first")
         residual = hidden_states
         mlp_call = None
         if self.has_mlp_hooks:  # before the attention advances the cache
@@ -652,7 +639,7 @@ class NLQModelOutput(BaseModelOutputWithPastAndCrossAttentions):
 
 
 class NLQModel(NLQPreTrainedModel):
-    """Embeddings, blocks and, but for `norm_position="post"`, a final norm."""
+    """Embeddings, blocks and a final norm."""
 
     def __init__(self, config: NLQConfig):
         super().__init__(config)
@@ -698,7 +685,7 @@ class NLQModel(NLQPreTrainedModel):
             inputs_embeds: `(batch, query, hidden)`, instead of `input_ids`.
             use_cache: whether to make a cache; by default `config.use_cache`, and not in training.
             encoder_hidden_states: `(batch, source, cross_attention_hidden_size)`, with `config.add_cross_attention`.
-            encoder_attention_mask: `(batch, source)`, 0 for padding; or a mask `(batch, 1 or heads, query, source)`.
+            encoder_attention_mask: as `attention_mask`, of the source.
         """
         config = self.config
         is_causal = config.is_causal
@@ -840,16 +827,16 @@ class NLQLanguageModel(NLQPreTrainedModel):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return cap_logits(self.lm_head(hidden_states), self.config.final_logit_softcapping)
 
+    def compute_loss(self, logits, labels, **kwargs) -> Tensor | None:
+        if labels is None:
+            return None
+        return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
 
 class NLQForMaskedLM(NLQLanguageModel):
     """An encoder with a language-modelling head."""
 
     of_decoders = False
-
-    def generate(self, *args, **kwargs):
-        raise ValueError("is_causal=False: an encoder predicts masked tokens; to generate, use NLQForCausalLM")
-
-    generate_batch = init_continuous_batching = generate
 
     @can_return_tuple
     def forward(
@@ -857,15 +844,13 @@ class NLQForMaskedLM(NLQLanguageModel):
     ) -> MaskedLMOutput:
         """Computes logits `(batch, query, vocabulary)`; the other arguments are `NLQModel`'s.
 
-        The loss, in nats, is the mean over `labels` `(batch, query)` but -100, which marks tokens that are not masked.
+        The loss, in nats, is the mean over `labels` `(batch, query)` but -100, for tokens that are not masked.
         """
         outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
         logits = self.compute_logits(outputs.last_hidden_state)
-        loss = None
-        if labels is not None:
-            if labels.shape != logits.shape[:-1]:
-                raise ValueError(f"labels={tuple(labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        if labels is not None and labels.shape != logits.shape[:-1]:
+            raise ValueError(f"labels={tuple(labels.shape)} must be (batch, length)={tuple(logits.shape[:-1])}")
+        loss = self.compute_loss(logits, labels, **kwargs)
         return MaskedLMOutput(loss=loss, logits=logits, **without_last(outputs))
 
 
@@ -908,9 +893,7 @@ class NLQForCausalLM(NLQLanguageModel, NLQGenerationMixin):
         source = (encoder_hidden_states, encoder_attention_mask)
         outputs = self.model(*inputs, *source, **kwargs)
         logits = self.compute_logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        loss = self.compute_loss(logits, labels, **kwargs)
         return CausalLMOutputWithCrossAttentions(loss=loss, logits=logits, **without_last(outputs))
 
     def _choose_paged_implementation(self):
@@ -933,8 +916,7 @@ class NLQForSequenceClassification(GenericForSequenceClassification, NLQPreTrain
         """Computes logits `(batch, labels)`, of the token that `classifier_pooling` names or a mean over tokens.
 
         Padding is read from `attention_mask`, or without one from `config.pad_token_id`. `labels` are `(batch,)`
-        classes or numbers for a regression, or `(batch, labels)` for several classes. The other arguments are
-        `NLQModel`'s.
+        classes or numbers, or `(batch, labels)` for several classes. The other arguments are `NLQModel`'s.
         """
         pad_token_id, is_causal = self.config.pad_token_id, self.config.is_causal
         has_ids_only = attention_mask is None and position_ids is None and input_ids is not None

@@ -38,7 +38,7 @@ def forget_used_kernels() -> None:
 
 
 class Operation:
-    """A function that is computed by the first kernel that can; PyTorch's, which always can, comes last."""
+    """A function that the first kernel computes that can; PyTorch's, which always can, comes last."""
 
     def __init__(self, name: str, function: Callable):
         self.name = name
@@ -124,11 +124,9 @@ _NO_SECOND_DERIVATIVE = "this attention backend has no second derivative; set at
 class DifferentiableAttention:
     """A forward and a backward pass as one differentiable function.
 
-    Args:
-        forward: maps `AttentionInputs` to the output `(batch, query, heads, head_dim)` and tensors for `backward`.
-        backward: maps the gradient of the output, the inputs and the results of `forward` to the gradients of query,
-            key, value and perhaps biases.
-        seed_device: where the passes read the seed; by default the device of the query.
+    `forward` maps `AttentionInputs` to the output and tensors for `backward`, which maps the gradient of the output,
+    the inputs and the results of `forward` to the gradients of query, key, value and perhaps biases. The passes read
+    the seed on `seed_device`, by default the query's.
     """
 
     def __init__(self, forward: Callable, backward: Callable, seed_device: str | None = None):

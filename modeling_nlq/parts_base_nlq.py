@@ -6,7 +6,7 @@ tokens of this call), head_dim.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,12 @@ from .masking_nlq import TokenContext
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-# Under tensor parallelism, the plan of the configuration splits linear layers, and each process computes some heads.
-# Whole tensors are cut where the heads begin: the identity term, `f`, because its norms need whole rows, and what
-# belongs to each head. A module that cuts has an attribute `tp_mesh`: the processes that share the heads, or `None`.
+# Under tensor parallelism the configuration's plan splits linear layers, and each process computes some heads. Whole
+# tensors are cut where the heads begin: the identity term, `f`, because its norms need whole rows, and what belongs to
+# each head. A module that cuts has an attribute `tp_mesh`: the processes that share the heads, or `None`.
 
 
-def own_heads(states: Tensor, mesh: "DeviceMesh | None", dim: int) -> Tensor:
+def own_heads(states: Tensor, mesh, dim: int) -> Tensor:
     """Returns the heads of this process, along `dim` of a tensor that all processes have."""
     if mesh is None:
         return states
@@ -37,14 +34,14 @@ def own_heads(states: Tensor, mesh: "DeviceMesh | None", dim: int) -> Tensor:
     return replicated.redistribute(placements=[Shard(dim)]).to_local()
 
 
-def shared_by_heads(parameter: Tensor, mesh: "DeviceMesh | None") -> Tensor:
+def shared_by_heads(parameter: Tensor, mesh) -> Tensor:
     """Returns a parameter of all heads. Its gradient is the sum over the heads of all processes."""
     if mesh is None:
         return parameter
     return DTensor.from_local(parameter, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def sum_over_processes(states: Tensor, mesh: "DeviceMesh") -> Tensor:
+def sum_over_processes(states: Tensor, mesh) -> Tensor:
     """Returns the sum of a tensor over the processes, which each uses for its heads."""
     total = DTensor.from_local(states, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
     return shared_by_heads(total.to_local(), mesh)
@@ -53,13 +50,11 @@ def sum_over_processes(states: Tensor, mesh: "DeviceMesh") -> Tensor:
 class ScoreBias(NamedTuple):
     """A bias of the scores, `query_i - key_j`, which backends add without a matrix of it.
 
-    Attributes:
-        query: `(batch, heads, query)`; better in float64, because the difference of two large sums must be exact.
-        key: `(batch, heads, key)`.
+    Better in float64, because the difference of two large sums must be exact.
     """
 
-    query: Tensor
-    key: Tensor
+    query: Tensor  # (batch, heads, query)
+    key: Tensor  # (batch, heads, key)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix `(batch, heads, query, key)`."""
@@ -73,7 +68,7 @@ class AttentionCall:
     layer: nn.Module  # the attention layer, an `NLQAttention`
     hidden_states: Tensor  # (batch, query, hidden), its input
     token_context: TokenContext | None = None  # for parts with `needs_token_context`
-    # (batch, query, groups, head_dim), the values of the model's first layer, for parts with `needs_first_values`
+    # (batch, query, groups, head_dim), the values of the first layer, for parts with `needs_first_values`
     first_values: Tensor | None = None
     cache: Cache | None = None
     # In cross-attention (batch, key, hidden), an encoder's tokens; empty if the cache has their keys and values
@@ -83,7 +78,7 @@ class AttentionCall:
     states: dict[str, Tensor] | None = None
 
     @property
-    def tp_mesh(self) -> "DeviceMesh | None":
+    def tp_mesh(self):
         return self.layer.tp_mesh
 
     def store_state(self, name: str, state: Tensor) -> None:
@@ -116,9 +111,9 @@ class _EqualDraws(TorchFunctionMode):
 class AttentionPart(nn.Module):
     """One change of an attention layer, beside its projections, positions and activation.
 
-    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs; a layer
-    calls no others. They run in the order of `HOOKS`: rotary positions come after `change_qkv`, the cache after
-    `token_state`, and the output projection after `change_output`.
+    A subclass sets the attributes, makes its parameters in `__init__`, and overrides the hooks that it needs. They run
+    in the order of `HOOKS`: rotary positions come after `change_qkv`, the cache after `token_state`, and the output
+    projection after `change_output`.
 
     The layer calls the part for each hook, because offloading, ZeRO-3 and FSDP give a module its parameters when it is
     called. So a hook reads parameters of its part only, and calls other modules.
@@ -139,8 +134,7 @@ class AttentionPart(nn.Module):
 
     state_size = 0  # numbers that it keeps in the cache for each token and group of keys
     needs_exact_output = False  # whether `change_output` must get outputs in float32, but for flash attention
-    # How `nlq convert` adds it to a trained layer without changing the outputs: `"zero"` sets its parameters to 0, any
-    # other text is the reason why it cannot
+    # How `nlq convert` adds it without changing outputs: `"zero"` sets its parameters to 0, or why it cannot
     start = "it has no start without effect"
 
     def __init__(self, config, layer_idx: int):
@@ -239,8 +233,8 @@ class AttentionPart(nn.Module):
     def _default_parameters(self) -> set[str]:
         """Returns the names of inner parameters that `__init__` leaves at defaults which the model replaces.
 
-        Resets each module of a new part while all random draws are equal. That changes a parameter that `__init__` has
-        set, or it had been written more often.
+        Resets each module of a new part with equal random draws. That changes a parameter that `__init__` has set, or
+        it had been written more often.
         """
         names = set()
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):
@@ -306,7 +300,7 @@ class AttentionPart(nn.Module):
     def change_weights(self, call, weights: Tensor, own_columns: Tensor, key: Tensor) -> Tensor:
         """Changes the weights `(batch, heads, query, key)` of some queries; of `call` it reads `layer` alone.
 
-        `own_columns` `(batch, heads, query, ...)` is what `change_cached_qkv` put after the queries' columns.
+        `own_columns` are what `change_cached_qkv` put after the queries' columns.
         """
 
     def change_returned_weights(self, call, weights: Tensor) -> Tensor:

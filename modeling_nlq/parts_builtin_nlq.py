@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.utils.import_utils import is_tracing
 
 from .activations_nlq import at_least_float32
-from .cache_nlq import keep_rows_together
+from .cache_nlq import cache_layer_with, keep_rows_together
 from .masking_nlq import TokenContext
 from .parts_base_nlq import AttentionPart, ScoreBias, own_heads, shared_by_heads, sum_over_processes
 from .parts_user_nlq import find_part
@@ -118,13 +118,12 @@ class Canon(AttentionPart):
         if name not in self.convolutions:
             return states
         if call.token_context.has_own_mask:
-            raise ValueError(
-                "canon takes no 4-D attention_mask and no BlockMask; give a padding mask (batch, key), or position_ids"
-            )
+            raise ValueError("canon takes no 4-D attention_mask and no BlockMask; give a padding mask or position_ids")
         index = self.state_indices[name]
         earlier = cache_layer = None
         if call.cache is not None:
-            cache_layer = self._cache_layer(call)
+            cache_layer = cache_layer_with("update_conv_state", call.cache, self.layer_idx, "canon")
+            keep_rows_together(cache_layer)
             if cache_layer.is_conv_states_initialized[index]:
                 earlier = cache_layer.conv_states[index].transpose(1, 2)[:, -(KERNEL - 1) :]
                 earlier = F.pad(earlier, (0, 0, KERNEL - 1 - earlier.shape[1], 0))
@@ -135,14 +134,6 @@ class Canon(AttentionPart):
                 kept = states if is_valid is None else states.masked_fill(~is_valid[..., None], 0.0)
             cache_layer.update_conv_state(kept.transpose(1, 2), state_idx=index, conv_kernel_size=KERNEL - 1)
         return sums
-
-    def _cache_layer(self, call):
-        layers, index = call.cache.layers, call.layer.layer_idx
-        layer = layers[index] if index < len(layers) else None
-        if not hasattr(layer, "update_conv_state"):
-            raise ValueError(f"canon (layer {index}) needs a cache made by DynamicCache(config=model.config)")
-        keep_rows_together(layer)
-        return layer
 
     def change_input(self, call, hidden_states):
         return self._convolve("attention_input", call, hidden_states)
@@ -342,8 +333,7 @@ class ValueResidual(AttentionPart):
 class SelectiveAttention(AttentionPart):
     """A token lowers the scores that later tokens give earlier ones, in all heads by the first head's scores.
 
-    A document's first token loses nothing. The cache keeps the sums, so tokens cannot be taken back. Memory is
-    quadratic in the length.
+    A document's first token loses nothing. The cache keeps the sums, so tokens cannot be taken back.
     """
 
     name = "selective_attention"
@@ -371,8 +361,8 @@ class SelectiveAttention(AttentionPart):
         has_numbers = not (is_tracing(covered) or covered.is_meta) and covered.numel()
         if call.cache is not None and has_numbers and covered.max() > context.query_index[0]:
             raise ValueError(
-                "selective_attention: the cache was cropped, and its sums cannot go back by some tokens; generate "
-                "without assistant_model and prompt_lookup_num_tokens"
+                "selective_attention: the cache was cropped, and its sums cannot go back; generate without "
+                "assistant_model and prompt_lookup_num_tokens"
             )
         is_self = torch.arange(scores.shape[-1], device=scores.device) == context.query_index[:, None]
         selects = F.relu(scores[:, 0]).masked_fill(is_self | is_first.bool()[:, None], 0.0)
@@ -392,8 +382,8 @@ class SelectiveAttention(AttentionPart):
 class ForgetGate(AttentionPart):
     """Adds `c_i - c_j` to the scores. `c` is the running sum of `log sigmoid(x w_h + b_h)` over the tokens.
 
-    The cache keeps the terms of the sum, so it can go back or forget. `"fixed"` has no parameters: `sigmoid(b_h) =
-    exp(-1 / T_h)`, with `T` from 2 tokens to `max_position_embeddings`, equally spaced in logarithm.
+    `"fixed"` has no parameters: `sigmoid(b_h) = exp(-1 / T_h)`, with `T` from 2 tokens to `max_position_embeddings`,
+    equally spaced in logarithm.
     """
 
     name = "forget_gate"
@@ -698,7 +688,8 @@ class AttentionGate(AttentionPart):
         return torch.sigmoid(call.layer.value_gate_proj(call.values.transpose(1, 2)))
 
 
-_IN_ORDER_OF_HOOKS: tuple[type[AttentionPart], ...] = (
+# In the order of hooks
+_PARTS: tuple[type[AttentionPart], ...] = (
     Canon,
     QKNorm,
     LengthScaling,
@@ -714,11 +705,11 @@ _IN_ORDER_OF_HOOKS: tuple[type[AttentionPart], ...] = (
     OutputActivation,
     AttentionGate,
 )
-ATTENTION_PARTS = {part.name: part for part in _IN_ORDER_OF_HOOKS}
+ATTENTION_PARTS = {part.name: part for part in _PARTS}
 # The fields of `NLQConfig` that turn the parts on: `None` or `False` for none
 PartFields = make_dataclass(
     "PartFields",
-    [(part.name, part.field_type, False if part.field_type is bool else None) for part in _IN_ORDER_OF_HOOKS],
+    [(part.name, part.field_type, False if part.field_type is bool else None) for part in _PARTS],
     namespace={"__module__": __name__},
     init=False,
     repr=False,

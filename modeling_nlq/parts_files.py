@@ -31,44 +31,31 @@ _registering: set[str] = set()
 def register_attention_part(part: type[AttentionPart]) -> type[AttentionPart]:
     """Adds an attention part, so that models can have it: `attention_parts=["its name"]`. Also a decorator.
 
-    A configuration remembers the code that it was made with. A part of a notebook or a script can be used, but its
-    model cannot be saved: put the class into a file, and load it by `load_attention_parts`.
+    A configuration remembers the code that it was made with. A model with a part of a notebook or a script cannot be
+    saved: put the class into a file, and load it by `load_attention_parts`.
 
-    Raises:
-        ValueError: if it is not such a class, its name is not an identifier or is one that modules use, or it
-            overrides `forward`.
+    Raises `ValueError` if it is no such class, cannot have its name, or overrides `forward`.
     """
     if not (isinstance(part, type) and issubclass(part, AttentionPart)):
         raise ValueError(f"part={part!r} must be a subclass of AttentionPart")
     # A layer keeps its parts in a `ModuleDict`, which has attributes of its own
     if not part.name.isidentifier() or hasattr(nn.ModuleDict(), part.name):
-        raise ValueError(
-            f"{part.__name__}.name={part.name!r} must be a Python identifier, and no attribute of nn.ModuleDict"
-        )
+        name = f"{part.__name__}.name={part.name!r}"
+        raise ValueError(f"{name} must be a Python identifier, and no attribute of nn.ModuleDict")
     if part.forward is not AttentionPart.forward:
-        raise ValueError(
-            f"{part.__name__} overrides `forward`, by which a layer runs its hooks; give the method another name"
-        )
+        raise ValueError(f"{part.__name__} overrides `forward`, which runs hooks; give the method another name")
     add_part(part)
     return part
 
 
 def load_attention_parts(source: str | Path, text: str | None = None) -> list[type[AttentionPart]]:
-    """Runs a file, and registers the attention parts that it defines. It may register activations itself.
+    """Runs a file such as `my_idea.py`, or its `text`, once in a process; registers and returns its attention parts.
 
     It may import PyTorch, Transformers, the standard library, and of this package the classes that a part needs and
     `register_attention_activation`.
 
-    Args:
-        source: the file, such as `my_idea.py`.
-        text: its text, if it is not to be read.
-
-    Returns:
-        The parts. The same text is run once in a process.
-
-    Raises:
-        ValueError: if the file cannot be read or run, imports something else of this package, or defines neither a
-            part nor an activation.
+    Raises `ValueError` if the file cannot be read or run, imports something else of this package, or defines neither a
+    part nor an activation.
     """
     path = Path(source)
     is_name = path.stem.isidentifier() and not keyword.iskeyword(path.stem)
@@ -118,8 +105,7 @@ def _run(name: str, file: str, text: str) -> ModuleType:
 def published_text(text: str, source: str) -> str:
     """Returns the text of a file of parts as it is saved with a model, where this package may be missing.
 
-    Raises:
-        ValueError: if it is not valid Python, or imports what a saved model does not bring.
+    Raises `ValueError` if it is not valid Python, or imports what a saved model does not bring.
     """
     text = text.replace("\r\n", "\n")
     try:

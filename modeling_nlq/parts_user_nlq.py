@@ -48,13 +48,12 @@ def saved_auto_map(folder: str | os.PathLike, settings: Mapping[str, Any]) -> di
     Some programs take the first one, so an encoder must not name a class of decoders.
     """
     refused = "AutoModelForMaskedLM" if settings.get("is_causal", True) else "AutoModelForCausalLM"
-    return {name: path for name, path in default_auto_map(settings).items() if name != refused} | {
-        name: path
-        for name, path in (settings.get("auto_map") or {}).items()
-        if is_derived(path)
-        and (module := path.partition(".")[0]).isidentifier()
-        and Path(folder, f"{module}.py").is_file()
-    }
+    classes = {name: path for name, path in default_auto_map(settings).items() if name != refused}
+    for name, path in (settings.get("auto_map") or {}).items():
+        module = path.partition(".")[0] if is_derived(path) else ""
+        if module.isidentifier() and Path(folder, f"{module}.py").is_file():
+            classes[name] = path
+    return classes
 
 
 # By name and hash of the code; a new configuration takes the latest
@@ -75,7 +74,7 @@ def add_file(module, file, text):
 
 
 def add_to_package(name: str) -> None:
-    """Makes a loaded module an attribute of its package, where dill, and so `datasets.map`, looks for its classes."""
+    """Makes a module an attribute of its package, where dill, and so `datasets.map`, looks for its classes."""
     package, _, own_name = name.rpartition(".")
     setattr(sys.modules[package], own_name, sys.modules[name])
 
@@ -109,7 +108,8 @@ def find_part(name: str, code: str | None) -> type[AttentionPart]:
 
 def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None:
     """Writes the files of parts into the folder of a model, and a `parts_nlq.py` that imports them."""
-    imports: dict[str, list[tuple[str, str]]] = {}
+    lines = ['"""The attention parts that the author of this model wrote."""', ""]
+    names: list[str] = []
     texts: dict[str, str] = {}
     for part in parts:
         if part.__module__ not in _files:
@@ -118,14 +118,11 @@ def save_parts(folder: str | Path, parts: Iterable[type[AttentionPart]]) -> None
         if texts.setdefault(file, text) != text:
             raise ValueError(f"attention_parts: two files are named {file}; rename one of them")
         module = file.removesuffix(".py")
-        # Two files may have one class name
-        imports.setdefault(module, []).append((part.__name__, f"{module}_{part.__name__}"))
+        names.append(f"{module}_{part.__name__}")  # two files may have one class name
+        lines.append(f"from .{module} import {part.__name__} as {names[-1]}")
     for file, text in texts.items():
         Path(folder, file).write_text(text, encoding="utf-8")
-    lines = ['"""The attention parts that the author of this model wrote."""', ""]
-    lines += [f"from .{module} import {', '.join(map(' as '.join, names))}" for module, names in imports.items()]
-    classes = ", ".join(alias for names in imports.values() for _, alias in names)
-    lines += ["", "", f"PARTS = ({classes},)", ""]
+    lines += ["", "", f"PARTS = ({', '.join(names)},)", ""]
     Path(folder, "parts_nlq.py").write_text("\n".join(lines), encoding="utf-8")
 
 
@@ -151,24 +148,19 @@ LIBRARY_KEYS = {
 
 
 def check_kernels(settings: Any, source: str, field: str | None = None) -> None:
-    """Raises `ValueError` if settings of a file choose a kernel from the Hub, whose code Transformers would run.
-
-    `settings` are the value of `field` in the file `source`.
-    """
+    """Raises `ValueError` if settings, perhaps of a `field`, choose a kernel of the Hub, whose code would be run."""
     if field is not None and isinstance(settings, str):
         # Transformers fetches FlashAttention, unless it is installed
         package = "flash_attn_interface" if "flash_attention_3" in settings else "flash_attn"
         if "/" in settings or ("flash_attention_" in settings and find_spec(package) is None):
-            raise ValueError(
-                f"{source}: {field}={settings!r} is code from the Hub; a file cannot choose it, pass it as an argument"
-            )
+            raise ValueError(f"{source}: {field}={settings!r} is code from the Hub; pass it as an argument")
     fields = vars(settings) if isinstance(settings, PreTrainedConfig) else settings
     for name, value in fields.items() if isinstance(fields, dict) else ():
         check_kernels(value, source, name if "_implementation" in str(name) else field)
 
 
 class NLQConfigMixin:
-    """Checks the names of fields, and saves the user's parts; a base before `PreTrainedConfig`."""
+    """Checks the names of fields, and saves the user's parts."""
 
     @classmethod
     def field_names(cls) -> set[str]:

@@ -1,6 +1,5 @@
 """Fixtures for all tests: no network, a fixed seed, small models without zero parameters, and a finished run."""
 
-import functools
 import gc
 import json
 import logging
@@ -15,10 +14,10 @@ import pytest
 import torch
 import yaml
 from support import model_cases
+from support.attention_cases import set_chunks, set_rows, set_tiles
 from support.deprecations import DeprecationHandler
 from transformers import dynamic_module_utils
 
-from modeling_nlq import linear_nlq, tiled_nlq
 from modeling_nlq.training import train, trust
 from modeling_nlq.training.run.documents import python_documents
 
@@ -156,10 +155,9 @@ def run(recipe_file, tmp_path_factory) -> tuple[Path, dict]:
 def tiny_tiles():
     """Tiles and chunks so small that these tests' short sequences take several."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in {"LARGE_TILE": 3, "SMALL_TILE": 2, "MANY_HEADS": 4}.items():
-            monkeypatch.setattr(tiled_nlq, name, value)
-        monkeypatch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
-        monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(linear_nlq.chunked_form, chunk_size=3))
+        set_tiles(monkeypatch, 3, 2, 4)
+        set_rows(monkeypatch, 3)
+        set_chunks(monkeypatch)
         yield
 
 

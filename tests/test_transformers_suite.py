@@ -63,14 +63,6 @@ def set_large_epsilon(config: NLQConfig) -> None:
 model_tests.set_config_for_less_flaky_test = set_large_epsilon
 
 CONFIGURATIONS = {
-    "nonlinear-softmax": {"query_projection": "nonlinear", "attention_activation": "softmax"},
-    "linear-relu-rope-grouped": {
-        "query_projection": "linear",
-        "attention_activation": "relu",
-        "position_embedding": "rope",
-        "norm_position": "sandwich",
-        "num_key_value_heads": 2,
-    },
     "linear-hybrid-rope": {
         "query_projection": "linear",
         "position_embedding": "rope",
@@ -94,9 +86,7 @@ CONFIGURATIONS = {
 }
 PAIR = "encoder-decoder"
 EVERY = (*CONFIGURATIONS, PAIR)
-NOT_SOFTMAX = EVERY[1:-3]
-ROPE = ("linear-relu-rope-grouped", "linear-hybrid-rope", "parts", "upcycled-softmax-modern")
-NOT_ROPE = tuple(name for name in EVERY if name not in ROPE)
+ROPE = tuple(CONFIGURATIONS)
 RECURRENT = ("linear-hybrid-rope",)
 
 # The tests that are not run: name (`*` stands for any characters), the configurations it is not run for, and why.
@@ -106,7 +96,7 @@ DESELECTED = (
     ("test_generation_tester_mixin_inheritance", EVERY, "The source distribution leaves out the tests of `generate`."),
     (
         "test_model_rope_scaling_from_config_*",
-        NOT_ROPE,
+        (PAIR,),
         "This configuration has no rotary positions to scale, only the field.",
     ),
     (
@@ -115,16 +105,16 @@ DESELECTED = (
         "NLQ refuses it: its angles would change what is already cached.",
     ),
     ("test_training_overfit", (PAIR,), "It expects the prompt in what `generate` returns."),
-    ("test_can_set_attention_dynamically", NOT_SOFTMAX, _SDPA),
+    ("test_can_set_attention_dynamically", RECURRENT, _SDPA),
     ("test_config", (PAIR,), "It compares each half with the dictionary that was given, which lacks the defaults."),
     (
         "test_sdpa_can_dispatch_non_composite_models",
-        (*NOT_SOFTMAX, "parts", PAIR),
+        (*RECURRENT, "parts", PAIR),
         "It expects SDPA by default; parts have a bias, and each half chooses.",
     ),
-    ("test_sdpa_can_dispatch_on_flash", NOT_SOFTMAX, _SDPA),
-    ("test_sdpa_can_compile_dynamic", NOT_SOFTMAX, _SDPA),
-    ("test_flash_attn_*", NOT_SOFTMAX, "It selects flash attention, which computes softmax only."),
+    ("test_sdpa_can_dispatch_on_flash", RECURRENT, _SDPA),
+    ("test_sdpa_can_compile_dynamic", RECURRENT, _SDPA),
+    ("test_flash_attn_*", RECURRENT, "It selects flash attention, which computes softmax only."),
     ("test_attention_outputs", RECURRENT, _WEIGHTS),
     ("test_capture_outputs_decorator", RECURRENT, _WEIGHTS),
     ("test_retain_grad_hidden_states_attentions", RECURRENT, _WEIGHTS),

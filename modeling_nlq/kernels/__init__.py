@@ -1,8 +1,7 @@
 """Kernels that compute what the model's own files compute by PyTorch, faster where they can.
 
-The model's files do not import this folder, and a published model does not hold it. The installed package adds its
-kernels to the tables of backends and operations when it is imported. That builds nothing: a kernel is compiled when it
-is first used.
+A published model does not hold this folder. The installed package adds its kernels to the tables of backends and
+operations. A kernel is compiled when it is first used.
 """
 
 from ..attention_nlq import one_query_attention
@@ -20,4 +19,4 @@ if gpu.has_triton():  # taken by name only, until it has been measured on a GPU
     ATTENTION_BACKENDS["nlq_triton"] = gpu.BACKEND
     accept_backend("nlq_triton")
 one_query_attention.add(Kernel("cpp", cpu.one_query, cpu.computes_one_query))
-loss_and_gradient.add(Kernel("cpp", cpu.loss, cpu.computes_loss))
+loss_and_gradient.add(Kernel("cpp", lambda *inputs: cpu.operators.loss(*inputs), cpu.computes_loss))

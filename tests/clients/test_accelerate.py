@@ -82,8 +82,7 @@ dist.destroy_process_group()
 def test_fsdp2_of_attention_and_mlp_apart(make_model, tmp_path):
     """The attention owns parameters of parts that compute in the MLP, and FSDP2 takes them away between the two."""
     make_model(**PART_SWITCHES["more_parts"]).save_pretrained(tmp_path / "saved")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    run_script(FSDP, tmp_path / "losses.json", tmp_path / "saved", launcher=launcher, script_folder=tmp_path)
+    run_script(FSDP, tmp_path / "losses.json", tmp_path / "saved", shared=tmp_path)
     losses = json.loads((tmp_path / "losses.json").read_text())
     expected = losses[", None"]
     assert len(losses) == 9 and expected[-1] < expected[0]

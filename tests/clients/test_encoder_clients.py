@@ -60,7 +60,7 @@ print([row["token_str"] for row in fill("one two<|mask|> four five six")])
 
 
 def test_fill_mask_without_the_package(folder):
-    with_package, without = (run_script(FILL, folder, package=package).stdout for package in (True, False))
+    with_package, without = (run_script(FILL, folder, package=package) for package in (True, False))
     assert with_package == without and without.count("'") == 10
 
 

@@ -80,4 +80,4 @@ def test_a_task_of_your_own_counts_the_models_choices(trained, tmp_path):
     accuracy = sum(first > second for first, second in likelihoods) / len(rows)
     assert accuracy > 0.5  # the model has learned to count
     done = run_script(REMOTE, folder, tmp_path, package=False)
-    assert float(done.stdout.split("accuracy ")[-1]) == accuracy
+    assert float(done.split("accuracy ")[-1]) == accuracy

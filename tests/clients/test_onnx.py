@@ -103,4 +103,4 @@ def test_remote_code(trained):
     model, tokenizer = NLQForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("one two three", return_tensors="pt").input_ids[0]
     done = run_script(REMOTE, folder, package=False)
-    assert done.stdout.splitlines()[-1] == str(greedy(model, prompt, 8)), done.stdout
+    assert done.splitlines()[-1] == str(greedy(model, prompt, 8)), done

@@ -70,5 +70,5 @@ def test_dill_and_datasets_take_remote_code(trained, tmp_path):
     import transformers.cli.serve
     assert transformers.NLQForCausalLM is AutoModelForCausalLM  # which `transformers serve` takes by this name
     """
-    run_script(script, trained("sigmoid", "nonlinear"), package=False, timeout=120)
+    run_script(script, trained("sigmoid", "nonlinear"), package=False)
     assert sys.modules["modeling_nlq"].modeling_nlq is sys.modules["modeling_nlq.modeling_nlq"]

@@ -1,21 +1,16 @@
 """Fixtures of the tests of attention: small tiles and chunks, and tokens."""
 
-import functools
-
 import pytest
 import torch
-from support.attention_cases import allow_cpp, set_rows, set_tiles
+from support.attention_cases import allow_cpp, set_chunks, set_rows, set_tiles
 from support.model_cases import VOCABULARY
 
-from modeling_nlq import linear_nlq
 from modeling_nlq.kernels.cpu import cpu_ops
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Tiles so small that short sequences take several; for `nlq_tiled` smaller ones with more than 4 heads in the
-    batch.
-    """
+    """Short sequences take several tiles; those of `nlq_tiled` are smaller with more than 4 heads in the batch."""
     set_tiles(monkeypatch, 4, 3, 4)
     set_rows(monkeypatch, 4)
 
@@ -58,8 +53,7 @@ def fresh_compiler():
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
-    monkeypatch.setattr(linear_nlq, "chunked_form", functools.partial(linear_nlq.chunked_form, chunk_size=3))
+    set_chunks(monkeypatch)
 
 
 @pytest.fixture

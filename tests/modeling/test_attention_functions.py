@@ -35,12 +35,10 @@ from support.attention_cases import (
     set_tiles,
 )
 from support.grids import parametrize_grid
-from support.model_cases import ROW_KINDS
 from support.properties import examples
 from torch import nn
 
 from modeling_nlq import ScoreBias
-from modeling_nlq.activations_nlq import LIBRARY_ACTIVATIONS
 from modeling_nlq.kernels.cpu.cpu_ops import ACTIVATIONS as IN_CPP
 from modeling_nlq.masking_nlq import make_visibility
 
@@ -117,14 +115,6 @@ def test_any_layout_gives_the_formulas(backend, layout, pair, tile, rows, head_d
         set_rows(patch, rows)
         for name in ("eager", "nlq_rows") if backend == "eager" else (backend,):
             check(run(name, layout, module, states), expected, tolerance)
-
-
-@pytest.mark.parametrize("name", [*ROW_KINDS, *LIBRARY_ACTIVATIONS])
-def test_other_backends_equal_eager(name):
-    for layout in (LAYOUTS["one_key_value_head"], LAYOUTS["padded_window_after_cache"], LAYOUTS["mask_per_head"]):
-        module, states = layer_for(layout, name), layout.states(torch.float64)
-        other = "nlq_rows" if name in ROW_KINDS else "nlq_tiled"
-        check(run(other, layout, module, states), run("eager", layout, module, states), 1e-9)
 
 
 @pytest.mark.parametrize("backend", ["nlq_tiled", "nlq_cpp"])

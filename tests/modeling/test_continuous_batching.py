@@ -115,10 +115,6 @@ def test_flash_attention_gets_the_lengths_of_the_requests(monkeypatch):
     assert run(model) == expected
 
 
-def test_a_cache_too_small_for_all_requests_serves_them_in_turn(sigmoid):
-    assert run(sigmoid, batching={"num_blocks": 11, "max_batch_tokens": 5}) == expected_tokens(sigmoid)
-
-
 def test_padded_batches_after_a_warm_up_give_the_same_tokens(sigmoid):
     """Static shapes, as for CUDA graphs and compilation: the row is padded, and so is what it reads from the cache."""
     expected = expected_tokens(sigmoid)

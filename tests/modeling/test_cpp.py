@@ -1,8 +1,6 @@
 """The C++ operators for a single query and the loss, and where nothing can be built."""
 
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -192,19 +190,3 @@ class TestBuild:
         for is_built in (True, False):
             monkeypatch.setattr(cpu_ops, "_load", lambda is_built=is_built: is_built)
             assert main(["build"]) == (0 if is_built else 1)
-
-    @needs_compiler
-    @pytest.mark.slow
-    def test_two_processes_build_one_library_after_a_third_was_killed(self, folder):
-        """Nothing waits for the dead one."""
-        code = "from modeling_nlq.kernels.cpu import cpu_ops; print('begun', flush=True); assert cpu_ops.is_built()"
-        command = [sys.executable, "-c", code]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        process.stdout.readline()
-        while not folder.exists() or not list(folder.iterdir()):
-            assert process.poll() is None
-        process.kill()
-        process.wait()
-        processes = [subprocess.Popen(command) for _ in range(2)]
-        assert [process.wait(300) for process in processes] == [0, 0]
-        assert len(list(folder.glob("*.so"))) == 1

@@ -59,24 +59,17 @@ def export(model, inputs, strict: bool = False) -> torch.export.ExportedProgram:
         return torch.export.export(model, (), copy.deepcopy(inputs), dynamic_shapes=shapes, strict=strict)
 
 
-# Several kinds of layers in one model, each with another query, because an export takes seconds
-GROUPS = [list(KINDS)[start : start + 6] for start in range(0, len(KINDS), 6)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kinds", GROUPS, ids="+".join)
-def test_an_exported_prompt_runs_with_other_sizes(kinds, make_model):
+def layers_of(kinds) -> dict:
+    """Several kinds of layers in one model, each with another query, because an export takes seconds."""
     queries = itertools.cycle(PROJECTIONS)
     layers = {index: {**KINDS[kind], "query_projection": next(queries)} for index, kind in enumerate(kinds)}
     layers[0] |= {} if kinds[0] in LINEAR_KINDS else {"sliding_window": 3}
-    model = make_model(implementation="nlq", use_cache=False, num_hidden_layers=len(kinds), per_layer_config=layers)
-    program = export(model, batch_of(2, 5, padding=2))
-    assert operators(program) == {"aten"}
-    check(program, model, batch_of(3, 11, padding=4))
-    check(program, model, batch_of(2, 7))
+    return {"num_hidden_layers": len(kinds), "per_layer_config": layers}
 
 
-RICH_SWITCHES = {
+GROUPS = [list(KINDS)[start : start + 6] for start in range(0, len(KINDS), 6)]
+MODELS = {**PART_SWITCHES, **{"+".join(kinds): layers_of(kinds) for kinds in GROUPS}}
+MODELS["rich"] = {
     **AFTER_THE_HEADS,
     "num_key_value_heads": 2,
     "position_embedding": "rope",
@@ -87,9 +80,9 @@ RICH_SWITCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 2])  # a mask of ones in the sample is not taken for "no padding"
-@pytest.mark.parametrize("name", [*PART_SWITCHES, "rich"])
-def test_exported_parts_run_with_other_sizes(make_model, name, padding):
-    model = make_model(implementation="nlq", use_cache=False, **{**PART_SWITCHES, "rich": RICH_SWITCHES}[name])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_prompt_runs_with_other_sizes(make_model, name, padding):
+    model = make_model(implementation="nlq", use_cache=False, **MODELS[name])
     program = export(model, batch_of(2, 5, padding=padding))
     assert operators(program) == {"aten"}
     check(program, model, batch_of(3, 11, padding=4))

@@ -1,19 +1,16 @@
-"""`generate` against full forward passes without a cache, for every activation and sink, on every backend."""
+"""`generate` against full forward passes without a cache, on every backend."""
 
 import pytest
 import torch
+from support import model_cases
 from support.grids import parametrize_grid, slow_except
-from support.model_cases import ELEMENTWISE_KINDS, LINEAR_KINDS, PART_SWITCHES, ROW_KINDS, SOFTMAX_KINDS
+from support.model_cases import LINEAR_KINDS, PART_SWITCHES
 from support.random_models import BACKENDS, computes
 from transformers import CompileConfig
 
 
 # Blocks and scores that make random models choose many different tokens, and others for every activation
 SWITCHES = {"vocab_size": 31, "attention_scaling": 2.0, "norm_position": "post", "tie_word_embeddings": False}
-BY_SUM = {
-    f"{name}_sum": {"attention_activation": name, "attention_normalization": "sum"}
-    for name in ("sigmoid", "relu", "relu_squared")
-}
 SOFTMAX, SIGMOID, SQUARED = ({"attention_activation": name} for name in ("softmax", "sigmoid", "squared"))
 LEARNED, FIXED = LINEAR_KINDS["linear_learned"], LINEAR_KINDS["linear_fixed"]
 
@@ -46,8 +43,9 @@ PARTS = {
     "selective": {"selective_attention": True, "forget_gate": "fixed"},
     **{name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")},
 }
-KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **BY_SUM, **ROW_KINDS, **LINEAR_KINDS, **HYBRIDS, **PARTS}
-CASES = [(kind, name) for name in BACKENDS for kind in KINDS if name != "nlq_rows" and computes(name, KINDS[kind])]
+# `test_invariants.py` decodes every kind with both caches
+SOME = ("softmax", "softmax_sink_learned", "sigmoid", "relu", "entmax15", "stick_breaking", "linear_learned")
+KINDS = {**{name: model_cases.KINDS[name] for name in SOME}, **HYBRIDS, **PARTS}
 COMPILED_KINDS = ("softmax_sink_learned", "sigmoid", "relu", "entmax15", "linear_learned", *HYBRIDS, *PARTS)
 PROMPTS = ((3, 1, 4, 1, 5), (9, 2), (6,))
 NEW_TOKENS = 8
@@ -59,13 +57,14 @@ pytestmark = [
 ]
 
 
-def one_of_each(cases, **axes):
+def one_of_each(**axes):
     """Every kind with one of its backends, and every backend with one of its kinds; the other cases are slow."""
-    kinds, implementations = (list(dict.fromkeys(column)) for column in zip(*cases))
-    axes = {"kind": kinds, "implementation": implementations, **axes}
-    return parametrize_grid(
-        axes, allowed=lambda kind, implementation, **_: (kind, implementation) in cases, strength=1
-    )
+
+    def is_computed(kind, implementation, **_):
+        return computes(implementation, KINDS[kind])
+
+    axes = {"kind": list(KINDS), "implementation": BACKENDS, **axes}
+    return parametrize_grid(axes, allowed=is_computed, strength=1)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +122,7 @@ def new_tokens(generated):
 
 class TestGreedy:
     @pytest.mark.parametrize("cache", ["dynamic", "static"])
-    @one_of_each(CASES, position_embedding=("learned", "rope"))
+    @one_of_each(position_embedding=("learned", "rope"))
     def test_tokens_of_a_padded_batch(
         self, make_kind, expected_tokens, kind, implementation, position_embedding, cache
     ):
@@ -165,7 +164,7 @@ class TestGreedy:
         assert len(graphs) <= (3 if "window" in kind else 1)
 
 
-@one_of_each(CASES)
+@one_of_each()
 def test_beams_have_their_scores_and_are_those_without_a_cache(make_kind, kind, implementation):
     model, reference = make_kind(kind, implementation), make_kind(kind)
     options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True, **OPTIONS}

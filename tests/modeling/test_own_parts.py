@@ -1,15 +1,11 @@
 """Parts of a user's own: their files travel with a model, and no other code is ever used in their place."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from support.model_cases import random_tokens
 from support.own_parts import DISTANCE
-from support.remote_code import WITHOUT_THIS_PACKAGE
+from support.remote_code import run_python
 from transformers import AutoModelForCausalLM
 
 from modeling_nlq import (
@@ -49,15 +45,6 @@ def make(seed=0, **switches):
     return NLQForCausalLM(NLQConfig(**SIZES, attention_parts=["distance"], **switches)).eval()
 
 
-def run_with_folders(script, folder) -> str:
-    """Runs a script in a new process, with a saved model and a target folder, and returns its output."""
-    environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", script, str(folder / "saved"), str(folder / "again")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 LOADED = """
 import sys
 import torch
@@ -94,7 +81,8 @@ def test_a_folder_brings_its_parts_and_a_changed_file_is_refused(tmp_path, is_in
     model = make()
     model.save_pretrained(tmp_path / "saved")
     torch.save(model(torch.arange(12)[None]).logits, tmp_path / "saved.pt")
-    assert run_with_folders(LOADED if is_installed else WITHOUT_THIS_PACKAGE + LOADED, tmp_path).endswith("refused\n")
+    folders = (tmp_path / "saved", tmp_path / "again")
+    assert run_python(LOADED, *folders, folder=tmp_path, is_installed=is_installed).endswith("refused\n")
 
 
 PAIR = """
@@ -121,7 +109,7 @@ def test_a_pair_brings_the_parts_of_both_halves(tmp_path):
     model, tokens = NLQForConditionalGeneration(config).eval(), torch.arange(12)[None]
     torch.save(model(tokens, decoder_input_ids=tokens).logits, tmp_path / "saved.pt")
     model.save_pretrained(tmp_path / "saved")
-    run_with_folders(WITHOUT_THIS_PACKAGE + PAIR, tmp_path)
+    run_python(PAIR, tmp_path / "saved", tmp_path / "again", folder=tmp_path)
 
 
 def test_the_imported_package_runs_no_file_by_itself(tmp_path):
@@ -228,15 +216,6 @@ def test_only_imports_are_rewritten(before, imports, after):
     names = "AttentionPart as A, ScoreBias" if "\n" in imports else imports
     assert text == f"{before}from .parts_base_nlq import {names}{after}\n"
     assert parts_files.published_text(text, "my_idea.py") == text
-
-
-def test_padding_moves_no_token_of_a_part(tmp_path):
-    load(tmp_path, DISTANCE)
-    model, tokens = make(attn_implementation="eager"), random_tokens(1, 6)
-    mask = torch.tensor([[0, 0, 1, 0, 1, 1]])
-    with torch.no_grad():
-        alone = model(tokens[mask.bool()][None]).logits
-        torch.testing.assert_close(model(tokens, attention_mask=mask).logits[mask.bool()], alone[0])
 
 
 def test_names_that_are_refused(tmp_path):

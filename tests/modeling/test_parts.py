@@ -164,19 +164,6 @@ def test_models_with_parts_refuse_by_name(make_model):
         make_model(**PART_SWITCHES["canon"])(random_tokens(1, 3), attention_mask=mask)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "nlq"])
-def test_a_static_cache_passes_over_padding(make_model, implementation):
-    """Transformers asks for a mask in advance, and a part needs to know which tokens are padding."""
-    model = make_model(implementation=implementation, canon="AC", query_projection="linear")
-    tokens = random_tokens(2, 9)
-    mask = torch.ones_like(tokens)
-    mask[0, :6] = 0
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    static = {"cache_implementation": "static", "disable_compile": True, **options}
-    padded = model.generate(tokens, attention_mask=mask, **static)
-    assert torch.equal(padded[0, 9:], model.generate(tokens[:1, 6:], use_cache=False, **options)[0, 3:])
-
-
 @pytest.mark.parametrize("switches", [{"forget_gate": "learned"}, {"selective_attention": True}], ids=str)
 def test_prefill_in_chunks_generates_the_same_tokens(make_model, switches):
     """Transformers makes keys in advance then, as wide as a head."""

@@ -2,16 +2,14 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.grids import slow_except
-from support.remote_code import WITHOUT_THIS_PACKAGE, tiny_config
+from support.remote_code import run_python, tiny_config
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_imports, get_relative_import_files
 
@@ -46,15 +44,6 @@ results["config"] = config.per_layer_config[0].attention_activation
 assert sys.modules["modeling_nlq"] is None
 torch.save(results, out)
 """
-
-
-def run_python(code: str, *arguments: object, cache: Path, is_installed: bool = False) -> str:
-    """Runs code in a process of its own, as if this package were not installed; returns what it prints."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cache), "PYTHONPATH": ""}
-    command = [sys.executable, "-c", code if is_installed else WITHOUT_THIS_PACKAGE + code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=cache, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def save(folder: Path, **switches) -> NLQForCausalLM:
@@ -100,7 +89,7 @@ def test_folder_loads_without_the_package_through_every_auto_class(saved_class, 
         expected = model(INPUTS)[0]
     other_direction = "AutoModelForMaskedLM" if is_causal else "AutoModelForCausalLM"
     names = [name for name in AUTO_MAP if name not in ("AutoConfig", other_direction)]
-    run_python(LOAD_ALL, folder, out, again, auto_class, *names, cache=tmp_path)
+    run_python(LOAD_ALL, folder, out, again, auto_class, *names, folder=tmp_path)
     results = torch.load(out)
     assert results["config"] == "sigmoid" and set(names) <= set(results)
     # The package may have computed attention by its kernels
@@ -177,7 +166,7 @@ def test_revisions_have_caches_of_their_own(tmp_path):
 
 def test_revisions_have_operators_of_their_own(tmp_path):
     """PyTorch's table of operators belongs to the process: another `phi` of the same name may not replace ours."""
-    ours, others = "function=torch.relu,", "function=lambda scores: 2 * torch.relu(scores),"
+    ours, others = "torch.relu,", "lambda scores: 2 * torch.relu(scores),"
     options = {"attention_activation": "relu", "attention_normalization": "none", "attn_implementation": "nlq_tiled"}
     model = save(tmp_path, **options)
     edit(tmp_path / "activations_nlq.py", ours, others)

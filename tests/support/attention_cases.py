@@ -17,7 +17,7 @@ import torch
 from hypothesis import strategies as st
 from support.reference import NON_NEGATIVE, PHI
 
-from modeling_nlq import tiled_nlq
+from modeling_nlq import linear_nlq, tiled_nlq
 from modeling_nlq.activations_nlq import get_attention_activation
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.kernels.cpu import build, cpu_ops
@@ -188,10 +188,8 @@ def drawn_layouts(draw, most=3, longest=12, is_linear=False):
 
 LAYOUTS = {
     "causal": Layout(causal),
-    "one_token": Layout(causal, query_length=1, key_length=1, batch=5),
     "odd_length": chunk(13, 13, 0, batch=1, key_value_heads=1),
     "left_padding": padded("0011111", "0000001"),
-    "right_padding": padded("1110000", "1111110"),
     "holes": padded("1001101", "0100010"),
     "nothing_visible": padded("0000000", "0000110"),
     "packed": packed("aaabbbbbcc", "abbbbbcccc"),
@@ -204,7 +202,6 @@ LAYOUTS = {
     "packed_window": packed("aaaaabbccc", "abbbbbbbbb", window=3),
     "one_query": Layout(lambda b, h, i, j: True, query_length=1, key_length=9, heads=4),
     "one_query_long_cache": padded("0" * 9 + "1" * 31, "1" * 17 + "0" + "1" * 22, query_length=1, offset=39),
-    "chunk_after_cache": chunk(3, 11, 8, heads=4),
     "chunk_in_static_cache": chunk(3, 16, torch.tensor(5)),
     "padded_chunk_in_static_cache": padded("0011111110000", "1" * 9 + "0" * 4, query_length=4, offset=torch.tensor(5)),
     "static_cache_without_mask": Layout(causal, query_length=5, key_length=9),
@@ -252,7 +249,7 @@ def layer_for(layout, activation, normalization=None, **options):
 
 
 def random_factors(output):
-    """A gradient of the output, the same in every precision and on every device."""
+    """A gradient of the output, the same in every precision and device."""
     generator = torch.Generator().manual_seed(100)
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(torch.bfloat16).to(output)
 
@@ -302,6 +299,12 @@ def set_rows(patch, count):
     patch.setitem(ATTENTION_BACKENDS["nlq_rows"].function.__globals__, "ROWS", count)
 
 
+def set_chunks(patch, function=linear_nlq.chunked_form, size=3):
+    """Makes segments of linear attention of 6 tokens, and chunks of `size`."""
+    patch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
+    patch.setattr(linear_nlq, "chunked_form", functools.partial(function, chunk_size=size))
+
+
 def allow_cpp(patch):
     """Lets attention run in C++ here, and tells whether it does. Without AVX-512 its products are plain loops."""
     patch.delenv("NLQ_CPP", raising=False)
@@ -321,22 +324,20 @@ def poisoned_memory():
         torch.use_deterministic_algorithms(False)
 
 
-NAMES = ("output", "query", "key", "value", "sink")
+NAMES = ("output", "query", "key", "value", "sink or decay")
 
 
-def error(actual, expected):
-    """The largest difference, relative to the largest magnitude, or to 1 where all of `expected` is 0 but for
-    rounding.
-    """
+def error(actual, expected, least=1e-6):
+    """The largest difference, relative to the largest magnitude, or to 1 where that is at most `least`."""
     magnitude = expected.abs().max().item()
-    return (actual.double() - expected.double()).abs().max().item() / (magnitude if magnitude > 1e-6 else 1.0)
+    return (actual.double() - expected.double()).abs().max().item() / (magnitude if magnitude > least else 1.0)
 
 
-def check(actual, expected, tolerance):
+def check(actual, expected, tolerance, least=1e-6):
     for name, one, other in zip(NAMES, actual, expected, strict=False):
         assert one.shape == other.shape, name
         assert one.isfinite().all(), name
-        assert error(one, other) <= tolerance, f"{name}: {error(one, other):.2e}"
+        assert error(one, other, least) <= tolerance, f"{name}: {error(one, other, least):.2e}"
 
 
 def check_rounding(actual, eager, expected):

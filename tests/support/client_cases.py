@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -120,30 +119,19 @@ def greedy(model, prompt: torch.Tensor, new_tokens: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def run_script(
-    script: str,
-    *arguments,
-    package: bool = True,
-    launcher: Sequence[str] = (),
-    script_folder: Path | None = None,
-    timeout: int = 300,
-    check: bool = True,
-) -> subprocess.CompletedProcess:
-    """Runs a script in a new process, with this package or where it cannot be imported.
+def run_script(script: str, *arguments, package: bool = True, shared: Path | None = None) -> str:
+    """Runs a script, with this package or where it cannot be imported, and returns what it prints.
 
-    `arguments` are `sys.argv[1:]`. A `launcher` such as `("-m", "torch.distributed.run", ...)` finds the script as a
-    file in `script_folder`. With `check`, the script has to succeed.
+    `arguments` are `sys.argv[1:]`. Two processes of `torch.distributed` run it from a file in a folder `shared`.
     """
     source = textwrap.dedent(script)
     if not package:
         source = WITHOUT_PACKAGE + source
-    command = [sys.executable, *launcher, "-c", source]
-    if launcher:
-        path = script_folder / "script.py"
-        path.write_text(source)
-        command[-2:] = [str(path)]
-    command += [str(argument) for argument in arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    if check:
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return done
+    command = ["-c", source]
+    if shared is not None:
+        (shared / "script.py").write_text(source)
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(shared / "script.py")]
+    command = [sys.executable, *command, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout

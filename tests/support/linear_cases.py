@@ -10,12 +10,12 @@ import math
 import pytest
 import torch
 from support import reference
-from support.attention_cases import SCALING, Layout, causal
+from support.attention_cases import SCALING, Layout, causal, set_chunks
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from modeling_nlq import NLQConfig, linear_nlq
-from modeling_nlq.linear_nlq import chunked_form, linear_attention, recurrent_step
+from modeling_nlq.linear_nlq import linear_attention, recurrent_step
 
 
 # The rate of each key and value head as a logit, as layers learn it.
@@ -29,7 +29,7 @@ DECAYS = {
 FORMS = ("parallel", "recurrent", 1, 2, 3, 5, 64)
 
 
-def recurrent_form(inputs, state=None):
+def recurrent_form(inputs, state=None, chunk_size=None):
     outputs = []
     for index in range(inputs.query.shape[-2]):
         output, state = recurrent_step(inputs, index, state)
@@ -39,10 +39,8 @@ def recurrent_form(inputs, state=None):
 
 def run_form(form, states, mask=None, logits=None, rotary=None, state=None, scaling=SCALING):
     log_decay = None if logits is None else torch.nn.functional.logsigmoid(logits)
-    function = recurrent_form if form == "recurrent" else functools.partial(chunked_form, chunk_size=form)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_nlq, "chunked_form", function)
-        patch.setattr(linear_nlq, "SEGMENT_SIZE", 6)
+        set_chunks(patch, recurrent_form if form == "recurrent" else linear_nlq.chunked_form, form)
         options = {"log_decay": log_decay, "position_embeddings": rotary, "state": state}
         return linear_attention(
             *states, mask, scaling, form="parallel" if form == "parallel" else "chunked", **options
@@ -91,15 +89,6 @@ def formula(layout, states, logits=None, rotary=None, scaling=SCALING):
 
 def inputs_of(states, logits):
     return states if logits is None else [*states, logits]
-
-
-def check(actual, expected, tolerance):
-    for name, one, other in zip(("output", "query", "key", "value", "decay"), actual, expected, strict=False):
-        assert one.shape == other.shape, name
-        assert one.isfinite().all(), name
-        # Where nearly all is forgotten, the gradients of queries and rates are differences of nearly equal numbers
-        difference = (one.double() - other.double()).abs().max().item() / max(1.0, other.abs().max().item())
-        assert difference <= tolerance, f"{name}: {difference:.2e}"
 
 
 def causal_layout(length, **sizes):

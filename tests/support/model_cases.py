@@ -119,7 +119,6 @@ PART_SWITCHES = {
     "forget_gate_fixed": {"forget_gate": "fixed", "num_key_value_heads": 1, "attention_sink": "learned"},
     "forget_gate_learned": {"forget_gate": "learned", "num_key_value_heads": 2, "sliding_window": 3},
     "forget_gate_of_sigmoid": {"forget_gate": "learned", "attention_activation": "sigmoid", "num_key_value_heads": 2},
-    "forget_gate_of_entmax": {"forget_gate": "learned", "attention_activation": "entmax15"},
     "differential_v1": {"differential_attention": "v1", "num_key_value_heads": 2, "qk_norm": "rms"},
     "differential_v2": {"differential_attention": "v2", "query_projection": "bottleneck", "attention_sink": "learned"},
     "canon": {"canon": "ABCD", "num_key_value_heads": 2, "mlp_type": "gated", "qk_norm": "rms", "sliding_window": 3},
@@ -130,7 +129,6 @@ PART_SWITCHES = {
         "forget_gate": "fixed",
         "attention_activation": "sigmoid",
     },
-    "selective_and_stick_breaking": {"selective_attention": True, "attention_activation": "stick_breaking"},
     "parallax": {"parallax": True, "num_key_value_heads": 2, "qk_norm": "l2", "query_projection": "linear"},
     "parallax_of_squared": {"parallax": True, "attention_activation": "squared", "sliding_window": 3},
     "stick_breaking": {

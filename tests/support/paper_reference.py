@@ -8,6 +8,7 @@ queries. Shapes: x is `(batch, length, d)`, a weight is `(output, input)` as in 
 import math
 
 import torch
+from support.reference import FUNCTIONS, Parameters, layer_norm, linear, rms_norm
 
 
 EPS = 1e-5
@@ -86,39 +87,9 @@ def random_checkpoint(model_args, prefix="", dtype=torch.float32, seed=0, bottle
     }
 
 
-def gelu(x):
-    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-
-
-def rms_norm(x, gain):
-    return x / torch.sqrt((x**2).mean(dim=-1, keepdim=True) + EPS) * gain
-
-
-class Weights:
-    def __init__(self, state, prefix=""):
-        self.state, self.prefix = state, prefix
-
-    def below(self, name):
-        return Weights(self.state, f"{self.prefix}{name}.")
-
-    def __getitem__(self, name):
-        return self.state[f"{self.prefix}{name}"].double()
-
-    def bias(self, name):
-        return self[f"{name}.bias"] if f"{self.prefix}{name}.bias" in self.state else 0.0
-
-    def linear(self, name, x):
-        return x @ self[f"{name}.weight"].T + self.bias(name)
-
-    def layer_norm(self, name, x):
-        centred = x - x.mean(dim=-1, keepdim=True)
-        normed = centred / torch.sqrt((centred**2).mean(dim=-1, keepdim=True) + EPS)
-        return normed * self[f"{name}.weight"] + self.bias(name)
-
-
 def attention(weights, x, mode, num_heads, scale):
     width = x.shape[-1]
-    projected = weights.linear("c_attn", x).split(width, dim=-1)
+    projected = linear(x, weights.below("c_attn")).split(width, dim=-1)
     if mode == "original":
         query, key, value = projected
     elif mode == "residual":
@@ -126,9 +97,9 @@ def attention(weights, x, mode, num_heads, scale):
     elif mode == "identity":
         query, (key, value) = x, projected
     else:
-        hidden = weights.linear("residual_in", rms_norm(x, weights["residual_rmsnorm_input.weight"]))
-        hidden = weights.linear("residual_out", gelu(hidden))
-        query, (key, value) = x + weights.layer_norm("residual_layernorm_output", hidden), projected
+        hidden = linear(rms_norm(x, weights["residual_rmsnorm_input.weight"], EPS), weights.below("residual_in"))
+        hidden = linear(FUNCTIONS["gelu"](hidden), weights.below("residual_out"))
+        query, (key, value) = x + layer_norm(hidden, weights.below("residual_layernorm_output"), EPS), projected
 
     head_size = width // num_heads
     scale = 1 / math.sqrt(head_size) if scale is None else scale
@@ -138,18 +109,18 @@ def attention(weights, x, mode, num_heads, scale):
         part = slice(head * head_size, (head + 1) * head_size)
         scores = scale * query[..., part] @ key[..., part].transpose(1, 2)  # (batch, query, key)
         heads.append(scores.masked_fill(~visible, -math.inf).softmax(dim=-1) @ value[..., part])
-    return weights.linear("c_proj", torch.cat(heads, dim=-1))
+    return linear(torch.cat(heads, dim=-1), weights.below("c_proj"))
 
 
 def forward(checkpoint, input_ids):
     """`(batch, length)` token ids -> logits `(batch, length, vocabulary)`, float64."""
     arguments = complete(checkpoint["model_args"])
-    weights = Weights({name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()})
+    weights = Parameters({name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()})
     x = weights["transformer.wte.weight"][input_ids] + weights["transformer.wpe.weight"][: input_ids.shape[1]]
     for index in range(arguments["n_layer"]):
         layer = weights.below(f"transformer.h.{index}")
         options = [arguments[name] for name in ("query_mode", "num_heads", "scale")]
-        x = x + attention(layer.below("attn"), layer.layer_norm("ln_1", x), *options)
-        hidden = gelu(layer.below("mlp").linear("c_fc", layer.layer_norm("ln_2", x)))
-        x = x + layer.below("mlp").linear("c_proj", hidden)
-    return weights.layer_norm("transformer.ln_f", x) @ weights["lm_head.weight"].T
+        x = x + attention(layer.below("attn"), layer_norm(x, layer.below("ln_1"), EPS), *options)
+        hidden = linear(layer_norm(x, layer.below("ln_2"), EPS), layer.below("mlp.c_fc"))
+        x = x + linear(FUNCTIONS["gelu"](hidden), layer.below("mlp.c_proj"))
+    return layer_norm(x, weights.below("transformer.ln_f"), EPS) @ weights["lm_head.weight"].T

@@ -468,41 +468,36 @@ def forward_sequence(config, parameters, tokens, text, source=None, is_source=No
         layer, block = config.per_layer_config[index], model.below(f"layers.{index}")
         cross = cross_layer(layer)
 
-        def attend(x, index=index, layer=layer, block=block):
+        def run(name, x, index=index, layer=layer, cross=cross, block=block):
+            if name == "mlp":
+                return mlp(config, x, block, text)
+            of_name = block.below(name)
+            if name == "cross_attn":
+                seen = replace(text, visible=is_source.expand(1, len(x), -1))
+                output, of_heads, _ = attention(config, cross, x, of_name, seen, index, source=source)
+                cross_weights.append(of_heads)
+                return output
             first = first_values[0] if first_values else None
-            output, of_heads, values = attention(config, layer, x, block.below("self_attn"), text, index, first)
+            output, of_heads, values = attention(config, layer, x, of_name, text, index, first)
             weights.append(of_heads)
             first_values.append(values)
             return output
 
-        def attend_to_source(x, index=index, cross=cross, block=block):
-            seen = replace(text, visible=is_source.expand(1, len(x), -1))
-            output, of_heads, _ = attention(config, cross, x, block.below("cross_attn"), seen, index, source=source)
-            cross_weights.append(of_heads)
-            return output
-
-        def feed_forward(x, block=block):
-            return mlp(config, x, block, text)
-
-        def output_of(sub_layer, x, name, block=block):
+        def output_of(name, x, block=block, run=run):
             if config.norm_position in ("pre", "sandwich"):
                 x = norm_of(config, x, block.below(f"{name}_norm"))
-            output = sub_layer(before(x))
+            output = run(name, before(x))
             if config.norm_position in ("output", "sandwich"):
                 output = norm_of(config, output, block.below(f"{name}_output_norm"))
             return output
 
-        def end(name, x, block=block):
-            return after(norm_of(config, x, block.below(f"{name}_norm")) if config.norm_position == "post" else x)
-
-        if config.parallel_residual:
-            of_source = 0.0 if cross is None else output_of(attend_to_source, x, "cross_attn")
-            x = end("mlp", x + output_of(attend, x, "self_attn") + of_source + output_of(feed_forward, x, "mlp"))
-        else:
-            x = end("self_attn", x + output_of(attend, x, "self_attn"))
-            if cross is not None:
-                x = end("cross_attn", x + output_of(attend_to_source, x, "cross_attn"))
-            x = end("mlp", x + output_of(feed_forward, x, "mlp"))
+        names = [name for name in ("self_attn", "cross_attn", "mlp") if name != "cross_attn" or cross is not None]
+        total = x
+        for name in names:
+            total = total + output_of(name, x)
+            if name == "mlp" or not config.parallel_residual:
+                is_post = config.norm_position == "post"
+                total = x = after(norm_of(config, total, block.below(f"{name}_norm")) if is_post else total)
     if config.norm_position != "post":
         x = norm_of(config, x, model.below("norm"))
     head = model["embed_tokens.weight"] if config.tie_word_embeddings else parameters["lm_head.weight"]

@@ -93,6 +93,15 @@ def check_model(folder: Path, is_own: bool) -> dict[str, bool]:
     return passed
 
 
+def check_folders(folders: list[str], own: str) -> list[dict[str, bool]]:
+    """Returns the checks of all models in each folder; `own` has all of them."""
+    found = []
+    for folder in folders:
+        checks = {name: check_model(Path(folder, name), folder == own) for name in CONFIGURATIONS}
+        found.append({f"{name}: {check}": passed for name, row in checks.items() for check, passed in row.items()})
+    return found
+
+
 def _generate_batch(model) -> list[list[int]]:
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -116,11 +125,11 @@ def make_environment(version: str, folder: Path) -> Path:
     return python
 
 
-def run(python: Path, *arguments: str | Path) -> str:
+def run(python: Path, code: str) -> str:
     folder = python.parents[1]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "HF_MODULES_CACHE": str(folder / "modules")}
     environment |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    command = [python, "-W", "ignore", "-m", "support.versions", *arguments]
+    command = [python, "-W", "ignore", "-c", f"from support.versions import *\n{code}"]
     return subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -139,34 +148,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--folder", type=Path, default=Path("results/versions"))
-    parser.add_argument("--save", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--check", type=Path, nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--without_package", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.without_package:
-        sys.modules["modeling_nlq"] = None
-    if arguments.save is not None:
-        return save_models(arguments.save)
-    if arguments.check is not None:
-        if not arguments.without_package:
-            import modeling_nlq  # noqa: F401 - registers the Auto classes
-
-        own = Path.cwd() / "saved"
-        found = [
-            {name: check_model(folder / name, folder == own) for name in CONFIGURATIONS} for folder in arguments.check
-        ]
-        return print(json.dumps(found))
     folder = arguments.folder.resolve()
     pythons = {version: make_environment(version, folder / version) for version in arguments.versions}
-    saved = {version: folder / version / "saved" for version in arguments.versions}
+    saved = {version: str(folder / version / "saved") for version in arguments.versions}
     for version, python in pythons.items():
-        run(python, "--save", saved[version])
+        run(python, f"save_models(Path({saved[version]!r}))")
     found = {}
     for version, python in pythons.items():
-        for way, options in (("package", []), ("remote code", ["--without_package"])):
-            output = json.loads(run(python, *options, "--check", *saved.values()).splitlines()[-1])
-            for writer, models in zip(saved, output):
-                checks = {f"{name}: {check}": passed for name, row in models.items() for check, passed in row.items()}
+        # Importing the package registers the Auto classes
+        for way, before in (("package", "import modeling_nlq"), ("remote code", "sys.modules['modeling_nlq'] = None")):
+            code = f"{before}\nprint(json.dumps(check_folders({[*saved.values()]}, {saved[version]!r})))"
+            output = json.loads(run(python, code).splitlines()[-1])
+            for writer, checks in zip(saved, output):
                 found[version, way, writer] = checks
                 for check in (check for check, passed in checks.items() if not passed):
                     print(f"{version} by {way}, saved by {writer}: {check} failed", flush=True)

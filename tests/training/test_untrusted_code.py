@@ -40,7 +40,7 @@ class T(PreTrainedTokenizerFast): pass
 @pytest.mark.parametrize("fields", [EVIL, {"switches": {"decoder": {"_attn_implementation": "evil/kernel"}}}])
 def test_a_kernel_that_a_recipe_names(fields, tmp_path):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"model": "tiny-linear", **fields}))
-    with pytest.raises(ValueError, match="evil/kernel' is code from the Hub; a file cannot choose it"):
+    with pytest.raises(ValueError, match="evil/kernel' is code from the Hub; pass it as an argument"):
         load_recipe(tmp_path / "recipe.yaml")
 
 

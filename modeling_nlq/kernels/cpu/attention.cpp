@@ -1,8 +1,7 @@
 // The passes of attention in memory linear in the length, for the elementwise activations and softmax. One pass over a tile of
 // scores does what takes PyTorch several.
 //
-// The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch and need AVX-512; they use AMX where the
-// CPU has it.
+// The matrices are multiplied by oneDNN's kernels for small matrices, which are in PyTorch and need AVX-512.
 //
 // Softmax is computed as FlashAttention does (Dao et al. 2022, arXiv 2205.14135). Forward keeps the largest score of each row so
 // far, and scales its sums when a larger one comes. In backward the weights are `exp(s - l)`, where `l` is the logarithm of the
@@ -22,21 +21,9 @@
 
 namespace {
 
-using Index = int64_t;
 // Tiles begin and end at multiples of it
 constexpr Index STEP = 64;
 typedef uint32_t __attribute__((may_alias)) Pair;
-
-// A tensor with the axes batch, heads, length and, if there is one, head_dim, whose stride is 1
-struct States {
-  char* data = nullptr;
-  Index strides[4] = {};
-
-  States() = default;
-  explicit States(const at::Tensor& tensor) : data(static_cast<char*>(tensor.data_ptr())) {
-    for (Index axis = 0; axis < tensor.dim(); axis++) strides[axis] = tensor.stride(axis);
-  }
-};
 
 struct Phi_softmax {  // its score is the distance to the largest one
   NLQ_INLINE static void both(float score, float& weight, float& slope) { weight = slope = exp_negative(score); }
@@ -53,13 +40,8 @@ struct Call {
   States gradient, query_gradient, key_gradient, value_gradient;
 };
 
-template <class T>
-T* at(const States& tensor, Index batch, Index head, Index place = 0) {
-  return reinterpret_cast<T*>(tensor.data) + batch * tensor.strides[0] + head * tensor.strides[1] + place * tensor.strides[2];
-}
-
-// Each size of matrices has a kernel of its own, up to 200 KiB of code, which is kept. So tiles begin and end at multiples of
-// STEP, and have rows and columns of 0 after the last query or key. A tile itself is smaller than STEP in tests only
+// Each size of matrices has a kernel of its own, up to 200 KiB of code. So tiles begin and end at multiples of STEP, and have
+// rows and columns of 0 after the last query or key. A tile itself is smaller than STEP in tests only
 Index round_down(Index size) { return size / STEP * STEP; }
 Index round_up(Index size, Index tile) { return std::min((size + STEP - 1) / STEP * STEP, tile); }
 Index tiles(Index length, Index tile) { return (length + tile - 1) / tile; }
@@ -197,7 +179,7 @@ void differentiate(
 
 template <class T>
 struct Rows {
-  std::string_view name;
+  Name name;
   float (*weigh)(const float*, T*, Columns, Index, float, float);
   void (*differentiate)(const float*, const float*, T*, T*, Columns, Index, float, const float*, const float*);
 };
@@ -238,7 +220,7 @@ void copy(const T* in, Index row_in, Index rows, Index columns, T* out, Index ro
   std::fill(out + rows * columns, out + rows_out * columns, T(0));
 }
 
-// The same as `multiply` takes B: in bfloat16, pairs of rows lie next to each other
+// The same as `multiply` takes B: pairs of rows of bfloat16 lie next to each other
 void pack(const float* in, Index row_in, Index rows, Index columns, float* out, Index rows_out) {
   copy(in, row_in, rows, columns, out, rows_out);
 }
@@ -303,7 +285,7 @@ struct Mask {
   }
 };
 
-// The part of a tile that queries see, or that sees keys: it begins and ends at multiples of STEP, also after the last of all
+// The part of a tile that queries see, or that sees keys, between multiples of STEP
 struct Part {
   Index first, size;
   Part(Index tile_first, Index tile, Index first_seen, Index last_seen)
@@ -334,7 +316,7 @@ void forward(const Call& call) {
     Buffer<float> scores(m * n), sums(m * width), totals(m), biases(m);
     Buffer<T> query_rows(m * width), half_weights(is_half ? m * n : 0);
     T* weights = is_half ? half_weights.data : reinterpret_cast<T*>(scores.data);
-    // The last queries see the most keys. They come first, so that no thread is left with much work in the end
+    // The last queries see the most keys, and come first, so that no thread is left with much work
 #pragma omp for schedule(dynamic)
     for (Index unit = 0; unit < heads * query_tiles; unit++) {
       const Index batch = unit % heads / call.heads, head = unit % heads % call.heads;
@@ -524,17 +506,17 @@ void backward(const Call& call) {
   }
 }
 
-// The arguments that both passes share. `kept` holds tensors that live as long as the call
+// The arguments of both passes. `kept` holds tensors as long as the call
 struct Arguments {
   Call call{};
-  std::vector<at::Tensor> kept;
+  std::vector<Tensor> kept;
 
-  States keep(const at::Tensor& tensor) { return States(kept.emplace_back(tensor)); }
+  States keep(Input tensor) { return States(kept.emplace_back(tensor)); }
 
   Arguments(
-      const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& last_key,
-      const Optional& key_is_valid, const Optional& first_key, const Optional& visible, std::string_view activation,
-      std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+      Input query, Input key, Input value, OptionalInput last_key, OptionalInput key_is_valid, OptionalInput first_key,
+      OptionalInput visible, Name activation, Name normalization, double scaling, Index query_tile,
+      Index key_tile) {
     call.threads = at::get_num_threads();
     call.batch = query.size(0), call.heads = query.size(1), call.queries = query.size(2), call.width = query.size(3);
     call.key_value_heads = key.size(1), call.keys = key.size(2);
@@ -551,26 +533,25 @@ struct Arguments {
   }
 };
 
-bool is_half(const at::Tensor& tensor) { return tensor.scalar_type() == at::kBFloat16; }
+bool is_half(Input tensor) { return tensor.scalar_type() == at::kBFloat16; }
 
 // The output (batch, query, heads, head_dim); the remainder that rounding removes from it, of the same shape, or (0) where
 // backward needs none; and what backward needs of the normaliser, (batch, heads, query). `bias` is subtracted from the scores, and
 // `inverse_count` is 1 / Z, both (batch or 1, heads or 1, query); under "sum", Z is the sum of the weights
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Optional& bias,
-    const Optional& inverse_count, const Optional& last_key, const Optional& key_is_valid, const Optional& first_key,
-    const Optional& visible, std::string_view activation, std::string_view normalization, double scaling, Index query_tile,
-    Index key_tile) {
+std::tuple<Tensor, Tensor, Tensor> attention(
+    Input query, Input key, Input value, OptionalInput bias, OptionalInput inverse_count, OptionalInput last_key,
+    OptionalInput key_is_valid, OptionalInput first_key, OptionalInput visible, Name activation,
+    Name normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
       query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
   const std::array<Index, 3> rows = {call.batch, call.heads, call.queries};
-  const at::Tensor output = query.new_empty({call.batch, call.queries, call.heads, call.width});
+  const Tensor output = query.new_empty({call.batch, call.queries, call.heads, call.width});
   const bool has_remainder = call.is_sum && is_half(query);
-  const at::Tensor remainder = query.new_empty(has_remainder ? output.sizes() : at::IntArrayRef({0}));
-  const at::Tensor normalizer = query.new_ones(rows, at::kFloat);
+  const Tensor remainder = query.new_empty(has_remainder ? output.sizes() : at::IntArrayRef({0}));
+  const Tensor normalizer = query.new_ones(rows, at::kFloat);
   if (inverse_count) normalizer.copy_(*inverse_count);
-  const at::Tensor subtracted = bias ? bias->to(at::kFloat) : normalizer.new_zeros({1, 1, call.queries});
+  const Tensor subtracted = bias ? bias->to(at::kFloat) : normalizer.new_zeros({1, 1, call.queries});
   call.bias = arguments.keep(subtracted.contiguous().expand(rows));
   call.output = arguments.keep(output.transpose(1, 2));
   if (has_remainder) call.remainder = arguments.keep(remainder.transpose(1, 2));
@@ -580,19 +561,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention(
 }
 
 // The gradients of query, key and value, given that of the output and the results of `attention`
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
-    const at::Tensor& gradient, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-    const at::Tensor& output, const at::Tensor& remainder, const at::Tensor& normalizer, const Optional& bias,
-    const Optional& last_key, const Optional& key_is_valid, const Optional& first_key, const Optional& visible,
-    std::string_view activation, std::string_view normalization, double scaling, Index query_tile, Index key_tile) {
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    Input gradient, Input query, Input key, Input value, Input output, Input remainder, Input normalizer, OptionalInput bias,
+    OptionalInput last_key, OptionalInput key_is_valid, OptionalInput first_key, OptionalInput visible,
+    Name activation, Name normalization, double scaling, Index query_tile, Index key_tile) {
   Arguments arguments(
       query, key, value, last_key, key_is_valid, first_key, visible, activation, normalization, scaling, query_tile, key_tile);
   Call& call = arguments.call;
-  const at::Tensor results[] = {
+  const Tensor results[] = {
       query.new_empty(query.sizes()), key.new_empty(key.sizes()), value.new_empty(value.sizes())};
-  const at::Tensor row_numbers = normalizer.contiguous();
+  const Tensor row_numbers = normalizer.contiguous();
   call.inverse_normalizer = arguments.keep(row_numbers);
-  at::Tensor subtracted = row_numbers;
+  Tensor subtracted = row_numbers;
   if (!call.is_softmax) subtracted = bias ? bias->to(at::kFloat) : row_numbers.new_zeros({1, 1, call.queries});
   call.bias = arguments.keep(subtracted.contiguous().expand({call.batch, call.heads, call.queries}));
   call.output = arguments.keep(with_rows(output).transpose(1, 2));
@@ -603,19 +583,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_backward(
   return {results[0], results[1], results[2]};
 }
 
-// Whether the CPU has kernels that multiply small matrices: 2 3 = 6
+// Whether the CPU has kernels that multiply small matrices: 2 2 = 4
+template <class T>
+float square(const T (&two)[2]) {
+  float result[64] = {};
+  multiply(1, 1, 2, two, 2, two, 1, result, 1, false);
+  release(sizeof(T) == 2);
+  return result[0];
+}
 bool can_multiply(bool is_half) {
   try {
-    float result[64] = {};
-    if (is_half) {
-      const Half two[] = {0x4000, 0}, three[] = {0x4040, 0};
-      multiply(1, 1, 2, two, 2, three, 1, result, 1, false);
-    } else {
-      const float two[] = {2}, three[] = {3};
-      multiply(1, 1, 1, two, 1, three, 1, result, 1, false);
-    }
-    release(is_half);
-    return result[0] == 6;
+    return (is_half ? square<Half>({0x4000, 0}) : square<float>({2, 0})) == 4;
   } catch (...) {
     return false;
   }

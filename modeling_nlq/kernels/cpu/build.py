@@ -1,8 +1,8 @@
 """Compiles the C++ operators of this folder into one library, once per machine.
 
-They are optional and for Linux; without them PyTorch computes the same. `nlq build` or the first use of an operator
-compiles them, in up to a minute. The library lies in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`,
-and is not loaded if another user can write it.
+They are optional and for Linux. `nlq build` or the first use of an operator compiles them, in up to a minute. The
+library lies in `TORCH_EXTENSIONS_DIR`, by default `~/.cache/torch_extensions`, and is not loaded if another user can
+write it.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _FLAGS = (
 
 
 def instructions() -> str:
-    """Returns the vector instructions that PyTorch uses on this CPU, such as `"AVX2"` or `"AVX512"`."""
+    """Returns PyTorch's vector instructions on this CPU, such as `"AVX512"`."""
     return torch.backends.cpu.get_cpu_capability()
 
 
@@ -58,10 +58,11 @@ def load(namespace: str) -> bool:
             compile_library(namespace)
         _open_library(library)
     except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line.lower()]
         logger.warning(
-            "NLQ computes with PyTorch's operators alone: its C++ code, which is faster here, could not be compiled. "
-            "It needs g++ 11 or later, or a compiler named in CXX, and a folder TORCH_EXTENSIONS_DIR that you can "
-            f"write, and no other user. NLQ_CPP=0 turns it off. {_first_error(error)}"
+            "NLQ computes with PyTorch's operators: its faster C++ code could not be compiled. It needs g++ 11 or "
+            "later, or a compiler named in CXX, and a TORCH_EXTENSIONS_DIR that you alone can write. NLQ_CPP=0 turns "
+            f"it off. {lines[0] if lines else error}"
         )
         return False
     return True
@@ -70,7 +71,7 @@ def load(namespace: str) -> bool:
 def is_private(file: int | Path) -> bool:
     """Tells whether only this user and root can write a file or folder.
 
-    A group of the owner's name without other members may write it too, as with a umask of 002.
+    A group of the owner's name without other members may write it too (umask 002).
     """
     if sys.platform == "win32":  # which has no such permissions
         return True
@@ -94,12 +95,6 @@ def _open_library(library: Path) -> None:
     ctypes.CDLL(f"/proc/self/fd/{file}")
 
 
-def _first_error(error: Exception) -> str:
-    """Returns the first error of a compiler, or the text of another error."""
-    lines = [line for line in (getattr(error, "stderr", None) or "").splitlines() if "error" in line.lower()]
-    return lines[0] if lines else str(error)
-
-
 def library_file(namespace: str) -> Path:
     """Returns the path of the library. Its name is a hash of all that a build depends on."""
     contents = [file.read_bytes() for file in (*_sources(), *sorted(FOLDER.glob("*.h")))]
@@ -113,14 +108,10 @@ def library_file(namespace: str) -> Path:
 
 
 def compile_library(namespace: str) -> None:
-    """Compiles the files, as many at a time as there are cores, and links them.
-
-    Raises:
-        OSError, subprocess.CalledProcessError: if they cannot be compiled.
-    """
+    """Compiles the files, as many at a time as there are cores, and links them."""
     library = library_file(namespace)
     headers = [f"-I{TORCH / 'include' / folder}" for folder in ("", "torch/csrc/api/include")]
-    # Processes that compile at the same time write to different folders; the last one to finish stays
+    # Processes that compile at the same time write to different folders
     library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = {source: str(Path(scratch, f"{source.stem}.o")) for source in _sources()}

@@ -1,6 +1,5 @@
 """The C++ operators as a backend of attention and as kernels of operations, and which calls each supports."""
 
-import functools
 import threading
 
 import torch
@@ -35,24 +34,19 @@ _lock = threading.Lock()
 
 
 def _load() -> bool:
-    with _lock:  # `functools.cache` alone would register them twice when two threads begin
-        return _load_once()
-
-
-@functools.cache
-def _load_once() -> bool:
-    if hasattr(operators, "attention"):  # by an earlier import of this package
+    with _lock:  # two threads may begin
+        if hasattr(operators, "loss"):  # perhaps by an earlier import of this package
+            return True
+        if not load(NAMESPACE):
+            return False
+        for operator, fake in FAKES.items():
+            torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
         return True
-    if not load(NAMESPACE):
-        return False
-    for operator, fake in FAKES.items():
-        torch.library.register_fake(f"{NAMESPACE}::{operator}", fake)
-    return True
 
 
 @torch.compiler.assume_constant_result
 def _multiplies(is_half: bool) -> bool:
-    """Tells whether this CPU has oneDNN's kernels for small matrices, which attention uses."""
+    """Tells whether this CPU has oneDNN's kernels for small matrices."""
     return instructions() == "AVX512" and is_built() and operators.can_multiply(is_half)
 
 
@@ -86,10 +80,9 @@ attention = DifferentiableAttention(_attention, _attention_backward)
 def attention_forward(
     module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Computes what `tiled_attention_forward` computes, and softmax, from the same arguments.
+    """Computes what `tiled_attention_forward` computes, and softmax.
 
-    Raises:
-        ValueError: if this backend was requested by name and the C++ code does not support the call.
+    Raises `ValueError` if this backend was requested by name and the C++ code does not support the call.
     """
     states = in_autocast_precision(query, key, value)
     query, key, value = states
@@ -102,13 +95,12 @@ def attention_forward(
     )
     if not is_supported:
         if module.config._attn_implementation == AUTOMATIC:
-            # The choice looked at the embeddings; this layer is on another device, or its cache has another dtype
+            # Unlike the embeddings, this layer is on another device, or its cache has another dtype
             other = tiled_attention_forward if module.activation.is_elementwise else eager_attention_forward
             return other(module, *states, attention_mask, scaling, dropout)[0], None
         raise ValueError(
             f"attn_implementation='nlq_cpp' (layer {module.layer_idx}) computes float32 and bfloat16, with heads of "
-            "an even size, on a CPU with AVX-512 where a C++ compiler is installed, without dropout; use 'nlq', "
-            "'nlq_tiled' or 'sdpa'"
+            "an even size, on a CPU with AVX-512 and a C++ compiler, without dropout; use 'nlq' or 'eager'"
         )
     if module.activation.name == "softmax":
         return attention.attend(module, *states, attention_mask, scaling, dropout), None
@@ -122,7 +114,7 @@ def _supports(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def computes_attention(request: AttentionRequest) -> bool:
-    """Tells whether `attention_forward` supports a layer, and a call if the request describes its tensors."""
+    """Tells whether `attention_forward` supports a layer, and a call with the tensors of the request."""
     if request.activation.name not in (*ACTIVATIONS, "softmax") or request.sink is not None:
         return False
     if request.device is None:
@@ -159,14 +151,9 @@ def one_query(module, query, key, value, attention_mask, scaling) -> torch.Tenso
 
 
 def computes_loss(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor | None) -> bool:
-    """Tells whether `loss` supports a call."""
+    """Tells whether the operator `loss` supports a call."""
     has_dtype = logits.dtype in (torch.float32, torch.bfloat16)
     return has_dtype and logits.device.type == "cpu" and logits.numel() > 0 and is_built()
-
-
-def loss(*inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes what `loss_in_slices` computes."""
-    return operators.loss(*inputs)
 
 
 def _new_attention(query, key, value, bias, inverse_count, last_key, key_is_valid, first_key, visible, *options):
@@ -181,5 +168,5 @@ def _new_gradients(gradient, query, key, value, *others):
     return tuple(states.new_empty(states.shape) for states in (query, key, value))
 
 
-# Functions that make the empty results of the operators that enter a compiled graph
+# They make the empty results of operators in a compiled graph
 FAKES = {"attention": _new_attention, "attention_backward": _new_gradients}

@@ -32,16 +32,15 @@ void compute(
 
 // Logits (rows, vocabulary), targets (rows), and weights (rows) if the gradient is wanted -> losses (rows), and the gradient of
 // their weighted sum, of the shape of the logits, or (0)
-std::tuple<at::Tensor, at::Tensor> loss(
-    const at::Tensor& logits, const at::Tensor& targets, const Optional& weights) {
-  const at::Tensor rows = logits.contiguous(), labels = targets.to(at::kLong).contiguous();
+std::tuple<Tensor, Tensor> loss(Input logits, Input targets, OptionalInput weights) {
+  const Tensor rows = logits.contiguous(), labels = targets.to(at::kLong).contiguous();
   for (int64_t i = 0; i < labels.numel(); i++) {
     const int64_t label = labels.data_ptr<int64_t>()[i];
     TORCH_CHECK_INDEX(0 <= label && label < rows.size(1), "target ", label, " is out of bounds: 0 to ", rows.size(1) - 1);
   }
-  const at::Tensor factors = weights ? weights->to(at::kFloat).contiguous() : at::Tensor();
-  const at::Tensor losses = rows.new_empty({rows.size(0)}, at::kFloat);
-  const at::Tensor gradient = rows.new_empty(weights ? rows.sizes() : at::IntArrayRef({0}));
+  const Tensor factors = weights ? weights->to(at::kFloat).contiguous() : Tensor();
+  const Tensor losses = rows.new_empty({rows.size(0)}, at::kFloat);
+  const Tensor gradient = rows.new_empty(weights ? rows.sizes() : at::IntArrayRef({0}));
   const auto run = [&](auto* data) {
     using T = std::remove_pointer_t<decltype(data)>;
     compute<T>(
