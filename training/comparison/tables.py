@@ -124,7 +124,7 @@ def stability_rows(results: ScaleOutcome) -> Rows:
     for name, model in results.models.items():
         row = {"model": name}
         for quantity, (title, *_) in QUANTITIES.items():
-            curves = [over_layers(run.history, quantity) for run in model.finished]
+            curves = [over_layers(run, quantity) for run in model.finished]
             row[title] = _mean_and_deviation([curve[-1][1] for curve in curves if curve], ".3g")
         rows.append(row)
     return rows
