@@ -315,9 +315,8 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     trend = analyse_trend(losses, next(iter(scales.values())).baseline)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
-            steps, interval = trend.models[model].steps, effect.loss_improvement_interval
-            if steps[name].improvement_interval is not None and interval is not None:
-                steps[name] = replace(steps[name], improvement_interval=interval)
+            steps = trend.models[model].steps
+            steps[name] = replace(steps[name], improvement_interval=effect.loss_improvement_interval)
     return trend
 
 

@@ -191,11 +191,6 @@ def _added_seeds(folder: Path, scales: Mapping[str, Scale]) -> dict[str, list[in
     }
 
 
-def _by_scale(file: Path) -> dict[str, Any]:
-    """Reads a record by scale; older versions called a single scale ""."""
-    return {name or SINGLE: value for name, value in read_json(file).items()}
-
-
 def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     """Writes the configurations and weights of all models, or compares them with the record of the folder."""
     sources = {variant.recipe.model for scale in scales.values() for variant in scale.variants.values()}
@@ -210,15 +205,12 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     if not file.is_file():
         write_text(file, json.dumps(now) + "\n")
         return
-    for name, models in _by_scale(file).items():
+    for scale, models in read_json(file).items():
+        name = scale or SINGLE  # older versions called a single scale ""
         for model, before in models.items():
-            try:
-                after = now[name][model]
-                changes = config_differences(before["config"], after["config"])
-                is_same = not changes and before["weights"] == after["weights"]
-            except (KeyError, TypeError, AttributeError):
-                raise ValueError(f"{file}: {model!r} is not a model of this comparison, or has wrong fields") from None
-            if not is_same:
+            after = now[name][model]
+            changes = config_differences(before["config"], after["config"])
+            if changes or before["weights"] != after["weights"]:
                 where = f"model {model!r} of scale {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 

@@ -30,10 +30,7 @@ _STEP = 1e-5
 
 @dataclass(frozen=True)
 class ScaleLosses:
-    """The losses `losses[model][seed]` of all models at one scale, with the same seeds for each.
-
-    A loss is None, NaN or infinity if the run diverged.
-    """
+    """The losses `losses[model][seed]` of all models at one scale, None if a run diverged; each has the same seeds."""
 
     name: str
     flops: dict[str, float]
@@ -46,7 +43,8 @@ class Step:
     """One model at one scale. Values that cannot be computed are None.
 
     Attributes:
-        improvement: percent of the baseline's mean loss over the seeds that both finished, which counts as known.
+        improvement: percent of the baseline's mean loss over the seeds that both finished.
+        improvement_interval: that of the analysis of this scale alone (see `trend_of`).
         multiplier: how many times the model's FLOPs the baseline would need to be as good.
         note: "beyond" if the multiplier or an end of its interval lies more than `REACH` decades beyond the ladder,
             and is None; else the reason for no multiplier, or empty.
@@ -54,7 +52,7 @@ class Step:
 
     flops: float
     improvement: float | None
-    improvement_interval: Interval | None
+    improvement_interval: Interval | None = None
     multiplier: float | None = None
     multiplier_interval: Interval | None = None
     note: str = ""
@@ -70,9 +68,7 @@ class TrendVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class ModelTrend:
-    """The trend of a model, and the model at each scale.
-
-    The improvement of a worse model is negative: it "grows" if the model catches up.
+    """The trend of a model, and the model at each scale. A worse model "grows" if it catches up.
 
     Attributes:
         meaning: the verdict in words, or why there is no test.
@@ -111,7 +107,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     The test is on the slope of the least-squares line through the improvements in percent. It is left out if the model
     or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
     """
-    scales = sorted(scales, key=lambda scale: scale.flops[baseline])
+    scales, level = sorted(scales, key=lambda scale: scale.flops[baseline]), 1 - alpha
     flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
     losses = {scale.name: {model: _array(runs) for model, runs in scale.losses.items()} for scale in scales}
     settled = [scale.name for scale in scales if not _obstacle(scale, baseline, baseline, losses[scale.name])]
@@ -121,32 +117,36 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     except ValueError as error:
         multiplier_note = str(error)
 
-    decades, models = np.log10(list(flops.values())), {}
+    decades = np.log10(list(flops.values()))
+    centred = decades - decades.mean()
+    weights, models = centred / (centred @ centred), {}
     for model in (name for name in scales[0].losses if name != baseline):
-        steps, obstacles = {}, []
+        steps, obstacles, percents = {}, [], []
         for scale in scales:
-            at_scale = losses[scale.name]
-            step = _step(at_scale[baseline], at_scale[model], float(scale.flops[model]), 1 - alpha)
+            at_scale, compute = losses[scale.name], float(scale.flops[model])
+            differences = at_scale[baseline] - at_scale[model]
+            improvement, multiplier, interval = _improvement(at_scale[baseline], differences), None, None
             note = _obstacle(scale, baseline, model, at_scale)
-            if note:
-                step = replace(step, note=note, improvement_interval=None)
-            elif curve is None:
-                step = replace(step, note="no multiplier")
-            else:
-                differences = at_scale[baseline] - at_scale[model]
-                value, interval = curve.multiplier(settled.index(scale.name), differences, step.flops, 1 - alpha)
-                where = "beyond" if value is None or None in (interval or ()) else ""
-                step = replace(step, multiplier=value, multiplier_interval=interval, note=where)
-            steps[scale.name] = step
-            if note or len(at_scale[model]) < 2:
+            if note or len(differences) < 2:
                 obstacles.append(f"{note or 'a single seed'} at {scale.name}")
-        models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
-        if not obstacles:
-            percents = [100 * (runs[baseline] - runs[model]) / runs[baseline].mean() for runs in losses.values()]
-            models[model] = _test(models[model], decades, percents, 1 - alpha)
+            if curve is None:
+                note = note or "no multiplier"
+            elif not note:
+                multiplier, interval = curve.multiplier(settled.index(scale.name), differences, compute, level)
+                note = "beyond" if multiplier is None or None in (interval or ()) else ""
+            steps[scale.name] = Step(compute, improvement, None, multiplier, interval, note)
+            percents.append(100 * differences / at_scale[baseline].mean())
+        if obstacles:
+            models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
+        else:
+            slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
+            models[model] = ModelTrend(
+                TrendVerdict.CANNOT_TELL, "", steps, slope.value, slope.interval(level), slope.p()
+            )
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
-        models[name] = _judge(replace(trend, holm_p=holm_p), alpha)
+        verdict, meaning = _judge(trend, holm_p, alpha)
+        models[name] = replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
     floors = {name: _noise_floor(runs[baseline]) for name, runs in losses.items()}
     return Trend(baseline, alpha, flops, floors, multiplier_note, models)
 
@@ -167,37 +167,19 @@ def _obstacle(scale: ScaleLosses, baseline: str, model: str, losses: dict[str, n
     return ""
 
 
-def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) -> Step:
-    """Returns a step without its multiplier, from losses `(seed,)` that are NaN if diverged."""
-    pairs = np.isfinite(base) & np.isfinite(model)
-    improvement = interval = None
-    if pairs.any():
-        in_percent = 100 / float(base[pairs].mean())
-        improvement = in_percent * float((base - model)[pairs].mean())
-        if pairs.all() and (estimate := welch_sum([base - model])):
-            low, high = estimate.interval(confidence)
-            interval = in_percent * low, in_percent * high
-    return Step(flops, improvement, interval)
+def _improvement(base: np.ndarray, differences: np.ndarray) -> float | None:
+    """Returns the mean improvement in percent over the seeds that both finished."""
+    pairs = np.isfinite(differences)
+    return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if pairs.any() else None
 
 
-def _test(trend: ModelTrend, decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
-    """Tests the slope of the improvements in percent, each `(seed,)`, before Holm's correction and the verdict."""
-    centred = decades - decades.mean()
-    weights = centred / (centred @ centred)
-    slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
-    return replace(trend, slope=slope.value, slope_interval=slope.interval(confidence), p=slope.p())
-
-
-def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
+def _judge(trend: ModelTrend, holm_p: float, alpha: float) -> tuple[TrendVerdict, str]:
     is_ahead = list(trend.steps.values())[-1].improvement > 0
-    if trend.holm_p >= alpha:
-        verdict, meaning = TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
-    elif trend.slope > 0:
-        verdict, meaning = TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
-    else:
-        lost = "loses some of its lead over" if is_ahead else "falls behind"
-        verdict, meaning = TrendVerdict.SHRINKS, f"{lost} the baseline"
-    return replace(trend, verdict=verdict, meaning=meaning)
+    if holm_p >= alpha:
+        return TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
+    if trend.slope > 0:
+        return TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
+    return TrendVerdict.SHRINKS, f"{'loses some of its lead over' if is_ahead else 'falls behind'} the baseline"
 
 
 def _noise_floor(losses: np.ndarray) -> float | None:
@@ -220,9 +202,9 @@ class Estimate:
         return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        margin = 0.0
-        if self.standard_error > _ROUNDING:
-            margin = -float(special.stdtrit(self.degrees_of_freedom, (1 - confidence) / 2)) * self.standard_error
+        if self.standard_error <= _ROUNDING:
+            return self.value, self.value
+        margin = -float(special.stdtrit(self.degrees_of_freedom, (1 - confidence) / 2)) * self.standard_error
         return self.value - margin, self.value + margin
 
 
