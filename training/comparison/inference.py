@@ -5,11 +5,11 @@ Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. 
 normally distributed differences. Losses are in nats per token; standard deviations divide by n - 1.
 """
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
@@ -128,18 +128,16 @@ def analyse_early(
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
     """Analyses a comparison with `stop: early`, each model at its last interim analysis.
 
-    Returns also what was known at each interim analysis, by model. A model has the first seeds, up to its last
-    analysis. `boundaries` are its seeds whose best rate is the smallest or the largest tried.
+    Returns also what was known at each interim analysis, by model. `boundaries` are the seeds of a model whose best
+    rate is the smallest or the largest tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     whole = analyse(losses, baseline, alpha, most=len(seeds))
     effects = dict(whole.effects)
     for number in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:number]
-        first, first_parts = (
-            {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in values.items()}
-            for values in (losses, parts or {})
-        )
+        first = {name: _of_seeds(runs, seen) for name, runs in losses.items()}
+        first_parts = {name: _of_seeds(runs, seen) for name, runs in (parts or {}).items()}
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
         analysis = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
         analysis = with_text(analysis, first_parts, most=len(seeds))
@@ -148,6 +146,10 @@ def analyse_early(
                 effect = effects[name] = analysis.effects[name]
                 history.append(Interim(number, effect.loss_improvement, effect.loss_improvement_interval))
     return replace(whole, effects=effects), interims
+
+
+def _of_seeds(runs: Mapping[int, Any], seeds: Sequence[int]) -> dict[int, Any]:
+    return {seed: runs[seed] for seed in seeds if seed in runs}
 
 
 def analyse(
@@ -166,7 +168,6 @@ def analyse(
     losses and 0 for others.
 
     Args:
-        at_boundary: models whose best rate is at the boundary of those tried.
         resolution: the smallest step of a loss, which is also the smallest standard deviation.
         most: with interim analyses, the number of seeds of the last. Each spends its part of `alpha` (see
             `alpha_spent`), and Bonferroni's method corrects for all models. A model is "equivalent" if its corrected
@@ -178,15 +179,15 @@ def analyse(
         name: _describe(runs, reference, resolution, name in at_boundary, baseline in at_boundary)
         for name, runs in models.items()
     }
-    tested = {name: effect for name, effect in effects.items() if effect.p is not None}
     finished = [loss for loss in reference.values() if loss is not None]
     mean_loss, noise_floor = _mean(finished), _deviation(finished)
+    tested = {name: effect for name, effect in effects.items() if effect.p is not None}
     shares = [1.0 if most is None else alpha_spent(effect.pairs, most) for effect in tested.values()]
-    tests = len(tested) if most is None else len(models)
     p_values = [effect.p for effect in tested.values()]
     if most is None:
-        corrected = holm(p_values)
+        tests, corrected = len(tested), holm(p_values)
     else:
+        tests = len(models)
         corrected = [min(1.0, p * tests / share) if share else 1.0 for p, share in zip(p_values, shares)]
     for (name, effect), p, share in zip(tested.items(), corrected, shares):
         paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
@@ -252,10 +253,7 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: 
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
-    """Corrects p-values by Holm's step-down method (1979), in the same order.
-
-    The i-th smallest of K is multiplied by K - i + 1, is at least its predecessor, and at most 1.
-    """
+    """Corrects p-values by Holm's step-down method (1979), in the same order."""
     p_values = np.fromiter(p_values, dtype=float)
     order = np.argsort(p_values)
     factors = np.arange(len(p_values), 0, -1)
@@ -291,8 +289,8 @@ def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
 def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
     """Returns the smallest true difference that a comparison finds with probability `power`, by the noncentral t.
 
-    It is in the unit of `noise_floor`, the standard deviation of a run over seeds, at the strictest of Holm's steps,
-    for independent runs. Where runs of a seed share noise, smaller differences are found.
+    It is in the unit of `noise_floor`, at the strictest of Holm's steps, for independent runs. Where runs of a seed
+    share noise, smaller differences are found.
     """
     critical, freedom = critical_t(seeds, models, alpha), seeds - 1
     # At the upper bound, half the risk is that the mean is low, the other half that the estimated noise is high
@@ -304,18 +302,18 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
 
 def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
     """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough."""
-    enough = next(
-        number for number in itertools.count(2) if detectable_effect(number, models, alpha) <= PLAUSIBLE_EFFECT
-    )
+    enough = 2
+    while detectable_effect(enough, models, alpha) > PLAUSIBLE_EFFECT:
+        enough += 1
     if seeds >= enough:
         return None
     plan = f"{count(seeds, 'seed')} and {count(models, 'model')}"
     if seeds < 2:
         return f"{plan}: no verdict is possible, for the noise shows only between seeds; take at least {enough} seeds"
+    needed, difference = critical_t(seeds, models, alpha), detectable_effect(seeds, models, alpha)
     return (
-        f"{plan} may need |t| > {critical_t(seeds, models, alpha):.1f}, a difference of "
-        f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is "
-        f"plausible; take at least {enough} seeds"
+        f"{plan} may need |t| > {needed:.1f}, a difference of {difference:.1f} standard deviations, where up to "
+        f"{PLAUSIBLE_EFFECT:g} is plausible; take at least {enough} seeds"
     )
 
 
@@ -323,12 +321,9 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     """Returns the share of the variance between seeds that is due to the choice of the test text.
 
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
-    replication, Fisher 1925). The mean over P parts keeps var(e) / P. So the share is 1 / F, the mean square of
-    residuals over that of seeds.
-    It is at most 1, and None with fewer than two seeds or parts, or if all seeds have the same mean.
-
-    Args:
-        parts: `parts[seed][part]`, losses in nats per token, of parts of equal size.
+    replication, Fisher 1925). The mean over P parts of equal size keeps var(e) / P. So the share is 1 / F, the mean
+    square of residuals over that of seeds. It is at most 1, and None with fewer than two seeds or parts, or if all
+    seeds have the same mean.
     """
     losses = np.array(parts, dtype=float)
     if losses.ndim != 2 or min(losses.shape) < 2:
@@ -343,10 +338,7 @@ def with_text(analysis: Analysis, parts: Mapping[str, Parts], most: int | None =
     The difference of seed s on part p is modelled as in `noise_from_text`, with parts drawn at random. The variance of
     its mean over S seeds and P parts is estimated by (MS_seeds + MS_parts - MS_rest) / (S P), without bias.
     Degrees of freedom are Satterthwaite's (1946), and at least the fewer of seeds and parts. No interval becomes
-    narrower. Verdicts and p stay: they are about this text.
-
-    Args:
-        parts: `parts[model][seed][part]`, losses in nats per token; empty if they are not known.
+    narrower. Verdicts and p stay: they are about this text. `parts[model][seed][part]` is empty if not known.
     """
     effects = dict(analysis.effects)
     for name, effect in effects.items() if parts else ():
