@@ -15,19 +15,15 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class MainEffect:
-    """The mean loss with a factor on minus that with it off, in nats per token, over all others and both rates.
-
-    `low` and `high` are its 95 % interval, not corrected for the number of factors. `improvement` is in percent of the
-    mean loss, where positive is better. `p` is of Student's t-test; `holm_p` is corrected for all but the rate.
-    """
+    """The mean loss with a factor on minus that with it off, in nats per token, over all others and both rates."""
 
     effect: float
-    low: float
+    low: float  # of the 95 % interval, not corrected for the number of factors
     high: float
-    improvement: float
+    improvement: float  # in percent of the mean loss; positive is better
     improvement_interval: list[float]
-    p: float
-    holm_p: float | None
+    p: float  # of Student's t-test
+    holm_p: float | None  # corrected for all factors; the rate has none
 
 
 @dataclass(frozen=True)
@@ -41,20 +37,16 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Effects:
-    """What the runs of a design say, in nats.
-
-    `interaction_size` is a root mean square, `p_of_interactions` is of the F test, and `noise` is the standard
-    deviation of a run within a seed. `survivors` lower the loss with a corrected p below `ALPHA`.
-    """
+    """What the runs of a design say, in nats."""
 
     main: dict[str, MainEffect]
     interactions: list[Interaction]
-    interaction_size: float
-    p_of_interactions: float
-    noise: float
+    interaction_size: float  # root mean square
+    p_of_interactions: float  # of the F test
+    noise: float  # standard deviation of a run within a seed
     freedom: int
     mean_loss: float
-    survivors: list[str]
+    survivors: list[str]  # they lower the loss with a corrected p below `ALPHA`
 
 
 def analyse_effects(design: Design, losses: np.ndarray) -> Effects:

@@ -5,7 +5,6 @@ report.
 import itertools
 import json
 import zlib
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,10 @@ from support.planted import Interrupted, PlantedEngine
 pytest.importorskip("pydoe", reason="needs pydoe: pip install 'modeling-nlq[screening]'")
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.run import run_comparison
 from modeling_nlq.training.comparison.status import CONFIRMATION
 from modeling_nlq.training.screening.design import RATE, make_design
 from modeling_nlq.training.screening.effects import analyse_effects
-from modeling_nlq.training.screening.run import run_and_report, run_screening
+from modeling_nlq.training.screening.run import run_and_report
 from modeling_nlq.training.screening.sections import ScreeningOutcome, describe, write_report
 from modeling_nlq.training.values import from_json, to_json
 from nlq import main
@@ -191,15 +189,13 @@ def test_nothing_survives_or_a_run_diverges(make_screening, tmp_path):
     screening = load_plan(make_screening())
 
     def outcome(folder, effect_of):
-        run = partial(run_comparison, engine=planted(effect_of))
-        return run_screening(screening, tmp_path / folder, run, None)
+        return run_and_report(screening, tmp_path / folder, planted(effect_of))
 
     nothing = outcome("nothing", lambda *_: 4.0)
     assert nothing.confirmation is None and "there was nothing to confirm" in describe(nothing)
     lost = outcome("lost", lambda name, seed: None if (name, seed) == ("off, rate 0.005", 1) else 4.0)
     assert lost.effects is None and lost.diverged == ["off, rate 0.005"]
     assert "No effects: off, rate 0.005 diverged" in describe(lost)
-    write_report(lost, tmp_path)
 
 
 def _switch(**switches):
