@@ -63,46 +63,33 @@ class Effect:
 
     Unlike verdicts, intervals are not corrected for the number of models, so one may exclude 0 where the verdict is
     "within noise". Their level is 1 - `Analysis.alpha`.
-
-    Attributes:
-        pairs: seeds that both the model and the baseline finished.
-        mean_difference: model minus baseline over the pairs, in nats; negative is better.
-        loss_improvement: percent of the baseline's mean loss over the pairs, which its interval takes as known.
-        perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)).
-        p: two-sided, with `pairs` - 1 degrees of freedom.
-        holm_p: `p` corrected for the number of models and of interim analyses.
     """
 
     verdict: Verdict
-    pairs: int
+    pairs: int  # seeds that both the model and the baseline finished
     diverged: int
     mean_loss: float | None
-    mean_difference: float | None
+    mean_difference: float | None  # model minus baseline over the pairs, in nats; negative is better
     difference_deviation: float | None
-    loss_improvement: float | None
-    perplexity_improvement: float | None
+    loss_improvement: float | None  # percent of the baseline's mean loss over the pairs, which counts as known
+    perplexity_improvement: float | None  # percent, 100 (1 - exp(`mean_difference`))
     standard_error: float | None = None
     t: float | None = None
-    p: float | None = None
-    holm_p: float | None = None
+    p: float | None = None  # two-sided, with `pairs` - 1 degrees of freedom
+    holm_p: float | None = None  # corrected for the number of models and of interim analyses
     loss_improvement_interval: Interval | None = None
     perplexity_improvement_interval: Interval | None = None
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The verdicts of a comparison at one scale, without NaN or infinity.
-
-    Attributes:
-        baseline_mean_loss, noise_floor: mean and standard deviation over the seeds that the baseline finished.
-        alpha: the nominal probability that any model is wrongly called better or worse.
-    """
+    """The verdicts of a comparison at one scale, without NaN or infinity."""
 
     baseline: str
     baseline_mean_loss: float | None
-    noise_floor: float | None
+    noise_floor: float | None  # standard deviation over the seeds that the baseline finished
     noise_floor_percent: float | None
-    alpha: float
+    alpha: float  # the nominal probability that any model is wrongly called better or worse
     effects: dict[str, Effect]
 
     def open_models(self) -> list[str]:

@@ -37,7 +37,7 @@ class Engine(Workers, Protocol):
     """Where and how the runs of a comparison are made."""
 
     def connected(self, scales: Sequence[Scale]) -> AbstractContextManager[None]:
-        """Returns a context for making runs. Raises `ValueError`, before it writes, if they cannot be made."""
+        """Returns a context for making runs; raises `ValueError` if they cannot be made."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """Returns a context that keeps other processes out of the folder, unless the engine allows them."""
@@ -135,14 +135,12 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
     if not recipe.explore:
         return False
     delete(folder / PAGE_FILE)
-    finished = {
-        model: content.runs[0] for model, content in results.models.items() if content.finished == content.runs
-    }
+    finished = {name: model.runs[0] for name, model in results.models.items() if model.finished == model.runs}
     if scale.baseline not in finished:
         return False
-    effects = results.statistics.effects.items()
-    differences = {model: effect.mean_difference for model, effect in effects if model in finished}
-    best = min({scale.baseline: 0.0, **differences}.items(), key=lambda item: item[1])[0]
+    differences = {name: effect.mean_difference for name, effect in results.statistics.effects.items()}
+    differences[scale.baseline] = 0.0
+    best = min(finished, key=lambda name: (differences[name], name != scale.baseline))
     shown = {model: finished[model] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())

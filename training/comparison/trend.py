@@ -40,21 +40,15 @@ class ScaleLosses:
 
 @dataclass(frozen=True)
 class Step:
-    """One model at one scale. Values that cannot be computed are None.
-
-    Attributes:
-        improvement: percent of the baseline's mean loss over the seeds that both finished.
-        improvement_interval: that of the analysis of this scale alone (see `trend_of`).
-        multiplier: how many times the model's FLOPs the baseline would need to be as good.
-        note: "beyond" if the multiplier or an end of its interval lies more than `REACH` decades beyond the ladder,
-            and is None; else the reason for no multiplier, or empty.
-    """
+    """One model at one scale. Values that cannot be computed are None."""
 
     flops: float
-    improvement: float | None
-    improvement_interval: Interval | None = None
-    multiplier: float | None = None
+    improvement: float | None  # percent of the baseline's mean loss over the seeds that both finished
+    improvement_interval: Interval | None = None  # of the analysis of this scale alone, see `trend_of`
+    multiplier: float | None = None  # how many times the model's FLOPs the baseline would need to be as good
     multiplier_interval: Interval | None = None
+    # "beyond" if a multiplier or an end is None because it lies over `REACH` decades beyond the ladder; else why there
+    # is none, or empty
     note: str = ""
 
 
@@ -68,17 +62,12 @@ class TrendVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class ModelTrend:
-    """The trend of a model, and the model at each scale. A worse model "grows" if it catches up.
-
-    Attributes:
-        meaning: the verdict in words, or why there is no test.
-        slope: of the least-squares line through the improvements, in percent of the loss per decade of compute.
-    """
+    """The trend of a model, and the model at each scale. A worse model "grows" if it catches up."""
 
     verdict: TrendVerdict
-    meaning: str
+    meaning: str  # the verdict in words, or why there is no test
     steps: dict[str, Step]
-    slope: float | None = None
+    slope: float | None = None  # of the least-squares line, in percent of the loss per decade of compute
     slope_interval: Interval | None = None
     p: float | None = None
     holm_p: float | None = None
@@ -86,17 +75,12 @@ class ModelTrend:
 
 @dataclass(frozen=True)
 class Trend:
-    """The trends of a ladder, without NaN or infinity.
-
-    Attributes:
-        alpha: the nominal probability that any model wrongly grows or shrinks.
-        noise_floor_percent: standard deviation of the baseline's loss over seeds, in percent of its mean.
-    """
+    """The trends of a ladder, without NaN or infinity."""
 
     baseline: str
-    alpha: float
+    alpha: float  # the nominal probability that any model wrongly grows or shrinks
     flops: dict[str, float]
-    noise_floor_percent: dict[str, float | None]
+    noise_floor_percent: dict[str, float | None]  # standard deviation of the baseline over seeds
     multiplier_note: str
     models: dict[str, ModelTrend]
 

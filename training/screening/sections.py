@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
-from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, verdicts, warning_sentences
+from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, table_lines, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
 from ..comparison.tables import number, p_value, with_interval
-from ..text import Markdown, align, code
+from ..text import Markdown, code
 from .design import RATE, Design
 from .effects import Effects, MainEffect
 from .plan import BEST, OFF
@@ -68,8 +68,7 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
 
 @describe.register
 def _(results: ScreeningOutcome) -> str:
-    rows = _effect_rows(results)
-    table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
+    table = table_lines(_effect_rows(results)) if results.effects else []
     return "\n".join([*table, *_outcome(results), *(f"warning: {text}" for text in _limits(results))])
 
 
@@ -137,7 +136,7 @@ def _effect_rows(results: ScreeningOutcome) -> Rows:
             "parameters": f"{results.factors[name].parameters:+,}" if name in results.factors else "",
             "survives": "yes" if name in results.effects.survivors else "",
         }
-        for name, effect in (_sorted_effects(results) if results.effects else {}).items()
+        for name, effect in _sorted_effects(results).items()
     ]
 
 

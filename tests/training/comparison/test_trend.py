@@ -33,11 +33,8 @@ def make_scales(multipliers, seeds=4, noise=0.0, flops=FLOPS, own=1.0, random_se
         for name, multiplier in {"base": 1.0, **multipliers}.items():
             errors = 1 + noise * (shared + random.standard_normal(seeds))
             losses[name] = dict(enumerate((law(compute * multiplier) * errors).tolist()))
-        scales.append(
-            ScaleLosses(
-                f"scale {index}", {name: compute * (own if name != "base" else 1.0) for name in losses}, losses
-            )
-        )
+        computes = {name: compute * (own if name != "base" else 1.0) for name in losses}
+        scales.append(ScaleLosses(f"scale {index}", computes, losses))
     return scales
 
 
@@ -61,28 +58,19 @@ def combine(weights, samples):
     return value, math.sqrt(total), (degrees + min(freedom for _, freedom in parts)) / 2
 
 
-class TestSlope:
-    SCALES = make_scales({"a": 1.3, "b": 0.7}, seeds=3, noise=0.004)
-
-    def percents(self, model):
-        return [
-            100 * (values(scale, "base") - values(scale, model)) / values(scale, "base").mean()
-            for scale in self.SCALES
-        ]
-
-    def test_is_by_hand(self):
-        model = "a"
-        found = analyse_trend(self.SCALES, "base").models[model]
-        samples, places = self.percents(model), [math.log10(flops) for flops in FLOPS]
-        middle = sum(places) / 4
-        spread = sum((place - middle) ** 2 for place in places)
-        weights = [(place - middle) / spread for place in places]
-        slope, error, degrees = combine(weights, samples)
-        assert slope == pytest.approx(np.polyfit(places, [sample.mean() for sample in samples], 1)[0])
-        assert found.slope == pytest.approx(slope)
-        margin = quantile(degrees) * error
-        assert found.slope_interval == pytest.approx((slope - margin, slope + margin))
-        assert found.p == pytest.approx(2 * special.stdtr(degrees, -abs(slope) / error))
+def test_slope_by_hand():
+    scales = make_scales({"a": 1.3, "b": 0.7}, seeds=3, noise=0.004)
+    found = analyse_trend(scales, "base").models["a"]
+    samples = [100 * (values(s, "base") - values(s, "a")) / values(s, "base").mean() for s in scales]
+    places = [math.log10(flops) for flops in FLOPS]
+    middle = sum(places) / 4
+    spread = sum((place - middle) ** 2 for place in places)
+    slope, error, degrees = combine([(place - middle) / spread for place in places], samples)
+    assert slope == pytest.approx(np.polyfit(places, [sample.mean() for sample in samples], 1)[0])
+    assert found.slope == pytest.approx(slope)
+    margin = quantile(degrees) * error
+    assert found.slope_interval == pytest.approx((slope - margin, slope + margin))
+    assert found.p == pytest.approx(2 * special.stdtr(degrees, -abs(slope) / error))
 
 
 class TestVerdict:
@@ -134,7 +122,7 @@ class TestVerdict:
 
 
 class TestMultiplier:
-    @pytest.mark.parametrize("multiplier", [0.5, 1.0, 1.3, 2.0])
+    @pytest.mark.parametrize("multiplier", [0.5, 1.3])
     def test_of_exact_losses(self, multiplier):
         found = analyse_trend(make_scales({"a": multiplier}, own=1.25), "base").models["a"]
         for step in found.steps.values():
