@@ -206,9 +206,8 @@ def progress_of(
             model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in tunings}
             for model, tunings in progress.tunings.items()
         }
-        at_boundary = [model for model in progress.at_boundary if model in in_question]
-        is_open = analyse(losses, scale.baseline, at_boundary=at_boundary, most=most).open_models()
-        open_models = [model for model in in_question if model in is_open]
+        analysis = analyse(losses, scale.baseline, at_boundary=progress.at_boundary, most=most)
+        open_models = [model for model in analysis.open_models() if model in in_question]
         if not open_models:
             return progress
         counts |= dict.fromkeys([scale.baseline, *open_models], seen + 1)
@@ -271,7 +270,7 @@ class Comparison:
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:
-    """Returns the plan without recipes and sizes, in the order of the file."""
+    """Returns the plan without recipes and sizes."""
     scales = {}
     for name, entry in config.scale_configs.items():
         here, changes = config.at_scale(name, config.source_of(name, source)), entry.models or {}

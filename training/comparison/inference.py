@@ -315,7 +315,7 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     losses = np.array(parts, dtype=float)
     if losses.ndim != 2 or min(losses.shape) < 2:
         return None
-    seeds, _, rest = _mean_squares(_merged(losses))
+    seeds, _, rest = mean_squares(_merged(losses))
     return min(1.0, rest / seeds) if seeds else None
 
 
@@ -328,23 +328,24 @@ def with_text(analysis: Analysis, parts: Mapping[str, Parts], most: int | None =
     narrower. Verdicts and p stay: they are about this text. `parts[model][seed][part]` is empty if not known.
     """
     effects = dict(analysis.effects)
-    for name, effect in effects.items() if parts else ():
-        if effect.loss_improvement_interval is None:
+    for name, effect in effects.items():
+        if not parts or effect.loss_improvement_interval is None:
             continue
         reference = parts[analysis.baseline]
         pairs = sorted(parts[name].keys() & reference.keys())
         losses = _merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs]))
-        of_seeds, of_parts, rest = _mean_squares(losses)
+        of_seeds, of_parts, rest = mean_squares(losses)
         variance = of_seeds + max(0.0, of_parts - rest)
-        if variance > of_seeds:
-            seeds, columns = (size - 1 for size in losses.shape)
-            freedoms = (seeds, columns, seeds * columns)
-            squares = zip((of_seeds, of_parts, rest), freedoms)
-            freedom = max(variance**2 / sum(mean**2 / freedom for mean, freedom in squares), min(freedoms))
-            alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
-            margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / losses.size)
-            margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
-            effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
+        if variance <= of_seeds:
+            continue
+        seeds, columns = (size - 1 for size in losses.shape)
+        freedoms = (seeds, columns, seeds * columns)
+        squares = zip((of_seeds, of_parts, rest), freedoms)
+        freedom = max(variance**2 / sum(mean**2 / freedom for mean, freedom in squares), min(freedoms))
+        alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
+        margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / losses.size)
+        margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
+        effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
     return replace(analysis, effects=effects)
 
 
@@ -354,13 +355,13 @@ def _merged(losses: np.ndarray) -> np.ndarray:
     return np.stack([part.mean(axis=1) for part in merged], axis=1)
 
 
-def _mean_squares(losses: np.ndarray) -> tuple[float, float, float]:
-    """Returns the mean squares of seeds, parts and residuals, of losses `(seeds, parts)`."""
-    seeds, parts = losses.shape
-    by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
-    rest = ((losses - by_seed - by_part + losses.mean()) ** 2).sum() / ((seeds - 1) * (parts - 1))
-    between_seeds, between_parts = (_deviation(means.ravel()) ** 2 for means in (by_seed, by_part))
-    return parts * between_seeds, seeds * between_parts, float(rest)
+def mean_squares(losses: np.ndarray) -> tuple[float, float, float]:
+    """Returns the mean squares of rows, columns and residuals, as in a two-way analysis of variance."""
+    rows, columns = losses.shape
+    by_row, by_column = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
+    rest = ((losses - by_row - by_column + losses.mean()) ** 2).sum() / ((rows - 1) * (columns - 1))
+    between_rows, between_columns = (_deviation(means.ravel()) ** 2 for means in (by_row, by_column))
+    return columns * between_rows, rows * between_columns, float(rest)
 
 
 def _with_intervals(effect: Effect, margin: float, paired_loss: float) -> Effect:

@@ -13,7 +13,7 @@ from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
-from .comparison import Comparison, Run, ScaleProgress
+from .comparison import Run, ScaleProgress
 from .config import SINGLE
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
 from .store import RunStore
@@ -272,11 +272,6 @@ def judge(
     if stop is not None:
         return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
     return with_text(analyse(losses, baseline, at_boundary=boundaries), parts), None, share
-
-
-def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:
-    config = without_folders(comparison.config.to_dict())
-    return Outcome(comparison.name, comparison.baseline, comparison.command, config, scales, trend_of(scales))
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:

@@ -19,14 +19,15 @@ from ..loading import config_differences, weights_fingerprint
 from ..run.jobs import Workers, make_runs
 from ..run.recipe import Recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
+from ..sharing.scrub import without_folders
 from ..text import bar_options
 from ..values import to_json
 from .comparison import Comparison, Run, Scale, ScaleProgress
 from .config import SINGLE, ComparisonConfig, read_made_from
-from .downstream import read_scores, score_runs
+from .downstream import score_runs
 from .local import LocalEngine
 from .report import write_report
-from .results import Outcome, gather, gather_scales, read_outcome
+from .results import Outcome, gather, read_outcome, trend_of
 from .store import RunStore, scale_folder
 
 
@@ -99,10 +100,11 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
-                score_runs(progress, store)
-                tasks = read_scores(progress, store)
+                tasks = score_runs(progress, store)
                 scales[name] = gather(progress, store, tasks=tasks, added_seeds=added.get(name, []))
-            outcome = gather_scales(comparison, scales)
+            config = without_folders(comparison.config.to_dict())
+            trend = trend_of(scales)
+            outcome = Outcome(comparison.name, comparison.baseline, comparison.command, config, scales, trend)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
 

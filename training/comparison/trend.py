@@ -235,20 +235,14 @@ class LossCurve:
                 "There are no compute multipliers: they need 2 scales at which every run of the baseline finished "
                 f"and no best rate is at the boundary, not {len(losses)}."
             )
-        self.log_flops = np.log(flops)
-        self.losses = losses
-        means = np.array([values.mean() for values in losses])
+        self.log_flops, self.losses = np.log(flops), losses
+        means = self.means = np.array([values.mean() for values in losses])
         for (name, loss), (next_name, next_loss) in itertools.pairwise(zip(names, means)):
             if next_loss >= loss:
                 raise ValueError(
                     f"There are no compute multipliers: the baseline's loss does not fall from {name} to {next_name}."
                 )
-        self._curve = _Curve(self.log_flops, means)
         self._step = min(_STEP, -np.diff(np.log(means)).max() / 10)
-        # With each mean a little lower and higher
-        self._shifted = [
-            [_Curve(self.log_flops, means + sign * shift) for sign in (-1, 1)] for shift in self._step * np.diag(means)
-        ]
 
     def multiplier(
         self, scale: int, differences: np.ndarray, flops: float, confidence: float
@@ -262,13 +256,13 @@ class LossCurve:
             differences: the baseline's loss minus the model's `(seed,)`, in nats, for the seeds of the baseline.
         """
         difference = float(differences.mean())
-        log_compute, slope = self._curve.solve(scale, difference)
+        log_compute, slope = self._solve(self.means, scale, difference)
         # What each seed adds to log(C' / C_k), at each scale
         parts = []
-        for values, mean, (below, above) in zip(self.losses, self._curve.means, self._shifted):
-            change = above.solve(scale, difference)[0] - below.solve(scale, difference)[0]
-            parts.append(change / (2 * self._step * mean) * values)
-        parts[scale] = parts[scale] - differences / (slope * (self._curve.means[scale] - difference))
+        for values, mean, shift in zip(self.losses, self.means, self._step * np.diag(self.means)):
+            below, above = (self._solve(self.means + sign * shift, scale, difference)[0] for sign in (-1, 1))
+            parts.append((above - below) / (2 * self._step * mean) * values)
+        parts[scale] = parts[scale] - differences / (slope * (self.means[scale] - difference))
         start, reach = self.log_flops[scale], REACH * math.log(10)
         rise = log_compute - float(start)
         estimate = welch_sum(parts, rise)
@@ -279,25 +273,19 @@ class LossCurve:
 
         return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
 
-
-class _Curve:
-    """The monotone curve through some means."""
-
-    def __init__(self, log_flops: np.ndarray, means: np.ndarray):
-        self.log_flops, self.means, self.log_means = log_flops, means, np.log(means)
-        self.log_loss = CubicHermiteSpline(log_flops, self.log_means, _slopes(log_flops, self.log_means))
-
-    def solve(self, scale: int, difference: float) -> tuple[float, float]:
-        """Returns log C and the slope where the loss is lower than the mean of a scale by `difference`."""
-        log_loss = math.log(self.means[scale] - difference)
-        for end, is_beyond in ((0, log_loss >= self.log_means[0]), (-1, log_loss <= self.log_means[-1])):
+    def _solve(self, means: np.ndarray, scale: int, difference: float) -> tuple[float, float]:
+        """Returns log C and the slope where the curve through `means` is lower than at a scale by `difference`."""
+        log_flops, log_means = self.log_flops, np.log(means)
+        curve = CubicHermiteSpline(log_flops, log_means, _slopes(log_flops, log_means))
+        log_loss = math.log(means[scale] - difference)
+        for end, is_beyond in ((0, log_loss >= log_means[0]), (-1, log_loss <= log_means[-1])):
             if is_beyond:
-                slope, start = float(self.log_loss(self.log_flops[end], 1)), float(self.log_flops[end])
-                return start + (log_loss - float(self.log_means[end])) / slope, slope
-        roots = self.log_loss.solve(log_loss, extrapolate=False)
+                slope = float(curve(log_flops[end], 1))
+                return float(log_flops[end]) + (log_loss - float(log_means[end])) / slope, slope
+        roots = curve.solve(log_loss, extrapolate=False)
         # At the mean of a scale, rounding may put the root just outside the pieces on both sides
-        root = float(roots[0] if len(roots) else self.log_flops[np.abs(self.log_means - log_loss).argmin()])
-        return root, float(self.log_loss(root, 1))
+        root = float(roots[0] if len(roots) else log_flops[np.abs(log_means - log_loss).argmin()])
+        return root, float(curve(root, 1))
 
 
 def _slopes(log_flops: np.ndarray, log_means: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from ..comparison.inference import holm
+from ..comparison.inference import holm, mean_squares
 from .design import Design
 
 
@@ -53,16 +53,13 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
     The noise s is the root mean square of what rows and seeds leave over, with `(rows - 1)(seeds - 1)` degrees of
-    freedom. An effect is the difference of two halves, so its standard error is `2 s / sqrt(rows * seeds)`.
-
-    Args:
-        losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.
+    freedom. An effect is the difference of two halves, so its standard error is `2 s / sqrt(rows * seeds)`. `losses`
+    are `(rows, seeds)` in nats per token, finite, of two seeds or more.
     """
     rows, seeds = losses.shape
     means, mean_loss = losses.mean(axis=1), float(losses.mean())
-    residuals = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0, keepdims=True) + losses.mean()
     freedom = (rows - 1) * (seeds - 1)
-    noise = math.sqrt(float((residuals**2).sum()) / freedom)
+    noise = math.sqrt(mean_squares(losses)[-1])
     error = noise * math.sqrt(4 / rows / seeds)
 
     def contrast(column: np.ndarray) -> tuple[float, float]:
