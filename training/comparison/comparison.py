@@ -21,7 +21,7 @@ from ..run.recipe import Recipe, read_recipe, without_private
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
 from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
-from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
+from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
 
 
@@ -112,8 +112,7 @@ class Scale:
         return self.variants[run.model].recipe.replace(training=settings)
 
     def power_warning(self) -> str | None:
-        seeds = len(self.seeds)
-        return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
+        return power_warning(len(self.seeds), len(self.variants) - 1, self.stop is not None)
 
     def describe(self) -> Iterator[str]:
         rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]

@@ -110,7 +110,6 @@ def analyse_early(
     baseline: str,
     seeds: Sequence[int],
     boundaries: Mapping[str, Collection[int]],
-    alpha: float = 0.05,
     parts: Mapping[str, Parts] | None = None,
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
     """Analyses a comparison with `stop: early`, each model at its last interim analysis.
@@ -119,14 +118,14 @@ def analyse_early(
     rate is the smallest or the largest tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
-    whole = analyse(losses, baseline, alpha, most=len(seeds))
+    whole = analyse(losses, baseline, most=len(seeds))
     effects = dict(whole.effects)
     for number in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:number]
         first = {name: _of_seeds(runs, seen) for name, runs in losses.items()}
         first_parts = {name: _of_seeds(runs, seen) for name, runs in (parts or {}).items()}
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
-        analysis = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
+        analysis = analyse(first, baseline, at_boundary=at_boundary, most=len(seeds))
         analysis = with_text(analysis, first_parts, most=len(seeds))
         for name, history in interims.items():
             if len(first[name]) == number:
@@ -287,8 +286,9 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     return shift * math.sqrt(2 / seeds) * noise_floor
 
 
-def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
+def power_warning(seeds: int, models: int, has_interim: bool = False) -> str | None:
     """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough."""
+    alpha = alpha_of_last(seeds, has_interim)
     enough = 2
     while detectable_effect(enough, models, alpha) > PLAUSIBLE_EFFECT:
         enough += 1

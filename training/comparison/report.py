@@ -13,7 +13,7 @@ from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
-from .inference import FIRST_INTERIM, Verdict, alpha_of_last, power_warning
+from .inference import FIRST_INTERIM, Verdict, power_warning
 from .render import Rows, Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
@@ -80,11 +80,7 @@ _EARLY = (
 
 @rc_context(rcParamsDefault)  # not a `matplotlibrc` of the working directory, which may run LaTeX
 def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None:
-    """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
-
-    Args:
-        has_page: whether `nlq explore` has a page there, which the report links to.
-    """
+    """Writes `results.md`, `figures/*.png` and `report.html`, which may link to a page of `nlq explore`."""
     results, figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
     drawn = []
     for name, (title, caption, draw) in figures.items():
@@ -317,8 +313,8 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
             if name == results.baseline:
                 consequence = "models get no verdict from these seeds"
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    alpha = alpha_of_last(len(results.seeds), results.interim is not None, results.statistics.alpha)
-    if has_tests and (warning := power_warning(len(results.seeds), len(results.models) - 1, alpha)):
+    warning = power_warning(len(results.seeds), len(results.models) - 1, results.interim is not None)
+    if has_tests and warning:
         warnings.append(f"{warning}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
         warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")

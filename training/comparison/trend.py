@@ -1,8 +1,8 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
 Runs of one seed at one scale are paired; seeds of different scales are independent. Losses are in nats per token, and
-compute is in FLOPs of a run of the baseline. An improvement, its slope over log10 of compute, and to first order the
-compute multiplier are weighted sums of means over the seeds of a scale. So `welch_sum` gives all tests and intervals.
+compute is in FLOPs of a run of the baseline. The slope of an improvement over log10 of compute, and to first order
+the compute multiplier, are weighted sums of means over the seeds of a scale. So `welch_sum` tests them.
 """
 
 import itertools

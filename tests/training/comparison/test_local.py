@@ -24,7 +24,7 @@ from nlq import main
 
 @pytest.mark.parametrize(
     "options, jobs",
-    [({}, 1), ({"cpus_per_run": 1}, 4), ({"cpus_per_run": 3}, 1), ({"cpus_per_run": 8}, 1), ({"jobs": 3}, 3)],
+    [({}, 1), ({"cpus_per_run": 1}, 4), ({"cpus_per_run": 8}, 1), ({"jobs": 3}, 3)],
 )
 def test_runs_at_a_time(monkeypatch, options, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})

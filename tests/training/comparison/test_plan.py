@@ -73,9 +73,8 @@ class TestPlan:
             pytest.importorskip("pydoe")
         if name == "heal":  # which goes on with models of its user
             monkeypatch.chdir(tmp_path)
-            config = NLQConfig(
-                vocab_size=300, hidden_size=8, num_hidden_layers=30, num_attention_heads=1, use_bias=True
-            )
+            sizes = {"vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 30, "num_attention_heads": 1}
+            config = NLQConfig(**sizes, use_bias=True)
             for folder, query in (("pretrained", "linear"), ("pretrained-f", "upcycled")):
                 config.query_projection = query
                 NLQForCausalLM(config).save_pretrained(tmp_path / "runs" / folder)

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -98,13 +99,11 @@ def with_curves(outcome: Outcome) -> Outcome:
         steps = range(5, (STEPS if not run.diverged else STEPS // 2) + 1, 5)
         falling = [(step, 5.0 + 0.1 * run.seed + 3.0 * math.exp(-step / 30)) for step in steps]
         layer = {"entropy": 4.0, "zero_rows": 0.0, "largest_score": 1.0}
-        stability = {
-            str(index): {
-                name: [(step, (value + index) * (1 + step * (value != 0))) for step in steps]
-                for name, value in layer.items()
-            }
-            for index in range(2)
-        }
+        stability = {"0": {}, "1": {}}
+        for index, quantity in itertools.product(range(2), layer):
+            value = layer[quantity]
+            curve = [(step, (value + index) * (1 + step * (value != 0))) for step in steps]
+            stability[str(index)][quantity] = curve
         stability["1"]["zero_rows"] = stability["0"]["zero_rows"]
         norms = [*((step, 1.0 + step) for step in steps[:-1]), (steps[-1], None if run.diverged else 1.0)]
         history = History(falling, falling[3::4], norms, [steps[-1]] * run.diverged, stability)
@@ -196,17 +195,6 @@ def test_results_are_read_as_they_were_written(outcome, tmp_path):
         read_outcome(file)
 
 
-def test_a_test_loss_that_is_no_number(make_file, tmp_path):
-    """The run diverged, although its validation loss is a number."""
-    plan = load_plan(
-        make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1, 2]), {"explore": False}
-    )
-    run_and_report(plan, tmp_path, PlantedEngine(planted))
-    change_json(next(tmp_path.glob("runs/good/*-seed-1/metrics.json")), losses__test__loss=None)
-    run_and_report(plan, tmp_path, PlantedEngine(planted))
-    assert "good diverged in 1 of 3 runs" in (tmp_path / "results.md").read_text()
-
-
 def test_page_shows_all_and_asks_for_nothing(outcome, tmp_path):
     curved = with_curves(outcome)
     found = changed(curved.largest, "twin", given={"switches": {"label": "<script>alert('1 < 2 & 3')</script>"}})
@@ -263,13 +251,19 @@ def test_only_figures_of_the_report_are_in_it(outcome, tmp_path, text):
 
 
 def run_folder_with(make_file, folder: Path, **fields) -> Path:
-    plan = load_plan(
-        make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1]), {"explore": False}
-    )
+    file = make_file(models={"base": None, "good": None}, learning_rates=4e-3, seeds=[0, 1])
+    plan = load_plan(file, {"explore": False})
     run_comparison(plan, folder, PlantedEngine(planted))
     metrics = next(folder.glob("runs/good/*-seed-1/metrics.json"))
     change_json(metrics, **fields)
     return metrics
+
+
+def test_a_test_loss_that_is_no_number(make_file, tmp_path):
+    """The run diverged, although its validation loss is a number."""
+    run_folder_with(make_file, tmp_path, losses__test__loss=None)
+    outcome = run_comparison(load_plan(tmp_path / "comparison.yaml"), tmp_path, PlantedEngine(planted))
+    assert "good diverged in 1 of 2 runs" in describe(outcome)
 
 
 @pytest.mark.parametrize(
