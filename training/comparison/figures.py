@@ -69,9 +69,8 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     for name, runs in finished.items():
         style = styles[name]
         steps, values = _align(run.history.validation_loss for run in runs)
-        losses.fill_between(
-            steps, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, linewidth=0
-        )
+        band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+        losses.fill_between(steps, values.min(axis=0), values.max(axis=0), **band)
         points += _plot(losses, steps, values.mean(axis=0), style)
         steps, values = _align(run.history.train_loss for run in runs)
         thin = {**style, "linestyle": "--", "linewidth": 1.2, "alpha": 0.8, "marker": None}
@@ -117,9 +116,8 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
         points[name] = [(results.models[name].size.non_embedding * shift, *effect)]
     floor = results.statistics.noise_floor_percent or 0.0
-    figure, axes = _begin_figure(f"{results.name}: improvement over {results.baseline}; up is better")
+    figure, axes = _begin_improvements(results, points, f"over {results.baseline}", [-floor, floor])
     axes.axhspan(-floor, floor, **_NOISE)
-    _draw_improvements(axes, results, points, [-floor, floor])
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
     return _add_legend(figure, results, [_NOISE_LABEL] if floor else [])
@@ -136,8 +134,7 @@ def draw_interim(results: ScaleOutcome) -> Figure | None:
         points[name] = [
             (interim.seeds + shift, interim.loss_improvement, interim.loss_improvement_interval) for interim in known
         ]
-    figure, axes = _begin_figure(f"{results.name}: improvement at each interim analysis; up is better")
-    _draw_improvements(axes, results, points)
+    figure, axes = _begin_improvements(results, points, "at each interim analysis", [0.0])
     axes.set_xticks(sorted({interim.seeds for history in interims.values() for interim in history}))
     axes.set_xlabel("seeds")
     return _add_legend(figure, results)
@@ -202,10 +199,9 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
     floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
     if not floors and not any(points.values()):
         return None
-    figure, axes = _begin_figure(f"{outcome.name}: improvement over {outcome.baseline}; up is better")
     flops, floor = np.array(floors).reshape(-1, 2).T
+    figure, axes = _begin_improvements(outcome, points, f"over {outcome.baseline}", [0.0, *floor, *-floor])
     axes.fill_between(flops, -floor, floor, **_NOISE)
-    _draw_improvements(axes, outcome, points, [0.0, *floor, *-floor])
     _scale_compute(axes, outcome)
     return _add_legend(figure, outcome, [_NOISE_LABEL] if floors else [], has_baseline=False)
 
@@ -288,13 +284,11 @@ def _begin_panels(count: int, columns: int, height: float, more: float, **option
     return figure, grid[:count]
 
 
-def _draw_improvements(
-    axes: Axes,
-    results: Outcome | ScaleOutcome,
-    points: dict[str, Improvements],
-    shown: Sequence[float] = (0.0,),
-) -> None:
+def _begin_improvements(
+    results: Outcome | ScaleOutcome, points: dict[str, Improvements], what: str, shown: Sequence[float]
+) -> tuple[Figure, Axes]:
     """Draws the improvements of models, joined over a ladder; the axis shows the values `shown` too."""
+    figure, axes = _begin_figure(f"{results.name}: improvement {what}; up is better")
     axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
     styles, values = _model_styles(results), list(shown)
     for name, improvements in points.items():
@@ -308,6 +302,7 @@ def _draw_improvements(
             axes.plot([x for x, *_ in improvements], [value for _, value, _ in improvements], **line)
     loss_name = "loss" if isinstance(results, Outcome) else results.objective.loss_name
     _scale_percent(axes, f"improvement of test {loss_name} (%)", values)
+    return figure, axes
 
 
 def _model_styles(results: Outcome | ScaleOutcome) -> dict[str, Style]:

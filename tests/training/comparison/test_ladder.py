@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,10 +100,10 @@ class TestPlan:
 
 
 class TestRuns:
-    def test_planted_ladder(self, ladder_file, tmp_path, capsys):
+    def test_planted_ladder(self, ladder_file, tmp_path):
         file = ladder_file(seeds=[0, 1, 2])
         engine = PlantedEngine(planted(1.3))
-        results = run_and_report(load_plan(file), tmp_path / "ladder", engine)
+        results = run_comparison(load_plan(file), tmp_path / "ladder", engine)
         trend = results.trend.models["twin"]
         assert list(results.scales) == list(trend.steps) == list(SCALES)
         for step in trend.steps.values():
@@ -115,12 +114,6 @@ class TestRuns:
         assert best == {"small": {1e-2}, "middle": {5e-3}, "large": {2.5e-3}, "largest": {2.5e-3}}
         tried = {name: model.learning_rates for name, model in models.items()}
         assert tried["middle"] == [2.5e-3, 5e-3, 1e-2, 2e-2] and tried["largest"] == [1.25e-3, 2.5e-3, 5e-3]
-        page, table = ((tmp_path / "ladder" / name).read_text() for name in ("report.html", "results.md"))
-        for text in (*SCALES, *(f"{step.multiplier:.2f} [" for step in trend.steps.values())):
-            assert text in page and text in table
-        assert not re.search(r"(src|href)=.(?!data:)", page)
-        figures = {path.name for path in (tmp_path / "ladder/figures").iterdir()}
-        assert figures == {"losses.png", "improvements.png", "bowls.png"}
 
     def test_interrupted_ladder_goes_on(self, ladder_file, tmp_path):
         file = ladder_file(seeds=[0, 1])

@@ -33,10 +33,7 @@ class TestPlan:
         assert f"12 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
 
     def test_power_warning(self, make_file):
-        models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))
-        plan = "\n".join(load_plan(make_file(models=models, seeds=[0, 1, 2])).describe())
-        assert "9.9" in plan and "warning" in plan
-        fields = {"models": models | dict.fromkeys(("f", "g", "h")), "seeds": [0, 1, 2, 3]}
+        fields = {"models": dict.fromkeys(("base", *"abcdefgh")), "seeds": [0, 1, 2, 3]}
         assert "warning" not in "\n".join(load_plan(make_file(**fields)).describe())
         plan = "\n".join(load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe())
         assert "warning: of two learning rates" in plan
