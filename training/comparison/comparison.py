@@ -183,10 +183,8 @@ def progress_of(
     """Finds which runs of a scale come next, from the finished runs alone.
 
     The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
-    a verdict gets the next seed, and so does the baseline as long as such a model is left.
-
-    Args:
-        starts: where the searches of each model and seed begin, unless the scale sets its own.
+    a verdict gets the next seed, and so does the baseline as long as such a model is left. `starts` says where the
+    searches of each model and seed begin, unless the scale sets its own.
     """
     most = len(scale.seeds)
     counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
@@ -194,7 +192,7 @@ def progress_of(
     while True:
         for model, tunings in progress.tunings.items():
             variant = scale.variants[model]
-            known = {} if starts is None or variant.starts_anew else starts[model]
+            known = {} if variant.starts_anew else (starts or {}).get(model, {})
             for seed in scale.seeds[len(tunings) : counts[model]]:
                 tunings.append(tune(model, seed, variant.rates.starting_at(known.get(seed)), results))
         seen = max(counts.values())
@@ -234,14 +232,15 @@ class Comparison:
 
         Each seed begins its search where it ended at the last scale that has it: choices of seeds stay independent.
         """
-        starts: dict[str, dict[int, float]] = {model: {} for scale in self.scales.values() for model in scale.variants}
+        starts: dict[str, dict[int, float]] = {}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
             progress[name] = progress_of(scale, results[name], starts)
             if progress[name].ready:
                 break
             for model, tunings in progress[name].tunings.items():
-                starts[model] |= {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
+                rates = {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
+                starts[model] = starts.get(model, {}) | rates
         return progress
 
     def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:

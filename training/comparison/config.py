@@ -87,8 +87,8 @@ class _Section(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as in a file; `read` makes an equal section of them."""
-        nulls = getattr(self, "nulls", ())
-        fields = {name: value for name, value in vars(self).items() if name != "nulls"}
+        fields = dict(vars(self))
+        nulls = fields.pop("nulls", ())
         return {name: _plain(value) for name, value in fields.items() if value is not None or name in nulls}
 
 

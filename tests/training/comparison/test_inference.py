@@ -110,11 +110,9 @@ class TestVerdict:
 
     def test_differences_without_noise(self):
         losses = {"base": runs(3.0, 3.5, 4.0), "same": runs(3.0, 3.5, 4.0), "better": runs(2.0, 2.5, 3.0)}
-        effects = analyse(losses, "base").effects
-        same, better = effects["same"], effects["better"]
+        same, better = analyse(losses, "base").effects.values()
         assert (same.verdict, same.t, same.p, same.mean_difference) == ("within noise", 0, 1, 0)
         assert (better.verdict, better.t, better.p, better.standard_error) == ("better", None, 0, 0)
-        assert better.perplexity_improvement_interval == pytest.approx([100 * (1 - math.exp(-1))] * 2)
         # In floating point the mean of 0.1 thrice is not 0.1
         equal = analyse({"base": runs(0.1, 0.1, 0.1), "model": runs(0.2, 0.2, 0.2)}, "base")
         assert (equal.noise_floor, equal.effects["model"].difference_deviation) == (0, 0)

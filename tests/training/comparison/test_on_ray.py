@@ -174,15 +174,14 @@ class TestTraining:
     def test_node_that_is_lost(self, cluster, recipe_file, run, tmp_path, monkeypatch):
         """The run resumes from its last checkpoint, and an interruption changes no number."""
         lose_node(monkeypatch, times=2)
-        folder = tmp_path / "run"
-        metrics = train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1)
+        folder, options = tmp_path / "run", {"engine": "ray", "cpus_per_worker": 1}
+        metrics = train(recipe_file, output_dir=folder, **options)
         assert metrics.data.token_stream == run[1].data.token_stream
         assert metrics.losses.validation.loss == run[1].losses.validation.loss
         assert logged_losses(folder) == logged_losses(run[0])
         names = {path.name for path in run[0].iterdir() if path.name not in ("runs", ".lock")}
-        assert {path.name for path in folder.iterdir()} >= names
-        assert RunResult.load(folder) == metrics
-        assert train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1) == metrics
+        assert {path.name for path in folder.iterdir()} >= names and RunResult.load(folder) == metrics
+        assert train(recipe_file, output_dir=folder, **options) == metrics
 
     def test_node_that_is_lost_too_often(self, cluster, recipe_file, tmp_path, monkeypatch):
         lose_node(monkeypatch, times=2)

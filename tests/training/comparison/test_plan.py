@@ -117,8 +117,8 @@ class TestBadInput:
         with pytest.raises(ValueError, match="arguments: seed: set seeds and learning_rates"):
             load_plan(make_file(), {"seed": 3})
         recipe = {name: value for name, value in read_yaml(Path(recipe_file)).items() if name != "tokenizer"}
+        models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
         with pytest.raises(ValueError, match=r"model 'saved' has the tokenizer .*, the baseline 'bpe:8192'"):
-            models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
             load_plan(make_file(recipe=recipe, models=models))
         path = Path(recipe_file).parent / "gpt2.json"
         sizes = {"vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}

@@ -80,10 +80,8 @@ class TestEngines:
         ):
             with pytest.raises(ValueError, match=message):
                 train(recipe_file, **{"output_dir": folder, **options})
+        with pytest.raises(ValueError, match="output_dir=memory://results is an address; name a folder"):
+            compare("demo", "memory://results")
         with pytest.raises(ImportError, match="needs Ray"):
             train(recipe_file, output_dir=folder, engine="ray")
         assert not folder.exists()
-
-    def test_comparison_at_an_address(self, make_file):
-        with pytest.raises(ValueError, match="output_dir=memory://results is an address; name a folder"):
-            compare(make_file(), "memory://results")

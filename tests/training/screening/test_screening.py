@@ -209,7 +209,6 @@ def _switch(**switches):
             {"factors": {"a": _switch(position_embedding="learned"), "b": _switch(norm_type="rmsnorm")}},
             "factor 'a' changes nothing",
         ),
-        ({"factors": {"a": {"tokenizer": "bpe:300"}, "b": {}}}, "tokenizer"),
         ({"factors": {"a+b": _switch(norm_type="rmsnorm"), "c": {}}}, r"factor 'a\+b': the name must be another one"),
     ],
 )
