@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers import TrainerState
 
 from ..run.conflicts import check_recipe, emulated_bf16
 from ..run.lora import choose_trained
@@ -368,13 +369,12 @@ def _check_can_compare(recipe: Recipe, source: str) -> None:
     if recipe.test_fraction == 0:
         raise ValueError(f"{source}: test_fraction=0 leaves no test split to report")
     if arguments.save_strategy == arguments.logging_strategy == "steps":
-        save_steps, logging_steps = (
-            math.ceil(arguments.max_steps * steps) if steps < 1 else steps  # as Trainer reads a share of all steps
-            for steps in (arguments.save_steps, arguments.logging_steps)
-        )
+        steps = TrainerState()
+        steps.compute_steps(arguments, arguments.max_steps)
         # Else an interrupted run would report another training loss
-        if save_steps % logging_steps:
-            raise ValueError(f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}")
+        if steps.save_steps % steps.logging_steps:
+            both = f"save_steps={steps.save_steps} must be a multiple of logging_steps={steps.logging_steps}"
+            raise ValueError(f"{source}: {both}")
 
 
 def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: Variant) -> None:

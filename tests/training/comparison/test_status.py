@@ -63,7 +63,6 @@ class TestEngines:
             (["--jobs", "0"], "jobs=0 must be at least 1"),
             (["--engine", "ray", "--jobs", "1"], "jobs: the engine 'ray' makes as many runs at a time as"),
             (["--engine", "ray"], "the engine 'ray' needs Ray: pip install modeling-nlq[ray]"),
-            (["--engine", "dask"], "engine='dask' must be 'local' or 'ray'"),
         ):
             assert main(["compare", make_file(), "--output_dir", str(tmp_path / "results"), *options]) == 1
             (line,) = capsys.readouterr().err.splitlines()
@@ -82,6 +81,8 @@ class TestEngines:
                 train(recipe_file, **{"output_dir": folder, **options})
         with pytest.raises(ValueError, match="output_dir=memory://results is an address; name a folder"):
             compare("demo", "memory://results")
+        with pytest.raises(ValueError, match="engine='dask' must be 'local' or 'ray'"):
+            compare("demo", engine="dask")
         with pytest.raises(ImportError, match="needs Ray"):
             train(recipe_file, output_dir=folder, engine="ray")
         assert not folder.exists()
