@@ -29,9 +29,8 @@ class FakeRay:
         tasks: the options of each task that was made.
     """
 
-    def __init__(self, cpus: float = 2, gpus: float = 0):
+    def __init__(self):
         self.tasks = []
-        self._node = {"Resources": {"CPU": cpus, "GPU": gpus}, "Alive": True}
 
     def install(self, monkeypatch) -> "FakeRay":
         """Takes the place of Ray for a test. Output is not redirected."""
@@ -49,7 +48,7 @@ class FakeRay:
         return _Remote(self, target, options)
 
     def nodes(self):
-        return [self._node]
+        return [{"Resources": {"CPU": 2, "GPU": 0}, "Alive": True}]
 
     def is_initialized(self):
         return True

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
-from support.inline_engine import finished_future
+from support.inline_engine import InlineEngine, finished_future
 
 from modeling_nlq.training.comparison.comparison import Run, Scale
 from modeling_nlq.training.result import Attention, Data, Evaluation, Losses, Machine, RunResult
@@ -16,7 +15,7 @@ class Interrupted(Exception):
     """Raised after a number of runs."""
 
 
-class PlantedEngine:
+class PlantedEngine(InlineEngine):
     """Makes runs with the losses of `loss(comparison, run)`, in nats per token; `None` for a run that diverges.
 
     Attributes:
@@ -24,26 +23,12 @@ class PlantedEngine:
     """
 
     def __init__(self, loss: Callable[[Scale, Run], float | None], most_runs: int | None = None):
+        super().__init__()
         self.loss, self.most_runs, self.made = loss, most_runs, []
 
-    def connected(self, comparisons):
-        return nullcontext()
-
-    def alone_in(self, folder):
-        return nullcontext()
-
-    def prepare_data(self, comparison, folder):
-        self.scale = comparison
+    def prepare_data(self, scale, folder):
+        self.scale = scale
         return folder / "tokenizer", "planted"
-
-    def room(self, running):
-        return 1
-
-    def progress(self):
-        return {}
-
-    def cancel(self, names):
-        pass
 
     def submit(self, name: str, recipe: Recipe, data: Path):
         if len(self.made) == self.most_runs:

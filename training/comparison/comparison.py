@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers import TrainerState
 
 from ..run.conflicts import check_recipe, emulated_bf16
 from ..run.lora import choose_trained
@@ -21,23 +22,18 @@ from ..run.recipe import Recipe, read_recipe, without_private
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
 from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
-from .inference import FIRST_INTERIM, alpha_of_last, analyse, power_warning
+from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model of a comparison, at one scale. In an outline it has neither recipe nor size.
+    """A model of a comparison, at one scale. In an outline it has neither recipe nor size."""
 
-    Attributes:
-        config: its fields in the file, with the changes of the scale.
-        starts_anew: whether its scale says where the search of rates begins.
-    """
-
-    config: ModelConfig
+    config: ModelConfig  # with the changes of the scale
     rates: Rates
     match: str | None = None
-    starts_anew: bool = False
+    starts_anew: bool = False  # the scale says where the search of rates begins
     recipe: Recipe | None = None
     size: Size | None = None
 
@@ -63,13 +59,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Scale:
-    """One scale of a comparison, with all overrides applied: models that see the same tokens.
+    """One scale of a comparison, with all overrides applied: models that see the same tokens."""
 
-    Attributes:
-        name: the name of the comparison, and of the scale if there are several.
-    """
-
-    name: str
+    name: str  # of the comparison, and of the scale if there are several
     config: ComparisonConfig
     variants: dict[str, Variant]
 
@@ -91,16 +83,19 @@ class Scale:
         return any(variant.rates.is_search for variant in self.variants.values())
 
     @property
-    def baseline_flops(self) -> int:
-        return self.variants[self.baseline].size.flops_per_token * self.tokens_per_run
-
-    @property
     def tokens_per_run(self) -> int:
         return self.variants[self.baseline].tokens
 
     @property
     def steps_per_run(self) -> int:
         return self.variants[self.baseline].steps
+
+    @property
+    def baseline_flops(self) -> int:
+        return self.flops_of(self.baseline)
+
+    def flops_of(self, model: str) -> int:
+        return self.variants[model].size.flops_per_token * self.tokens_per_run
 
     def runs_of(self, model: str) -> int:
         return len(self.seeds) * len(self.variants[model].rates.first)
@@ -111,16 +106,14 @@ class Scale:
 
     @property
     def flops(self) -> int:
-        tokens = self.tokens_per_run
-        return sum(self.runs_of(name) * tokens * item.size.flops_per_token for name, item in self.variants.items())
+        return sum(self.runs_of(model) * self.flops_of(model) for model in self.variants)
 
     def recipe_of(self, run: Run, folder: Path) -> Recipe:
         settings = {"learning_rate": run.learning_rate, "seed": run.seed, "output_dir": str(folder)}
         return self.variants[run.model].recipe.replace(training=settings)
 
     def power_warning(self) -> str | None:
-        seeds = len(self.seeds)
-        return power_warning(seeds, len(self.variants) - 1, alpha_of_last(seeds, self.stop is not None))
+        return power_warning(len(self.seeds), len(self.variants) - 1, self.stop is not None)
 
     def describe(self) -> Iterator[str]:
         rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
@@ -128,19 +121,15 @@ class Scale:
         columns = [column for column in rows[0] if column not in hidden and any(row[column] for row in rows)]
         yield from align([columns, *([row[column] for column in columns] for row in rows)])
         more = ", more if a search goes on" if self.is_open else ""
-        seeds = " ".join(map(str, self.seeds))
-        yield (
-            f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{more}; seeds {seeds}"
-        )
+        counts = f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{more}"
+        yield f"{counts}; seeds {' '.join(map(str, self.seeds))}"
         if self.stop:
             yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
         if warning := self.power_warning():
             yield f"warning: {warning}"
         if any(len(variant.rates.first) == 2 for variant in self.variants.values()):
-            yield (
-                "warning: of two learning rates the best is always at the boundary, without a verdict; list one, or "
-                "three"
-            )
+            two = "of two learning rates the best is always at the boundary, without a verdict"
+            yield f"warning: {two}; list one, or three"
 
     def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
         size, width = variant.size, variant.intermediate_size
@@ -151,7 +140,7 @@ class Scale:
             "non-embedding": f"{size.non_embedding:,}",
             "MLP width": "" if width is None else f"{width:,}",
             "FLOPs per token": f"{size.flops_per_token:,}",
-            "FLOPs per run": f"{size.flops_per_token * self.tokens_per_run:.3g}",
+            "FLOPs per run": f"{self.flops_of(name):.3g}",
             "learning rates": str(variant.rates),
             "runs": f"{self.runs_of(name)} or more" if variant.rates.is_search else str(self.runs_of(name)),
         }
@@ -195,10 +184,8 @@ def progress_of(
     """Finds which runs of a scale come next, from the finished runs alone.
 
     The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
-    a verdict gets the next seed, and so does the baseline as long as such a model is left.
-
-    Args:
-        starts: where the searches of each model and seed begin, unless the scale sets its own.
+    a verdict gets the next seed, and so does the baseline as long as such a model is left. `starts` says where the
+    searches of each model and seed begin, unless the scale sets its own.
     """
     most = len(scale.seeds)
     counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
@@ -206,7 +193,7 @@ def progress_of(
     while True:
         for model, tunings in progress.tunings.items():
             variant = scale.variants[model]
-            known = {} if starts is None or variant.starts_anew else starts[model]
+            known = {} if variant.starts_anew else (starts or {}).get(model, {})
             for seed in scale.seeds[len(tunings) : counts[model]]:
                 tunings.append(tune(model, seed, variant.rates.starting_at(known.get(seed)), results))
         seen = max(counts.values())
@@ -217,9 +204,8 @@ def progress_of(
             model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in tunings}
             for model, tunings in progress.tunings.items()
         }
-        at_boundary = [model for model in progress.at_boundary if model in in_question]
-        is_open = analyse(losses, scale.baseline, at_boundary=at_boundary, most=most).open_models()
-        open_models = [model for model in in_question if model in is_open]
+        analysis = analyse(losses, scale.baseline, at_boundary=progress.at_boundary, most=most)
+        open_models = [model for model in analysis.open_models() if model in in_question]
         if not open_models:
             return progress
         counts |= dict.fromkeys([scale.baseline, *open_models], seen + 1)
@@ -227,16 +213,11 @@ def progress_of(
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same models at one scale or more, with all overrides applied.
-
-    Attributes:
-        config: the whole comparison with its overrides. Two of them without `differences` are the same comparison.
-        scales: by name, from the smallest to the largest.
-    """
+    """The same models at one scale or more, with all overrides applied."""
 
     name: str
-    config: ComparisonConfig
-    scales: dict[str, Scale]
+    config: ComparisonConfig  # of the same comparison if there are no `differences`
+    scales: dict[str, Scale]  # from the smallest to the largest
     command: str = ""
 
     @property
@@ -252,24 +233,24 @@ class Comparison:
 
         Each seed begins its search where it ended at the last scale that has it: choices of seeds stay independent.
         """
-        starts: dict[str, dict[int, float]] = {model: {} for scale in self.scales.values() for model in scale.variants}
+        starts: dict[str, dict[int, float]] = {}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
             progress[name] = progress_of(scale, results[name], starts)
             if progress[name].ready:
                 break
             for model, tunings in progress[name].tunings.items():
-                starts[model] |= {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
+                rates = {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
+                starts[model] = starts.get(model, {}) | rates
         return progress
 
     def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
         """Yields lines about each scale, below its name if there are several."""
         for name, about in lines.items():
-            if len(self.scales) > 1:
-                yield f"scale {name}"
-                yield from (f"  {line}" for line in about)
-            else:
+            if len(self.scales) == 1:
                 yield from about
+            else:
+                yield from (f"scale {name}", *(f"  {line}" for line in about))
 
     def describe(self) -> Iterator[str]:
         yield from self.by_scale({name: scale.describe() for name, scale in self.scales.items()})
@@ -280,12 +261,15 @@ class Comparison:
 
     @property
     def machine_warning(self) -> str | None:
-        variants = (variant for scale in self.scales.values() for variant in scale.variants.values())
-        return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
+        for scale in self.scales.values():
+            for variant in scale.variants.values():
+                if warning := emulated_bf16(variant.recipe.training):
+                    return warning
+        return None
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:
-    """Returns the plan without recipes and sizes, in the order of the file."""
+    """Returns the plan without recipes and sizes."""
     scales = {}
     for name, entry in config.scale_configs.items():
         here, changes = config.at_scale(name, config.source_of(name, source)), entry.models or {}
@@ -346,19 +330,25 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
         shared = shared.replace(training={"max_steps": steps})
     variants: dict[str, Variant] = {}
     # The baseline comes first: others may be matched to it
-    for model in (scale.baseline, *scale.variants):
-        if model not in variants:
-            reference, where = variants.get(scale.baseline), f"{source}: model {model!r}"
-            variants[model] = size_variant(scale.variants[model], shared, where, reference and reference.size)
-            _check_same_data(where, variants[model], reference or variants[model])
+    for model in dict.fromkeys((scale.baseline, *scale.variants)):
+        where = f"{source}: model {model!r}"
+        budget = variants[scale.baseline].size if variants else None
+        variant = variants[model] = size_variant(scale.variants[model], shared, where, budget)
+        if variant.tokens != variants[scale.baseline].tokens:
+            tokens = f"{variant.tokens:,} tokens, the baseline {variants[scale.baseline].tokens:,}"
+            raise ValueError(f"{where} would see {tokens}: that compares the amount of data too")
+        _check_same_tokenizer(where, variant, "the baseline", variants[scale.baseline])
     config = replace(config, recipe=shared.to_dict(), tokens_per_parameter=None)
     return replace(scale, config=config, variants={model: variants[model] for model in scale.variants})
 
 
 def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:
-    """Gives a model of an outline its recipe and its size, which may be matched to a budget."""
+    """Gives a model of an outline its recipe, where null stands for a default, and its size, matched to a budget."""
+    defaults = {item.name: item.default for item in dataclasses.fields(Recipe)} | {"model": shared.model}
+    cleared = {name: defaults[name] for name, value in variant.config.recipe_fields().items() if value is None}
     try:
-        recipe = read_shared_recipe(_recipe_of(variant.config, shared), {}, source)
+        content = with_sections(shared.to_dict(), variant.config, "recipe")
+        recipe = read_shared_recipe({**content, **cleared}, {}, source)
         if variant.match is not None and budget is not None:
             width = matching_intermediate_size(recipe.config, budget, variant.match, recipe.sample_lengths)
             recipe = recipe.replace(switches={"intermediate_size": width})
@@ -371,13 +361,6 @@ def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | N
     return replace(variant, recipe=recipe, size=size)
 
 
-def _recipe_of(config: ModelConfig, shared: Recipe) -> dict[str, Any]:
-    """Returns the shared recipe with the fields of a model; null takes one back to its default."""
-    defaults = {item.name: item.default for item in dataclasses.fields(Recipe)} | {"model": shared.model}
-    recipe = with_sections(shared.to_dict(), config, "recipe")
-    return recipe | {name: defaults[name] for name, value in config.recipe_fields().items() if value is None}
-
-
 def _check_can_compare(recipe: Recipe, source: str) -> None:
     """Raises `ValueError` if runs of a recipe cannot be compared, or not be resumed to the same results."""
     arguments = recipe.arguments
@@ -386,20 +369,12 @@ def _check_can_compare(recipe: Recipe, source: str) -> None:
     if recipe.test_fraction == 0:
         raise ValueError(f"{source}: test_fraction=0 leaves no test split to report")
     if arguments.save_strategy == arguments.logging_strategy == "steps":
-        save_steps, logging_steps = (
-            math.ceil(arguments.max_steps * steps) if steps < 1 else steps  # as Trainer reads a share of all steps
-            for steps in (arguments.save_steps, arguments.logging_steps)
-        )
+        steps = TrainerState()
+        steps.compute_steps(arguments, arguments.max_steps)
         # Else an interrupted run would report another training loss
-        if save_steps % logging_steps:
-            raise ValueError(f"{source}: save_steps={save_steps} must be a multiple of logging_steps={logging_steps}")
-
-
-def _check_same_data(source: str, variant: Variant, reference: Variant) -> None:
-    if variant.tokens != reference.tokens:
-        tokens = f"{variant.tokens:,} tokens, the baseline {reference.tokens:,}"
-        raise ValueError(f"{source} would see {tokens}: that compares the amount of data too")
-    _check_same_tokenizer(source, variant, "the baseline", reference)
+        if steps.save_steps % steps.logging_steps:
+            both = f"save_steps={steps.save_steps} must be a multiple of logging_steps={steps.logging_steps}"
+            raise ValueError(f"{source}: {both}")
 
 
 def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: Variant) -> None:

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from transformers import TrainingArguments
 
@@ -44,10 +44,11 @@ class _Section(Value):
         self.rates  # noqa: B018 - raises for values that are not allowed
         check_set_by_run("training: ", getattr(self, "training", None) or {})
         seeds = getattr(self, "seeds", None)
-        if seeds is not None and (not seeds or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds)):
-            raise ValueError(f"seeds={seeds!r} must be a list of at least one whole number from 0 to 2**32 - 1")
-        if len(set(seeds or ())) < len(seeds or ()):
-            raise ValueError(f"seeds={seeds!r} holds a seed twice")
+        if seeds is not None:
+            if not seeds or not all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds):
+                raise ValueError(f"seeds={seeds!r} must be a list of at least one whole number from 0 to 2**32 - 1")
+            if len(set(seeds)) < len(seeds):
+                raise ValueError(f"seeds={seeds!r} holds a seed twice")
         ratio = getattr(self, "tokens_per_parameter", None)
         if ratio is not None and not 0 < ratio < math.inf:
             raise ValueError(f"tokens_per_parameter={ratio:g} must be a number above 0")
@@ -56,10 +57,10 @@ class _Section(Value):
     def read(cls, content: Any, source: str):
         """Reads the section from the content of a YAML file."""
         content = read_section(content, source)
-        kinds = get_type_hints(cls)
-        check_keys(source, content, kinds.keys() - {"nulls"})
-        values = {name: _read_field(kinds[name], name, value, source) for name, value in content.items()}
-        if "nulls" in kinds:
+        known = cls.__dataclass_fields__
+        check_keys(source, content, known.keys() - {"nulls"})
+        values = {name: _read_field(name, value, source) for name, value in content.items()}
+        if "nulls" in known:
             values["nulls"] = tuple(name for name, value in content.items() if value is None)
         try:
             return cls(**values)
@@ -86,30 +87,23 @@ class _Section(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as in a file; `read` makes an equal section of them."""
-        nulls = getattr(self, "nulls", ())
-        fields = {name: value for name, value in vars(self).items() if name != "nulls"}
+        fields = dict(vars(self))
+        nulls = fields.pop("nulls", ())
         return {name: _plain(value) for name, value in fields.items() if value is not None or name in nulls}
 
 
-def _read_field(kind: Any, name: str, value: Any, source: str) -> Any:
+def _read_field(name: str, value: Any, source: str) -> Any:
     """Reads the sections in a field, and leaves the check of any other value to `Value`."""
     if name == "learning_rates" and isinstance(value, list):
         return [float(rate) if type(rate) is int else rate for rate in value]
-    for part in get_args(kind) if value is not None else ():
-        if _is_section(part) and isinstance(value, Mapping):
-            return part.read(value, f"{source}: {name}")
-        if get_origin(part) is dict and (isinstance(value, Mapping) or name != "recipe"):
-            value, entry_kind = read_section(value, f"{source}: {name}"), get_args(part)[1]
-            if _is_section(entry_kind):
-                entry = f"{source}: {name.removesuffix('s')}"
-                for key in value:
-                    check_name(entry, key)
-                return {key: entry_kind.read(content, f"{entry} {key!r}") for key, content in value.items()}
+    if name in _SECTION_OF and isinstance(value, Mapping):
+        return _SECTION_OF[name].read(value, f"{source}: {name}")
+    if name in _SECTIONS_OF and value is not None:
+        entries, entry = read_section(value, f"{source}: {name}"), f"{source}: {name.removesuffix('s')}"
+        for key in entries:
+            check_name(entry, key)
+        return {key: _SECTIONS_OF[name].read(content, f"{entry} {key!r}") for key, content in entries.items()}
     return value
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, _Section)
 
 
 def _plain(value: Any) -> Any:
@@ -128,8 +122,8 @@ def check_set_by_run(source: str, fields: Mapping[str, Any]) -> None:
 class SearchConfig(_Section):
     """The fields of a search for the learning rate, which each seed makes by itself."""
 
-    start: float
-    """The middle of the first three rates."""
+    start: float | None = None
+    """The middle of the first three rates; needed."""
     factor: float | None = None
     """The ratio of neighbouring rates, from 1.05 to 100; by default 2."""
     limit: int | None = None
@@ -137,17 +131,12 @@ class SearchConfig(_Section):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.start is None:
+            raise ValueError(f"start is missing; a search is {{start: RATE, factor: 2, limit: {LIMIT}}}")
         if not 0 < self.start < math.inf:
             raise ValueError(f"start={self.start:g} must be a number above 0")
         check_number("factor", self.factor, 1.05, 100)
         check_number("limit", self.limit, 3)
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any], source: str) -> "SearchConfig":
-        """Reads a search, of which only the start is needed."""
-        if content.get("start") is None:
-            raise ValueError(f"{source}: start is missing; a search is {{start: RATE, factor: 2, limit: {LIMIT}}}")
-        return super().read(content, source)
 
 
 @dataclass(frozen=True)
@@ -314,13 +303,13 @@ class ComparisonConfig(_Section):
         seeds = scale.seeds or self.seeds
         if seeds is None:
             raise ValueError(f"{source}: seeds is missing; it must be a list of whole numbers")
+        models = dict(self.models)
+        for model in changes:
+            models[model] = models[model].with_changes(changes[model], f"{source}: model {model!r}")
         return replace(
             self,
             name=self.name if self.scales is None else f"{self.name}, {name}",
-            models={
-                model: config.with_changes(changes.get(model, ModelConfig()), f"{source}: model {model!r}")
-                for model, config in self.models.items()
-            },
+            models=models,
             scales=None,
             seeds=seeds,
             tokens_per_parameter=scale.tokens_per_parameter or self.tokens_per_parameter,
@@ -330,6 +319,11 @@ class ComparisonConfig(_Section):
         """Returns the comparison without the fields that may grow after it was begun."""
         scales = self.scales and {name: replace(entry, seeds=None) for name, entry in self.scales.items()}
         return replace(self, seeds=None, scales=scales)
+
+
+# Fields that hold a section, and fields that hold sections by name
+_SECTION_OF = {"learning_rates": SearchConfig, "confirm": ConfirmConfig}
+_SECTIONS_OF = {"models": ModelConfig, "factors": FactorConfig, "scales": ScaleConfig}
 
 
 @dataclass(frozen=True)
@@ -350,7 +344,7 @@ def read_file(
     """Reads the file of a comparison or a screening, and the recipe of its models; arguments as for `load_recipe`."""
     path = find("comparisons", str(source))
     content = read_yaml(resolve_user_path(path))
-    misplaced = TrainingArguments.__dataclass_fields__.keys() - {*get_type_hints(ComparisonConfig), *_SET_BY_RUN}
+    misplaced = TrainingArguments.__dataclass_fields__.keys() - {*ComparisonConfig.__dataclass_fields__, *_SET_BY_RUN}
     if fields := [key for key in content if key in misplaced]:
         raise ValueError(f"{path}: unknown field {fields[0]!r}; set it in the section 'training'")
     config = ComparisonConfig.read({**content, "name": _name_in(content, path)}, str(path))

@@ -18,11 +18,14 @@ from .results import TaskOutcome
 from .store import RunStore
 
 
-def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
-    """Evaluates the reported runs that have weights and no `tasks.json` yet, one after another."""
-    scale = progress.scale
+def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
+    """Evaluates the reported runs that have weights and no `tasks.json` yet, one after another.
+
+    Returns the scores by task and metric, each metric judged by itself as losses are.
+    """
+    scale, outcomes = progress.scale, {}
     if not scale.config.tasks:
-        return
+        return outcomes
     if torch.cuda.is_available():  # each process that a launcher started has a device of its own
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     runs = [run for model in scale.variants for run in progress.reported(model)]
@@ -34,23 +37,15 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> None:
                 results = evaluate_tasks(path, scale.config.tasks)
                 content = {"scores": score_numbers(results), "higher_is_better": results["higher_is_better"]}
                 write_text(path / TASKS_FILE, json.dumps(content, indent=2) + "\n")
-
-
-def read_scores(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
-    """Reads the scores of the reported runs, by task and metric, and judges each metric by itself as losses are."""
-    scale, outcomes = progress.scale, {}
-    for model in scale.variants:
-        for run in progress.reported(model) if scale.config.tasks else ():
-            path = finished.folder_of(run) / TASKS_FILE
-            content = read_json(path) if path.is_file() else {"scores": {}}
-            for task, values in content["scores"].items():
-                directions = content["higher_is_better"].get(task, {})
-                for metric, value in values.items():
-                    is_higher_better = directions.get(metric.partition(",")[0])  # a filter stands behind the comma
-                    if is_higher_better is not None:
-                        scores = {name: dict.fromkeys(scale.seeds) for name in scale.variants}
-                        new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
-                        outcomes.setdefault(task, {}).setdefault(metric, new).scores[model][run.seed] = value
+        content = read_json(path / TASKS_FILE)
+        for task, values in content["scores"].items():
+            directions = content["higher_is_better"].get(task, {})
+            for metric, value in values.items():
+                is_higher_better = directions.get(metric.partition(",")[0])  # a filter stands behind the comma
+                if is_higher_better is not None:
+                    scores = {name: dict.fromkeys(scale.seeds) for name in scale.variants}
+                    new = TaskOutcome(values["items"], values["chance"], is_higher_better, scores)
+                    outcomes.setdefault(task, {}).setdefault(metric, new).scores[run.model][run.seed] = value
 
     for metrics in outcomes.values():
         for metric, entry in metrics.items():

@@ -4,6 +4,7 @@ Each function returns a figure, or `None` if there are no data for it. Means are
 without those that diverged, which the legend counts. A ladder has the intervals of its trend, and FLOPs of a run.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from matplotlib.ticker import EngFormatter, FixedLocator, Formatter, FuncFormatt
 from ..disk import atomic_dir, read_bytes
 from .inference import Interval
 from .render import Section
-from .results import History, Outcome, ScaleOutcome
+from .results import Outcome, RunOutcome, ScaleOutcome
 
 
 Style = dict[str, Any]
 Points = list[tuple[float, float]]
+# Of `(x, value, interval)`
+Improvements = list[tuple[float, float, Interval | None]]
 
 # For any colour vision: six of Okabe and Ito (2008), then three of Tol's "muted" (2021)
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933", "#332288")
@@ -30,6 +33,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _MARKERS = "osD^vPX*"
 BASELINE = {"color": "#222222", "marker": "h", "linewidth": 2.6, "zorder": 1.9}
 _NOISE = {"color": "#888888", "alpha": 0.22, "linewidth": 0, "zorder": 0}
+_CROSS = {"color": "#555555", "marker": "x"}
 _NOISE_LABEL = Patch(label="noise floor: ±1 sd of the baseline over seeds", **_NOISE)
 
 # Title of each quantity, its unit, and the function that makes one curve of several layers
@@ -54,7 +58,7 @@ def figure_section(folder: Path, name: str, title: str, caption: str, figure: Fi
 
 def draw_curves(results: ScaleOutcome) -> Figure | None:
     """Losses over steps, and below the improvement over the baseline, as in Figure 1 of arXiv 2603.13381."""
-    styles = model_styles(results.baseline, results.models)
+    styles = _model_styles(results)
     finished = {name: model.finished for name, model in results.models.items()}
     if not any(finished.values()):
         return None
@@ -74,7 +78,7 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
     losses.set_ylabel(f"loss (nats per {results.objective.loss_unit})")
-    losses.set_title(f"{results.name}: loss while training, mean over seeds", parse_math=False)  # a name may hold a $
+    _set_title(losses, f"{results.name}: loss while training, mean over seeds")
 
     reference = finished[results.baseline]
     steps, values = _align(run.history.validation_loss for run in reference)
@@ -96,12 +100,11 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     _scale_percent(improvements, "improvement of validation loss (%)", [value for _, value in points])
     _show_late_range(improvements, points)
     improvements.set(xlabel="optimizer step", title=f"Improvement over {results.baseline}, seed by seed; up is better")
-    return _add_legend(figure, results, styles, labels)
+    return _add_legend(figure, results, labels)
 
 
 def draw_parameters(results: ScaleOutcome) -> Figure | None:
     """Improvement against parameters, as in Figure 2 of arXiv 2603.13381; models of one size stand side by side."""
-    styles = model_styles(results.baseline, results.models)
     effects = {results.baseline: (0.0, None)}
     for name, effect in results.statistics.effects.items():
         if effect.loss_improvement is not None:
@@ -113,64 +116,50 @@ def draw_parameters(results: ScaleOutcome) -> Figure | None:
         shift = 1 + 0.01 * (index - (len(effects) - 1) / 2)
         points[name] = [(results.models[name].size.non_embedding * shift, *effect)]
     floor = results.statistics.noise_floor_percent or 0.0
-    figure, axes = _begin_figure()
+    figure, axes = _begin_improvements(results, points, f"over {results.baseline}", [-floor, floor])
     axes.axhspan(-floor, floor, **_NOISE)
-    label = f"improvement of test {results.objective.loss_name} (%)"
-    _draw_improvements(axes, points, styles, label, [-floor, floor])
     axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.set_xlabel("non-embedding parameters (models are moved 1 % apart, to stand side by side)")
-    axes.set_title(f"{results.name}: improvement over {results.baseline}; up is better", parse_math=False)
-    return _add_legend(figure, results, styles, [_NOISE_LABEL] if floor else [])
+    return _add_legend(figure, results, [_NOISE_LABEL] if floor else [])
 
 
 def draw_interim(results: ScaleOutcome) -> Figure | None:
     interims = {name: history for name, history in (results.interim or {}).items() if history}
     if not interims:
         return None
-    styles = model_styles(results.baseline, results.models)
-    points = {
-        name: [
-            (interim.seeds + 0.6 * ((index + 0.5) / len(interims) - 0.5), interim.loss_improvement, interval)
-            for interim in history
-            if (interval := interim.loss_improvement_interval) is not None
+    points: dict[str, Improvements] = {}
+    for index, (name, history) in enumerate(interims.items()):
+        shift = 0.6 * ((index + 0.5) / len(interims) - 0.5)
+        known = [interim for interim in history if interim.loss_improvement_interval is not None]
+        points[name] = [
+            (interim.seeds + shift, interim.loss_improvement, interim.loss_improvement_interval) for interim in known
         ]
-        for index, (name, history) in enumerate(interims.items())
-    }
-    figure, axes = _begin_figure()
-    _draw_improvements(axes, points, styles, f"improvement of test {results.objective.loss_name} (%)")
+    figure, axes = _begin_improvements(results, points, "at each interim analysis", [0.0])
     axes.set_xticks(sorted({interim.seeds for history in interims.values() for interim in history}))
     axes.set_xlabel("seeds")
-    axes.set_title(f"{results.name}: improvement at each interim analysis; up is better", parse_math=False)
-    return _add_legend(figure, results, styles)
+    return _add_legend(figure, results)
 
 
 def draw_stability(results: ScaleOutcome) -> Figure | None:
-    styles = model_styles(results.baseline, results.models)
-    curves = {
-        quantity: {
-            name: [(run.diverged, over_layers(run.history, quantity)) for run in results.models[name].runs]
-            for name in styles
-        }
-        for quantity in QUANTITIES
-    }
-    # A constant is left out, such as the rows without weight under softmax
-    panels = [
-        quantity
-        for quantity, models in curves.items()
-        if len({value for runs in models.values() for _, curve in runs for _, value in curve}) > 1
-    ]
-    if panels in ([], ["gradient_norm"]):
+    styles, panels = _model_styles(results), {}
+    for quantity in QUANTITIES:
+        curves = {name: [over_layers(run, quantity) for run in results.models[name].runs] for name in styles}
+        # A constant is left out, such as the rows without weight under softmax
+        if len({value for of_model in curves.values() for curve in of_model for _, value in curve}) > 1:
+            panels[quantity] = curves
+    if not panels.keys() - {"gradient_norm"}:
         return None
     figure, grid = _begin_panels(len(panels), columns=2, height=2.5, more=1.0, sharex=True)
-    for axes, quantity in zip(grid, panels):
+    for axes, (quantity, curves) in zip(grid, panels.items()):
         title, unit, _ = QUANTITIES[quantity]
         points: Points = []
         for name, style in styles.items():
             style = {**style, "linewidth": 0.7 * style["linewidth"], "marker": None}
-            steps, values = _align(curve for diverged, curve in curves[quantity][name] if not diverged)
+            runs = list(zip(results.models[name].runs, curves[name]))
+            steps, values = _align(curve for run, curve in runs if not run.diverged)
             points += _plot(axes, steps, values.mean(axis=0), style)
-            for diverged, curve in curves[quantity][name]:
-                if diverged and curve:
+            for run, curve in runs:
+                if run.diverged and curve:
                     points += _plot(axes, *zip(*curve), {**style, "linestyle": ":"})
                     axes.plot(*curve[-1], marker="x", color=style["color"])
         _compress(axes, [value for _, value in points], 10.0)
@@ -180,15 +169,13 @@ def draw_stability(results: ScaleOutcome) -> Figure | None:
     for axes in grid[-2:]:  # the lowest of each column
         axes.set_xlabel("optimizer step")
         axes.tick_params(labelbottom=True)
-    dotted = Line2D([], [], color="#555555", linestyle=":", marker="x", label="a run that diverged")
     figure.suptitle(f"{results.name}: stability while training, mean over seeds", parse_math=False)
-    return _add_legend(figure, results, styles, [dotted])
+    return _add_legend(figure, results, [Line2D([], [], label="a run that diverged", linestyle=":", **_CROSS)])
 
 
 def draw_losses(outcome: Outcome) -> Figure | None:
-    styles = model_styles(outcome.baseline, outcome.trend.models)
-    figure, axes = _begin_figure()
-    for name, style in styles.items():
+    figure, axes = _begin_figure(f"{outcome.name}: loss over compute, every seed")
+    for name, style in _model_styles(outcome).items():
         losses = {
             float(results.flops(name)): [run.test_loss for run in results.models[name].finished]
             for results in outcome.scales.values()
@@ -200,13 +187,11 @@ def draw_losses(outcome: Outcome) -> Figure | None:
     _scale_compute(axes, outcome)
     axes.grid(alpha=0.25)
     axes.set_ylabel(f"test loss (nats per {outcome.largest.objective.loss_unit})")
-    axes.set_title(f"{outcome.name}: loss over compute, every seed", parse_math=False)
-    return _add_legend(figure, outcome, styles)
+    return _add_legend(figure, outcome)
 
 
 def draw_improvements(outcome: Outcome) -> Figure | None:
-    trend, styles = outcome.trend, model_styles(outcome.baseline, outcome.trend.models)
-    points = {}
+    trend, points = outcome.trend, {}
     for index, (name, model) in enumerate(trend.models.items()):
         shift = 1 + 0.06 * (index - (len(trend.models) - 1) / 2)
         steps = (step for step in model.steps.values() if step.improvement is not None)
@@ -214,15 +199,11 @@ def draw_improvements(outcome: Outcome) -> Figure | None:
     floors = [(trend.flops[scale], floor) for scale, floor in trend.noise_floor_percent.items() if floor is not None]
     if not floors and not any(points.values()):
         return None
-    figure, axes = _begin_figure()
     flops, floor = np.array(floors).reshape(-1, 2).T
+    figure, axes = _begin_improvements(outcome, points, f"over {outcome.baseline}", [0.0, *floor, *-floor])
     axes.fill_between(flops, -floor, floor, **_NOISE)
-    line = {"marker": None, "alpha": 0.5, "linewidth": 1}
-    _draw_improvements(axes, points, styles, "improvement of test loss (%)", [0.0, *floor, *-floor], line)
     _scale_compute(axes, outcome)
-    axes.set_title(f"{outcome.name}: improvement over {outcome.baseline}; up is better", parse_math=False)
-    shown = {name: styles[name] for name in trend.models}
-    return _add_legend(figure, outcome, shown, [_NOISE_LABEL] if floors else [])
+    return _add_legend(figure, outcome, [_NOISE_LABEL] if floors else [], has_baseline=False)
 
 
 def draw_bowls(outcome: Outcome) -> Figure | None:
@@ -230,28 +211,26 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
 
     A cross at the top marks a rate at which a run diverged. Losses far above those of reported runs are cut off.
     """
-    styles = model_styles(outcome.baseline, outcome.trend.models)
     panels = {
         scale: results
         for scale, results in outcome.scales.items()
-        if any(len(results.models[name].losses_by_rate()) > 1 for name in styles)
+        if any(len(model.losses_by_rate()) > 1 for model in results.models.values())
     }
     if not panels:
         return None
     figure, grid = _begin_panels(len(panels), columns=min(len(panels), 2), height=3.3, more=1.2)
     for axes, (scale, results) in zip(grid, panels.items()):
-        _draw_bowls_at(axes, results, styles)
+        _draw_bowls_at(axes, results)
         axes.set_title(scale, fontsize=10, parse_math=False)
         axes.set(xlabel="learning rate", ylabel=f"validation {outcome.largest.objective.loss_name} (nats)")
     figure.suptitle(f"{outcome.name}: learning rates tried, mean over seeds", parse_math=False)
-    cross = Line2D([], [], color="#555555", linestyle="none", marker="x", label="a run diverged")
-    return _add_legend(figure, outcome, styles, [cross])
+    return _add_legend(figure, outcome, [Line2D([], [], label="a run diverged", linestyle="none", **_CROSS)])
 
 
-def _draw_bowls_at(axes: Axes, results: ScaleOutcome, styles: dict[str, Style]) -> None:
+def _draw_bowls_at(axes: Axes, results: ScaleOutcome) -> None:
     """Draws the losses of one scale by model and rate, in a range that shows those reported."""
     means, rates = [], set()
-    for name, style in styles.items():
+    for name, style in _model_styles(results).items():
         tried = results.models[name].losses_by_rate()
         rates |= tried.keys()
         _plot_runs(axes, tried, {**style, "alpha": 0.45, "markersize": 3})
@@ -259,7 +238,7 @@ def _draw_bowls_at(axes: Axes, results: ScaleOutcome, styles: dict[str, Style]) 
         for rate in (rate for rate, losses in tried.items() if None in losses):
             axes.plot(rate, 0.97, marker="x", color=style["color"], transform=axes.get_xaxis_transform())
     if means:
-        reported = [run.validation_loss for name in styles for run in results.models[name].finished]
+        reported = [run.validation_loss for model in results.models.values() for run in model.finished]
         # Rates that are far too large would flatten the bowls
         high = max([*reported, min(max(means), min(means) + 3 * (np.median(means) - min(means)))])
         low = min([*means, *reported])
@@ -284,9 +263,15 @@ def _plot_means(axes: Axes, losses: dict[float, list[float | None]], style: Styl
     return list(means.values())
 
 
-def _begin_figure() -> tuple[Figure, Axes]:
+def _begin_figure(title: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(9, 6), layout="constrained")
-    return figure, figure.subplots()
+    axes = figure.subplots()
+    _set_title(axes, title)
+    return figure, axes
+
+
+def _set_title(axes: Axes, title: str) -> None:
+    axes.set_title(title, parse_math=False)  # a name may hold a $
 
 
 def _begin_panels(count: int, columns: int, height: float, more: float, **options: Any) -> tuple[Figure, list[Axes]]:
@@ -299,49 +284,44 @@ def _begin_panels(count: int, columns: int, height: float, more: float, **option
     return figure, grid[:count]
 
 
-def _draw_improvements(
-    axes: Axes,
-    points: dict[str, list[tuple[float, float, Interval | None]]],
-    styles: dict[str, Style],
-    label: str,
-    values: Sequence[float] = (0.0,),
-    line: Style | None = None,
-) -> None:
-    """Draws the improvements `(x, value, interval)` of models, and a line through them if it has a style.
-
-    Args:
-        values: what the axis has to show besides.
-    """
+def _begin_improvements(
+    results: Outcome | ScaleOutcome, points: dict[str, Improvements], what: str, shown: Sequence[float]
+) -> tuple[Figure, Axes]:
+    """Draws the improvements of models, joined over a ladder; the axis shows the values `shown` too."""
+    figure, axes = _begin_figure(f"{results.name}: improvement {what}; up is better")
     axes.axhline(0.0, color=BASELINE["color"], linewidth=1)
-    values = list(values)
+    styles, values = _model_styles(results), list(shown)
     for name, improvements in points.items():
         for x, value, interval in improvements:
             low, high = interval or (value, value)
             style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
             axes.errorbar(x, value, yerr=[[value - low], [high - value]], capsize=3, **style)
             values += [low, high]
-        if line is not None:
-            axes.plot([x for x, *_ in improvements], [value for _, value, _ in improvements], **styles[name] | line)
-    _scale_percent(axes, label, values)
+        if isinstance(results, Outcome):
+            line = {**styles[name], "marker": None, "alpha": 0.5, "linewidth": 1}
+            axes.plot([x for x, *_ in improvements], [value for _, value, _ in improvements], **line)
+    loss_name = "loss" if isinstance(results, Outcome) else results.objective.loss_name
+    _scale_percent(axes, f"improvement of test {loss_name} (%)", values)
+    return figure, axes
 
 
-def model_styles(baseline: str, models: Iterable[str]) -> dict[str, Style]:
+def _model_styles(results: Outcome | ScaleOutcome) -> dict[str, Style]:
     """The style of each model's line, the same in every figure; the baseline is the first."""
-    styles = {baseline: BASELINE}
-    for index, name in enumerate(name for name in models if name != baseline):
+    models = results.trend.models if isinstance(results, Outcome) else results.models
+    styles = {results.baseline: BASELINE}
+    for index, name in enumerate(name for name in models if name != results.baseline):
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         styles[name] = {"color": colour, "marker": marker, "linewidth": 1.6, "zorder": 2}
     return styles
 
 
-def over_layers(history: History, quantity: str) -> Points:
+def over_layers(run: RunOutcome, quantity: str) -> Points:
     """The curve of a quantity in a run, over the layers that have it at each step."""
-    layers = [layer[quantity] for layer in history.stability.values() if quantity in layer]
+    curves = [layer[quantity] for layer in run.history.stability.values() if quantity in layer]
     values: dict[int, list[float]] = {}
-    for curve in [history.gradient_norm] if quantity == "gradient_norm" else layers:
-        for step, value in curve:
-            if value is not None:
-                values.setdefault(step, []).append(value)
+    for step, value in itertools.chain(*curves, run.history.gradient_norm if quantity == "gradient_norm" else ()):
+        if value is not None:
+            values.setdefault(step, []).append(value)
     return [(step, float(QUANTITIES[quantity][2](entries))) for step, entries in sorted(values.items())]
 
 
@@ -395,12 +375,14 @@ def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
 
 
 def _add_legend(
-    figure: Figure, results: Outcome | ScaleOutcome, styles: dict[str, Style], labels: Sequence[Line2D | Patch] = ()
+    figure: Figure, results: Outcome | ScaleOutcome, labels: Sequence[Line2D | Patch] = (), has_baseline: bool = True
 ) -> Figure:
-    """Adds the models of `styles`, and how many of their runs diverged, in a legend below; returns the figure."""
-    scales = list(results.scales.values()) if isinstance(results, Outcome) else [results]
+    """Adds a legend below, with the number of runs of each model that diverged, and returns the figure."""
+    scales = results.scales.values() if isinstance(results, Outcome) else [results]
     handles = []
-    for name, style in styles.items():
+    for name, style in _model_styles(results).items():
+        if name == results.baseline and not has_baseline:
+            continue
         notes = ["baseline"] if name == results.baseline else []
         runs = [run for scale in scales for run in scale.models[name].runs]
         if diverged := sum(run.diverged for run in runs):

@@ -5,11 +5,11 @@ Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. 
 normally distributed differences. Losses are in nats per token; standard deviations divide by n - 1.
 """
 
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
@@ -63,46 +63,33 @@ class Effect:
 
     Unlike verdicts, intervals are not corrected for the number of models, so one may exclude 0 where the verdict is
     "within noise". Their level is 1 - `Analysis.alpha`.
-
-    Attributes:
-        pairs: seeds that both the model and the baseline finished.
-        mean_difference: model minus baseline over the pairs, in nats; negative is better.
-        loss_improvement: percent of the baseline's mean loss over the pairs, which its interval takes as known.
-        perplexity_improvement: percent, 100 (1 - exp(`mean_difference`)).
-        p: two-sided, with `pairs` - 1 degrees of freedom.
-        holm_p: `p` corrected for the number of models and of interim analyses.
     """
 
     verdict: Verdict
-    pairs: int
+    pairs: int  # seeds that both the model and the baseline finished
     diverged: int
     mean_loss: float | None
-    mean_difference: float | None
+    mean_difference: float | None  # model minus baseline over the pairs, in nats; negative is better
     difference_deviation: float | None
-    loss_improvement: float | None
-    perplexity_improvement: float | None
+    loss_improvement: float | None  # percent of the baseline's mean loss over the pairs, which counts as known
+    perplexity_improvement: float | None  # percent, 100 (1 - exp(`mean_difference`))
     standard_error: float | None = None
     t: float | None = None
-    p: float | None = None
-    holm_p: float | None = None
+    p: float | None = None  # two-sided, with `pairs` - 1 degrees of freedom
+    holm_p: float | None = None  # corrected for the number of models and of interim analyses
     loss_improvement_interval: Interval | None = None
     perplexity_improvement_interval: Interval | None = None
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The verdicts of a comparison at one scale, without NaN or infinity.
-
-    Attributes:
-        baseline_mean_loss, noise_floor: mean and standard deviation over the seeds that the baseline finished.
-        alpha: the nominal probability that any model is wrongly called better or worse.
-    """
+    """The verdicts of a comparison at one scale, without NaN or infinity."""
 
     baseline: str
     baseline_mean_loss: float | None
-    noise_floor: float | None
+    noise_floor: float | None  # standard deviation over the seeds that the baseline finished
     noise_floor_percent: float | None
-    alpha: float
+    alpha: float  # the nominal probability that any model is wrongly called better or worse
     effects: dict[str, Effect]
 
     def open_models(self) -> list[str]:
@@ -123,31 +110,32 @@ def analyse_early(
     baseline: str,
     seeds: Sequence[int],
     boundaries: Mapping[str, Collection[int]],
-    alpha: float = 0.05,
     parts: Mapping[str, Parts] | None = None,
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
     """Analyses a comparison with `stop: early`, each model at its last interim analysis.
 
-    Returns also what was known at each interim analysis, by model. A model has the first seeds, up to its last
-    analysis. `boundaries` are its seeds whose best rate is the smallest or the largest tried.
+    Returns also what was known at each interim analysis, by model. `boundaries` are the seeds of a model whose best
+    rate is the smallest or the largest tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
-    whole = analyse(losses, baseline, alpha, most=len(seeds))
+    whole = analyse(losses, baseline, most=len(seeds))
     effects = dict(whole.effects)
     for number in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:number]
-        first, first_parts = (
-            {name: {seed: runs[seed] for seed in seen if seed in runs} for name, runs in values.items()}
-            for values in (losses, parts or {})
-        )
+        first = {name: _of_seeds(runs, seen) for name, runs in losses.items()}
+        first_parts = {name: _of_seeds(runs, seen) for name, runs in (parts or {}).items()}
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
-        analysis = analyse(first, baseline, alpha, at_boundary, most=len(seeds))
+        analysis = analyse(first, baseline, at_boundary=at_boundary, most=len(seeds))
         analysis = with_text(analysis, first_parts, most=len(seeds))
         for name, history in interims.items():
             if len(first[name]) == number:
                 effect = effects[name] = analysis.effects[name]
                 history.append(Interim(number, effect.loss_improvement, effect.loss_improvement_interval))
     return replace(whole, effects=effects), interims
+
+
+def _of_seeds(runs: Mapping[int, Any], seeds: Sequence[int]) -> dict[int, Any]:
+    return {seed: runs[seed] for seed in seeds if seed in runs}
 
 
 def analyse(
@@ -166,7 +154,6 @@ def analyse(
     losses and 0 for others.
 
     Args:
-        at_boundary: models whose best rate is at the boundary of those tried.
         resolution: the smallest step of a loss, which is also the smallest standard deviation.
         most: with interim analyses, the number of seeds of the last. Each spends its part of `alpha` (see
             `alpha_spent`), and Bonferroni's method corrects for all models. A model is "equivalent" if its corrected
@@ -178,15 +165,15 @@ def analyse(
         name: _describe(runs, reference, resolution, name in at_boundary, baseline in at_boundary)
         for name, runs in models.items()
     }
-    tested = {name: effect for name, effect in effects.items() if effect.p is not None}
     finished = [loss for loss in reference.values() if loss is not None]
     mean_loss, noise_floor = _mean(finished), _deviation(finished)
+    tested = {name: effect for name, effect in effects.items() if effect.p is not None}
     shares = [1.0 if most is None else alpha_spent(effect.pairs, most) for effect in tested.values()]
-    tests = len(tested) if most is None else len(models)
     p_values = [effect.p for effect in tested.values()]
     if most is None:
-        corrected = holm(p_values)
+        tests, corrected = len(tested), holm(p_values)
     else:
+        tests = len(models)
         corrected = [min(1.0, p * tests / share) if share else 1.0 for p, share in zip(p_values, shares)]
     for (name, effect), p, share in zip(tested.items(), corrected, shares):
         paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
@@ -252,10 +239,7 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: 
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
-    """Corrects p-values by Holm's step-down method (1979), in the same order.
-
-    The i-th smallest of K is multiplied by K - i + 1, is at least its predecessor, and at most 1.
-    """
+    """Corrects p-values by Holm's step-down method (1979), in the same order."""
     p_values = np.fromiter(p_values, dtype=float)
     order = np.argsort(p_values)
     factors = np.arange(len(p_values), 0, -1)
@@ -291,8 +275,8 @@ def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
 def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
     """Returns the smallest true difference that a comparison finds with probability `power`, by the noncentral t.
 
-    It is in the unit of `noise_floor`, the standard deviation of a run over seeds, at the strictest of Holm's steps,
-    for independent runs. Where runs of a seed share noise, smaller differences are found.
+    It is in the unit of `noise_floor`, at the strictest of Holm's steps, for independent runs. Where runs of a seed
+    share noise, smaller differences are found.
     """
     critical, freedom = critical_t(seeds, models, alpha), seeds - 1
     # At the upper bound, half the risk is that the mean is low, the other half that the estimated noise is high
@@ -302,20 +286,21 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     return shift * math.sqrt(2 / seeds) * noise_floor
 
 
-def power_warning(seeds: int, models: int, alpha: float = 0.05) -> str | None:
+def power_warning(seeds: int, models: int, has_interim: bool = False) -> str | None:
     """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough."""
-    enough = next(
-        number for number in itertools.count(2) if detectable_effect(number, models, alpha) <= PLAUSIBLE_EFFECT
-    )
+    alpha = alpha_of_last(seeds, has_interim)
+    enough = 2
+    while detectable_effect(enough, models, alpha) > PLAUSIBLE_EFFECT:
+        enough += 1
     if seeds >= enough:
         return None
     plan = f"{count(seeds, 'seed')} and {count(models, 'model')}"
     if seeds < 2:
         return f"{plan}: no verdict is possible, for the noise shows only between seeds; take at least {enough} seeds"
+    needed, difference = critical_t(seeds, models, alpha), detectable_effect(seeds, models, alpha)
     return (
-        f"{plan} may need |t| > {critical_t(seeds, models, alpha):.1f}, a difference of "
-        f"{detectable_effect(seeds, models, alpha):.1f} standard deviations, where up to {PLAUSIBLE_EFFECT:g} is "
-        f"plausible; take at least {enough} seeds"
+        f"{plan} may need |t| > {needed:.1f}, a difference of {difference:.1f} standard deviations, where up to "
+        f"{PLAUSIBLE_EFFECT:g} is plausible; take at least {enough} seeds"
     )
 
 
@@ -323,17 +308,14 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     """Returns the share of the variance between seeds that is due to the choice of the test text.
 
     The loss of seed s on part p of the text is modelled as m + a_s + b_p + e_sp (two-way analysis of variance without
-    replication, Fisher 1925). The mean over P parts keeps var(e) / P. So the share is 1 / F, the mean square of
-    residuals over that of seeds.
-    It is at most 1, and None with fewer than two seeds or parts, or if all seeds have the same mean.
-
-    Args:
-        parts: `parts[seed][part]`, losses in nats per token, of parts of equal size.
+    replication, Fisher 1925). The mean over P parts of equal size keeps var(e) / P. So the share is 1 / F, the mean
+    square of residuals over that of seeds. It is at most 1, and None with fewer than two seeds or parts, or if all
+    seeds have the same mean.
     """
     losses = np.array(parts, dtype=float)
     if losses.ndim != 2 or min(losses.shape) < 2:
         return None
-    seeds, _, rest = _mean_squares(_merged(losses))
+    seeds, _, rest = mean_squares(_merged(losses))
     return min(1.0, rest / seeds) if seeds else None
 
 
@@ -343,29 +325,27 @@ def with_text(analysis: Analysis, parts: Mapping[str, Parts], most: int | None =
     The difference of seed s on part p is modelled as in `noise_from_text`, with parts drawn at random. The variance of
     its mean over S seeds and P parts is estimated by (MS_seeds + MS_parts - MS_rest) / (S P), without bias.
     Degrees of freedom are Satterthwaite's (1946), and at least the fewer of seeds and parts. No interval becomes
-    narrower. Verdicts and p stay: they are about this text.
-
-    Args:
-        parts: `parts[model][seed][part]`, losses in nats per token; empty if they are not known.
+    narrower. Verdicts and p stay: they are about this text. `parts[model][seed][part]` is empty if not known.
     """
     effects = dict(analysis.effects)
-    for name, effect in effects.items() if parts else ():
-        if effect.loss_improvement_interval is None:
+    for name, effect in effects.items():
+        if not parts or effect.loss_improvement_interval is None:
             continue
         reference = parts[analysis.baseline]
         pairs = sorted(parts[name].keys() & reference.keys())
         losses = _merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs]))
-        of_seeds, of_parts, rest = _mean_squares(losses)
+        of_seeds, of_parts, rest = mean_squares(losses)
         variance = of_seeds + max(0.0, of_parts - rest)
-        if variance > of_seeds:
-            seeds, columns = (size - 1 for size in losses.shape)
-            freedoms = (seeds, columns, seeds * columns)
-            squares = zip((of_seeds, of_parts, rest), freedoms)
-            freedom = max(variance**2 / sum(mean**2 / freedom for mean, freedom in squares), min(freedoms))
-            alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
-            margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / losses.size)
-            margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
-            effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
+        if variance <= of_seeds:
+            continue
+        seeds, columns = (size - 1 for size in losses.shape)
+        freedoms = (seeds, columns, seeds * columns)
+        squares = zip((of_seeds, of_parts, rest), freedoms)
+        freedom = max(variance**2 / sum(mean**2 / freedom for mean, freedom in squares), min(freedoms))
+        alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
+        margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / losses.size)
+        margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
+        effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
     return replace(analysis, effects=effects)
 
 
@@ -375,13 +355,13 @@ def _merged(losses: np.ndarray) -> np.ndarray:
     return np.stack([part.mean(axis=1) for part in merged], axis=1)
 
 
-def _mean_squares(losses: np.ndarray) -> tuple[float, float, float]:
-    """Returns the mean squares of seeds, parts and residuals, of losses `(seeds, parts)`."""
-    seeds, parts = losses.shape
-    by_seed, by_part = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
-    rest = ((losses - by_seed - by_part + losses.mean()) ** 2).sum() / ((seeds - 1) * (parts - 1))
-    between_seeds, between_parts = (_deviation(means.ravel()) ** 2 for means in (by_seed, by_part))
-    return parts * between_seeds, seeds * between_parts, float(rest)
+def mean_squares(losses: np.ndarray) -> tuple[float, float, float]:
+    """Returns the mean squares of rows, columns and residuals, as in a two-way analysis of variance."""
+    rows, columns = losses.shape
+    by_row, by_column = losses.mean(axis=1, keepdims=True), losses.mean(axis=0, keepdims=True)
+    rest = ((losses - by_row - by_column + losses.mean()) ** 2).sum() / ((rows - 1) * (columns - 1))
+    between_rows, between_columns = (_deviation(means.ravel()) ** 2 for means in (by_row, by_column))
+    return columns * between_rows, rows * between_columns, float(rest)
 
 
 def _with_intervals(effect: Effect, margin: float, paired_loss: float) -> Effect:

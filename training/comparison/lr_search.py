@@ -33,15 +33,10 @@ class Rates:
     """The learning rates of a model: `listed`, or a search.
 
     A search begins with `start / factor`, `start` and `start * factor`. While the best rate is the smallest or the
-    largest, it tries the next one beyond, up to `limit` rates.
-
-    Attributes:
-        listed: the rates of a list, ascending; empty for a search.
-        start: the middle of the first three rates of a search, without a `shift`.
-        shift: by how many factors a search begins above `start`, on the same grid.
+    largest, it tries the next one beyond, up to `limit` rates. `shift` moves its begin by so many factors.
     """
 
-    listed: tuple[float, ...] = ()
+    listed: tuple[float, ...] = ()  # ascending
     start: float | None = None
     factor: float | None = None
     limit: int = LIMIT
@@ -79,9 +74,11 @@ class Rates:
     def boundary(self, losses: Mapping[float, float]) -> str | None:
         """Tells whether the best rate is the `smallest` (also if all diverged) or the `largest` of several."""
         best = self.best(losses)
-        if len(losses) > 1 and best in (None, min(losses)):
+        if len(losses) < 2:
+            return None
+        if best in (None, min(losses)):
             return "smallest"
-        return "largest" if len(losses) > 1 and best == max(losses) else None
+        return "largest" if best == max(losses) else None
 
     def starting_at(self, rate: float | None) -> "Rates":
         """Returns a search that begins at the rate of its grid nearest to this one; a list stays as it is."""
@@ -101,22 +98,14 @@ class Rates:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The choice of a model's learning rate by a seed.
-
-    Attributes:
-        losses: validation loss of each rate tried, in nats per token; infinity if the run diverged.
-        finished: the number of finished runs, also of a step of the search that is not complete.
-        ready: runs that the choice waits for.
-        rate: the rate chosen; `None` before, or if every rate diverged.
-        boundary: whether the rate chosen is the `smallest` or the `largest` of several.
-    """
+    """The choice of a model's learning rate by a seed."""
 
     model: str
     seed: int
-    losses: dict[float, float]
-    finished: int
-    ready: list[Run]
-    rate: float | None = None
+    losses: dict[float, float]  # validation loss of each rate tried; infinity if the run diverged
+    finished: int  # runs, also of a step of the search that is not complete
+    ready: list[Run]  # runs that the choice waits for
+    rate: float | None = None  # None before the choice, or if every rate diverged
     boundary: str | None = None
 
     @property

@@ -21,18 +21,12 @@ Rows = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report.
-
-    Attributes:
-        parts: sentences as text or `Markdown`, and the rows of tables.
-        is_folded: whether a page shows the heading alone until a reader opens it.
-        figure: the name and the content of a figure that this report drew, in `figures/NAME.png`.
-    """
+    """A part of a report."""
 
     title: str
     parts: list[str | Rows]
-    is_folded: bool = False
-    figure: tuple[str, bytes] | None = None
+    is_folded: bool = False  # a page shows the heading alone until a reader opens it
+    figure: tuple[str, bytes] | None = None  # name and content of `figures/NAME.png`, which this report drew
 
 
 def to_text(parts: Iterable[str | Rows]) -> Markdown:

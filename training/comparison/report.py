@@ -13,8 +13,8 @@ from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
-from .inference import FIRST_INTERIM, Verdict, alpha_of_last, power_warning
-from .render import Section, bullets, to_text, warning, write_sections
+from .inference import FIRST_INTERIM, Verdict, power_warning
+from .render import Rows, Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
 from .tables import (
@@ -80,11 +80,7 @@ _EARLY = (
 
 @rc_context(rcParamsDefault)  # not a `matplotlibrc` of the working directory, which may run LaTeX
 def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None:
-    """Writes `results.md`, `figures/*.png` and `report.html`, each whole or not at all.
-
-    Args:
-        has_page: whether `nlq explore` has a page there, which the report links to.
-    """
+    """Writes `results.md`, `figures/*.png` and `report.html`, which may link to a page of `nlq explore`."""
     results, figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
     drawn = []
     for name, (title, caption, draw) in figures.items():
@@ -102,36 +98,39 @@ def describe(outcome: Outcome) -> str:
     if outcome.trend:
         rows, notes = improvement_rows(outcome.trend), outcome_sentences(outcome)
     else:
-        rows = [
-            {title: row[name] for name, title in _TERMINAL_COLUMNS.items() if name in row}
-            for row in summary_rows(outcome.largest)
-        ]
-        notes = _notes(outcome.largest)
+        rows, notes = _columns(outcome.largest, _TERMINAL_COLUMNS), _notes(outcome.largest)
 
     def wrap(sentences: Iterable[str]) -> list[str]:
         return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in sentences]
 
-    table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
-    return "\n".join([*wrap(f"warning: {text}" for text in warning_sentences(outcome)), *table, *wrap(notes)])
+    warnings = wrap(f"warning: {text}" for text in warning_sentences(outcome))
+    return "\n".join([*warnings, *table_lines(rows), *wrap(notes)])
+
+
+def table_lines(rows: Rows) -> list[str]:
+    """Returns the lines of a table for a terminal."""
+    return align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
+
+
+def _columns(results: ScaleOutcome, titles: dict[str, str]) -> Rows:
+    return [{titles[name]: row[name] for name in titles if name in row} for row in summary_rows(results)]
 
 
 def _notes(results: ScaleOutcome) -> list[str]:
-    return [noise_floor_sentence(results), *selection_sentences(results), *early_sentences(results)]
+    return [noise_floor_sentence(results), *_about_rates(results), *([_EARLY] if results.interim else [])]
 
 
 def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> Markdown:
     """The outcome for a model card, as Markdown.
 
-    Args:
-        model: the model of the card, if it is part of the comparison. Its row is marked.
-        run: the name of its run's folder. If it is not among the reported ones, no row is marked.
-        scale: that of the model, by default the largest.
+    Marks the row of the card's `model` if its `run`, the name of a folder, is reported. `scale` is by default the
+    largest.
     """
     scale = scale or list(outcome.scales)[-1]
     results = outcome.scales[scale]
     if model is not None and model not in results.models:
         raise ValueError(f"the comparison {results.name} has no model {model!r}, only {', '.join(results.models)}")
-    rows = [{name: row[name] for name in _CARD_COLUMNS if name in row} for row in summary_rows(results)]
+    rows = _columns(results, dict(zip(_CARD_COLUMNS, _CARD_COLUMNS)))
     is_reported = run is None or any(each.folder == f"runs/{model}/{run}" for each in results.models[model].runs)
     for row in rows:
         if row["model"] == model and is_reported:
@@ -150,11 +149,8 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
         rows,
     ]
     if outcome.trend:
-        parts += [
-            f"This is the scale {scale} of a ladder of {len(outcome.scales)} scales: {', '.join(outcome.scales)}.",
-            trend_sentence(outcome),
-            improvement_rows(outcome.trend),
-        ]
+        ladder = f"This is the scale {scale} of a ladder of {len(outcome.scales)} scales: {', '.join(outcome.scales)}."
+        parts += [ladder, trend_sentence(outcome), improvement_rows(outcome.trend)]
     return to_text(parts)
 
 
@@ -203,8 +199,8 @@ def _models(results: ScaleOutcome) -> Section:
     for name, model in results.models.items():
         fields = given_fields(model)
         differences.append(Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's")))
-    parts = [summary_rows(results), *early_sentences(results), "What differs between them:"]
-    return Section("Models", [*parts, bullets(differences)])
+    early = [_EARLY] if results.interim else []
+    return Section("Models", [summary_rows(results), *early, "What differs between them:", bullets(differences)])
 
 
 def _runs(results: ScaleOutcome) -> list[Section]:
@@ -221,10 +217,10 @@ def _runs(results: ScaleOutcome) -> list[Section]:
 
 
 def outcome_sentences(outcome: Outcome) -> list[str]:
-    name, results = list(outcome.scales.items())[-1]
+    sentence = outcome_sentence(outcome.largest)
     if outcome.trend is None:
-        return [outcome_sentence(results)]
-    return [f"Largest scale: {name}. {outcome_sentence(results)}", trend_sentence(outcome)]
+        return [sentence]
+    return [f"Largest scale: {list(outcome.scales)[-1]}. {sentence}", trend_sentence(outcome)]
 
 
 def trend_sentence(outcome: Outcome) -> str:
@@ -243,14 +239,17 @@ def _by_text(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 def trend_protocol(outcome: Outcome) -> list[str]:
     trend = outcome.trend
     tested = sum(model.p is not None for model in trend.models.values())
+    test = "No model is tested over the scales."
+    if tested:
+        test = (
+            "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
+            f"logarithm of compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, "
+            f"corrected for {tested} models by Holm's method."
+        )
     meanings = _by_text((model.meaning, name) for name, model in trend.models.items())
     return [
         "The verdict at the largest scale is the judgement. The trend explains it.",
-        "No model is tested over the scales."
-        if not tested
-        else "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
-        f"logarithm of compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, corrected "
-        f"for {tested} models by Holm's method.",
+        test,
         *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
 
@@ -285,7 +284,9 @@ def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
     for name, scale in reversed(outcome.scales.items()):
         prefix = f"Scale {name}: " if len(outcome.scales) > 1 else ""
         warnings += [f"{prefix}{text}" for text in _warnings_of_scale(scale, has_tests)]
-    return [*warnings, outcome.trend.multiplier_note] if outcome.trend and outcome.trend.multiplier_note else warnings
+    if outcome.trend and outcome.trend.multiplier_note:
+        warnings.append(outcome.trend.multiplier_note)
+    return warnings
 
 
 def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
@@ -299,23 +300,21 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
         if len(model.kernels) > 1:
             warnings.append(f"The runs of {name} were computed in different ways: {' | '.join(model.kernels)}.")
         since = " from these seeds on" if results.interim else ""
-        for end, seeds in sorted(
-            _by_text((end, seed) for seed, end in model.boundaries.items()).items(), reverse=True
-        ):
-            rates = sorted({run.learning_rate for run in model.runs if run.seed in seeds})
-            warnings.append(
-                f"{name} did best at {', '.join(f'{rate:g}' for rate in rates)}, the {end} learning rate tried, in "
-                f"{len(seeds)} of {len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
-            )
+        for end in ("smallest", "largest"):
+            if seeds := {seed for seed, boundary in model.boundaries.items() if boundary == end}:
+                rates = {run.learning_rate for run in model.runs if run.seed in seeds}
+                listed = ", ".join(f"{rate:g}" for rate in sorted(rates))
+                warnings.append(
+                    f"{name} did best at {listed}, the {end} learning rate tried, in {len(seeds)} of "
+                    f"{len(model.runs)} seeds: a better one may lie beyond, so there is no verdict{since}."
+                )
         if diverged := len(model.runs) - len(model.finished):
-            consequence = (
-                "models get no verdict from these seeds"
-                if name == results.baseline
-                else "it gets no verdict, for without its failures it would look better than it is"
-            )
+            consequence = "it gets no verdict, for without its failures it would look better than it is"
+            if name == results.baseline:
+                consequence = "models get no verdict from these seeds"
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    alpha = alpha_of_last(len(results.seeds), results.interim is not None, results.statistics.alpha)
-    if has_tests and (warning := power_warning(len(results.seeds), len(results.models) - 1, alpha)):
+    warning = power_warning(len(results.seeds), len(results.models) - 1, results.interim is not None)
+    if has_tests and warning:
         warnings.append(f"{warning}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
         warnings.append("Some models chose among learning rates, and others had one: the choice favours the former.")
@@ -327,12 +326,8 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
     return warnings
 
 
-def selection_sentences(results: ScaleOutcome) -> list[str]:
+def _about_rates(results: ScaleOutcome) -> list[str]:
     return [_EACH_SEED if results.has_choice else _ONE_RATE] if results.tested else []
-
-
-def early_sentences(results: ScaleOutcome) -> list[str]:
-    return [_EARLY] if results.interim else []
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:
@@ -395,4 +390,4 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
             else "Tests and intervals are about this test text: it is too short to tell how much its choice matters."
         )
     speed = "Speed and time are the median of the reported runs, and memory the most of any."
-    return [text for text in (*sentences, *selection_sentences(results), speed) if text]
+    return [text for text in (*sentences, *_about_rates(results), speed) if text]

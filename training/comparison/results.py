@@ -13,7 +13,7 @@ from ..run.stability import loss_spikes, read_stability
 from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
-from .comparison import Comparison, Run, ScaleProgress
+from .comparison import Run, ScaleProgress
 from .config import SINGLE
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
 from .store import RunStore
@@ -31,10 +31,7 @@ Curve = list[tuple[int, float | None]]
 
 @dataclass(frozen=True)
 class History:
-    """The curves of a run, of points `(step, value)`: losses in nats per token, and the norm before clipping.
-
-    `None` is a value that is not finite.
-    """
+    """The curves of a run, of points `(step, value)`, where None is not finite; losses are in nats per token."""
 
     train_loss: Curve = field(default_factory=list)
     validation_loss: Curve = field(default_factory=list)
@@ -79,22 +76,15 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class ModelOutcome:
-    """One model at one scale.
+    """One model at one scale."""
 
-    Attributes:
-        given: its entry in the comparison's file.
-        search: the settings of a search for a learning rate; `None` for a list.
-        boundaries: `smallest` or `largest`, for the seeds whose rate is at the boundary of those tried.
-        tried: the runs that were made only to choose a rate; `runs` are reported.
-    """
-
-    given: dict[str, Any]
+    given: dict[str, Any]  # its entry in the comparison's file
     intermediate_size: int | None
     learning_rates: list[float]
-    search: dict[str, float] | None
-    boundaries: dict[int, str]
-    tried: list[RunOutcome]
-    runs: list[RunOutcome]
+    search: dict[str, float] | None  # None for a list of rates
+    boundaries: dict[int, str]  # `smallest` or `largest`, for the seeds whose rate is at the boundary of those tried
+    tried: list[RunOutcome]  # made only to choose a rate
+    runs: list[RunOutcome]  # reported
     kernels: list[str] = field(default_factory=list)
 
     @property
@@ -120,40 +110,28 @@ class ModelOutcome:
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """The scores of the reported runs in one metric of a downstream task.
-
-    Attributes:
-        scores: by model and seed, as far as runs are evaluated; `None` where a run diverged.
-    """
+    """The scores of the reported runs in one metric of a downstream task."""
 
     items: int | None
     chance: float | None
     higher_is_better: bool
-    scores: dict[str, dict[int, float | None]]
+    scores: dict[str, dict[int, float | None]]  # by model and seed; None where a run diverged
     statistics: Analysis | None = None
 
 
 @dataclass(frozen=True)
 class ScaleOutcome:
-    """The results at one scale.
-
-    Attributes:
-        tokens_per_run: the most tokens that a run saw; the plan's number if every run was stopped early.
-        token_streams: by seed, the hash of the tokens that its runs saw, in order.
-        same_tokens: whether models saw the same tokens in the same order; `None` if every run was stopped early.
-        statistics: of the test losses; with `stop: early` at each model's last analysis.
-        interim: with `stop: early`, the interim analyses by model.
-    """
+    """The results at one scale."""
 
     name: str
     baseline: str
     seeds: list[int]
-    tokens_per_run: int
+    tokens_per_run: int  # the most that a run saw; the plan's if every run was stopped early
     comparison: dict[str, Any]
-    token_streams: dict[int, str]
-    same_tokens: bool | None
+    token_streams: dict[int, str]  # by seed, the hash of the tokens that its runs saw, in order
+    same_tokens: bool | None  # the same in the same order for all models; None if every run was stopped early
     models: dict[str, ModelOutcome]
-    statistics: Analysis
+    statistics: Analysis  # of the test losses; with `stop: early` at each model's last analysis
     interim: dict[str, list[Interim]] | None = None
     noise_from_text: float | None = None
     added_seeds: list[int] = field(default_factory=list)
@@ -209,11 +187,7 @@ class ScaleOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a comparison, which `results.json` holds.
-
-    Attributes:
-        scales: by name, from the smallest to the largest; a single scale is `SINGLE`.
-    """
+    """The results of a comparison, which `results.json` holds; a single scale is called `SINGLE`."""
 
     name: str
     baseline: str
@@ -291,17 +265,13 @@ def judge(
     """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
-    parts = {} if any(None in by_seed.values() for by_seed in parts.values()) else parts
+    if any(None in by_seed.values() for by_seed in parts.values()):
+        parts = {}
     share = noise_from_text(list(parts.get(baseline, {}).values()))
     boundaries = {name: model.boundaries for name, model in models.items() if model.boundaries}
     if stop is not None:
         return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
     return with_text(analyse(losses, baseline, at_boundary=boundaries), parts), None, share
-
-
-def gather_scales(comparison: Comparison, scales: dict[str, ScaleOutcome]) -> Outcome:
-    config = without_folders(comparison.config.to_dict())
-    return Outcome(comparison.name, comparison.baseline, comparison.command, config, scales, trend_of(scales))
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
@@ -315,29 +285,23 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     trend = analyse_trend(losses, next(iter(scales.values())).baseline)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
-            steps, interval = trend.models[model].steps, effect.loss_improvement_interval
-            if steps[name].improvement_interval is not None and interval is not None:
-                steps[name] = replace(steps[name], improvement_interval=interval)
+            steps = trend.models[model].steps
+            steps[name] = replace(steps[name], improvement_interval=effect.loss_improvement_interval)
     return trend
 
 
 def _read_run(finished: RunStore, run: Run) -> RunOutcome:
     result = finished[run.name]
     log = read_json(finished.folder_of(run) / STATE_FILE)["log_history"]
-
-    def curve(key: str) -> list[tuple[int, float]]:
-        return [(entry["step"], entry[key]) for entry in log if key in entry]
-
-    history = History(
-        train_loss=_without_nan(curve("loss")),
-        validation_loss=_without_nan(curve("eval_loss")),
-        gradient_norm=_without_nan(curve("grad_norm")),
-        loss_spikes=loss_spikes(curve("loss")),
-        stability={
-            layer: {name: _without_nan(values) for name, values in curves.items()}
-            for layer, curves in read_stability(log).items()
-        },
+    loss, validation_loss, norm = (
+        [(entry["step"], entry[key]) for entry in log if key in entry] for key in ("loss", "eval_loss", "grad_norm")
     )
+    stability = {
+        layer: {name: _without_nan(curve) for name, curve in curves.items()}
+        for layer, curves in read_stability(log).items()
+    }
+    curves = map(_without_nan, (loss, validation_loss, norm))
+    history = History(*curves, loss_spikes=loss_spikes(loss), stability=stability)
     result = replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on)))
     return RunOutcome(f"runs/{run.name}", run.seed, run.learning_rate, result, history)
 

@@ -19,14 +19,15 @@ from ..loading import config_differences, weights_fingerprint
 from ..run.jobs import Workers, make_runs
 from ..run.recipe import Recipe
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
+from ..sharing.scrub import without_folders
 from ..text import bar_options
 from ..values import to_json
 from .comparison import Comparison, Run, Scale, ScaleProgress
 from .config import SINGLE, ComparisonConfig, read_made_from
-from .downstream import read_scores, score_runs
+from .downstream import score_runs
 from .local import LocalEngine
 from .report import write_report
-from .results import Outcome, gather, gather_scales, read_outcome
+from .results import Outcome, gather, read_outcome, trend_of
 from .store import RunStore, scale_folder
 
 
@@ -37,7 +38,7 @@ class Engine(Workers, Protocol):
     """Where and how the runs of a comparison are made."""
 
     def connected(self, scales: Sequence[Scale]) -> AbstractContextManager[None]:
-        """Returns a context for making runs. Raises `ValueError`, before it writes, if they cannot be made."""
+        """Returns a context for making runs; raises `ValueError` if they cannot be made."""
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
         """Returns a context that keeps other processes out of the folder, unless the engine allows them."""
@@ -99,10 +100,11 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
-                score_runs(progress, store)
-                tasks = read_scores(progress, store)
+                tasks = score_runs(progress, store)
                 scales[name] = gather(progress, store, tasks=tasks, added_seeds=added.get(name, []))
-            outcome = gather_scales(comparison, scales)
+            config = without_folders(comparison.config.to_dict())
+            trend = trend_of(scales)
+            outcome = Outcome(comparison.name, comparison.baseline, comparison.command, config, scales, trend)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
 
@@ -135,14 +137,12 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
     if not recipe.explore:
         return False
     delete(folder / PAGE_FILE)
-    finished = {
-        model: content.runs[0] for model, content in results.models.items() if content.finished == content.runs
-    }
+    finished = {name: model.runs[0] for name, model in results.models.items() if model.finished == model.runs}
     if scale.baseline not in finished:
         return False
-    effects = results.statistics.effects.items()
-    differences = {model: effect.mean_difference for model, effect in effects if model in finished}
-    best = min({scale.baseline: 0.0, **differences}.items(), key=lambda item: item[1])[0]
+    differences = {name: effect.mean_difference for name, effect in results.statistics.effects.items()}
+    differences[scale.baseline] = 0.0
+    best = min(finished, key=lambda name: (differences[name], name != scale.baseline))
     shown = {model: finished[model] for model in dict.fromkeys((scale.baseline, best))}
     runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())
@@ -191,11 +191,6 @@ def _added_seeds(folder: Path, scales: Mapping[str, Scale]) -> dict[str, list[in
     }
 
 
-def _by_scale(file: Path) -> dict[str, Any]:
-    """Reads a record by scale; older versions called a single scale ""."""
-    return {name or SINGLE: value for name, value in read_json(file).items()}
-
-
 def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     """Writes the configurations and weights of all models, or compares them with the record of the folder."""
     sources = {variant.recipe.model for scale in scales.values() for variant in scale.variants.values()}
@@ -210,15 +205,12 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     if not file.is_file():
         write_text(file, json.dumps(now) + "\n")
         return
-    for name, models in _by_scale(file).items():
+    for scale, models in read_json(file).items():
+        name = scale or SINGLE  # older versions called a single scale ""
         for model, before in models.items():
-            try:
-                after = now[name][model]
-                changes = config_differences(before["config"], after["config"])
-                is_same = not changes and before["weights"] == after["weights"]
-            except (KeyError, TypeError, AttributeError):
-                raise ValueError(f"{file}: {model!r} is not a model of this comparison, or has wrong fields") from None
-            if not is_same:
+            after = now[name][model]
+            changes = config_differences(before["config"], after["config"])
+            if changes or before["weights"] != after["weights"]:
                 where = f"model {model!r} of scale {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 

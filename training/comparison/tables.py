@@ -1,7 +1,7 @@
 """The tables of a report: rows of texts by column, the same in every file."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import yaml
 
@@ -24,13 +24,12 @@ BONFERRONI = "Bonferroni p"
 
 
 def summary_rows(results: ScaleOutcome) -> Rows:
-    objective = results.objective
+    objective, rows = results.objective, []
     has_frozen = any(model.size.trained < model.size.total for model in results.models.values())
     scores = {
-        name: [score for run in model.finished if (score := run.result.losses.validation.chrf) is not None]
-        for name, model in results.models.items()
+        name: [run.result.losses.validation.chrf for run in model.finished] for name, model in results.models.items()
     }
-    rows = []
+    has_scores = any(score is not None for of_model in scores.values() for score in of_model)
     for name, model in results.models.items():
         machines = [run.result.machine for run in model.finished]
         verdict, improvement, of_perplexity, p = _verdict_cells(results.statistics, name, len(model.runs))
@@ -41,26 +40,20 @@ def summary_rows(results: ScaleOutcome) -> Rows:
             "loss improvement (%)": improvement,
             f"{objective.perplexity.replace('_', '-')} improvement (%)": of_perplexity,
             BONFERRONI if results.interim else "Holm p": p,
+            "chrF (validation)": _mean_and_deviation(scores[name], ".1f") if has_scores else None,
+            "seeds": str(len(model.runs)) if results.interim else None,
+            "learning rate": _chosen_rate(model),
+            "parameters": f"{model.size.total:,}",
+            "trained": f"{model.size.trained:,}" if has_frozen else None,
+            "non-embedding": f"{model.size.non_embedding:,}",
+            "MLP width": number(model.intermediate_size, ","),
+            "FLOPs per token": f"{model.size.flops_per_token:,}",
+            "tokens/s": _median([machine.tokens_per_second for machine in machines], ",.0f"),
+            "peak memory (MiB)": _memory([machine.peak_memory for machine in machines]),
+            "training time (s)": _median([machine.seconds for machine in machines], ",.1f"),
+            "diverged": f"{len(model.runs) - len(model.finished)} of {len(model.runs)}",
         }
-        if any(scores.values()):
-            row["chrF (validation)"] = _mean_and_deviation(scores[name], ".1f")
-        if results.interim:
-            row["seeds"] = str(len(model.runs))
-        row |= {"learning rate": _chosen_rate(model), "parameters": f"{model.size.total:,}"}
-        if has_frozen:
-            row["trained"] = f"{model.size.trained:,}"
-        rows.append(
-            row
-            | {
-                "non-embedding": f"{model.size.non_embedding:,}",
-                "MLP width": number(model.intermediate_size, ","),
-                "FLOPs per token": f"{model.size.flops_per_token:,}",
-                "tokens/s": _median([machine.tokens_per_second for machine in machines], ",.0f"),
-                "peak memory (MiB)": _memory([machine.peak_memory for machine in machines]),
-                "training time (s)": _median([machine.seconds for machine in machines], ",.1f"),
-                "diverged": f"{len(model.runs) - len(model.finished)} of {len(model.runs)}",
-            }
-        )
+        rows.append({column: text for column, text in row.items() if text is not None})
     return rows
 
 
@@ -97,22 +90,22 @@ def rate_rows(results: ScaleOutcome) -> Rows:
 def task_rows(results: ScaleOutcome) -> Rows:
     """A row for each model, downstream task and metric; empty if the comparison has no tasks."""
     rows = []
-    metrics = ((task, *item) for task, metrics in results.tasks.items() for item in metrics.items())
-    for task, metric, entry in metrics:
-        for name, scores in entry.scores.items():
-            verdict, improvement, _, p = _verdict_cells(entry.statistics, name, len(scores))
-            row = {
-                "task": task,
-                "metric": f"{metric} ({'higher' if entry.higher_is_better else 'lower'} is better)",
-                "model": name,
-                "verdict": verdict,
-                "score": _mean_and_deviation([value for value in scores.values() if value is not None]),
-                "improvement (%)": improvement,
-                "Holm p": p,
-                "chance": number(entry.chance, ".3f") if is_guessable(metric) else NOTHING,
-                "items": number(entry.items, ","),
-            }
-            rows.append(row)
+    for task, metrics in results.tasks.items():
+        for metric, entry in metrics.items():
+            for name, scores in entry.scores.items():
+                verdict, improvement, _, p = _verdict_cells(entry.statistics, name, len(scores))
+                row = {
+                    "task": task,
+                    "metric": f"{metric} ({'higher' if entry.higher_is_better else 'lower'} is better)",
+                    "model": name,
+                    "verdict": verdict,
+                    "score": _mean_and_deviation(scores.values()),
+                    "improvement (%)": improvement,
+                    "Holm p": p,
+                    "chance": number(entry.chance, ".3f") if is_guessable(metric) else NOTHING,
+                    "items": number(entry.items, ","),
+                }
+                rows.append(row)
     return rows
 
 
@@ -124,7 +117,7 @@ def stability_rows(results: ScaleOutcome) -> Rows:
     for name, model in results.models.items():
         row = {"model": name}
         for quantity, (title, *_) in QUANTITIES.items():
-            curves = [over_layers(run.history, quantity) for run in model.finished]
+            curves = [over_layers(run, quantity) for run in model.finished]
             row[title] = _mean_and_deviation([curve[-1][1] for curve in curves if curve], ".3g")
         rows.append(row)
     return rows
@@ -237,8 +230,9 @@ def provenance(results: ScaleOutcome) -> Rows:
 
 def given_fields(model: ModelOutcome) -> str:
     """The entry of a model in the comparison, in one line."""
-    sections = [model.given.get(name) or {} for name in SECTIONS]
-    flat = {name: value for name, value in model.given.items() if name not in SECTIONS} | sections[0] | sections[1]
+    flat = {name: value for name, value in model.given.items() if name not in SECTIONS}
+    for name in SECTIONS:
+        flat |= model.given.get(name) or {}
     return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
@@ -260,10 +254,11 @@ def number(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
 
 
-def _mean_and_deviation(values: list[float], form: str = ".4f") -> str:
-    if not values:
+def _mean_and_deviation(values: Iterable[float | None], form: str = ".4f") -> str:
+    known = [value for value in values if value is not None]
+    if not known:
         return NOTHING
-    return f"{statistics.fmean(values):{form}}" + (f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else "")
+    return f"{statistics.fmean(known):{form}}" + (f" ± {statistics.stdev(known):{form}}" if len(known) > 1 else "")
 
 
 def _improvement(effect: Effect, name: str) -> str:

@@ -1,8 +1,8 @@
 """The trend over a ladder of scales: how the improvement of each model over the baseline changes with compute.
 
 Runs of one seed at one scale are paired; seeds of different scales are independent. Losses are in nats per token, and
-compute is in FLOPs of a run of the baseline. An improvement, its slope over log10 of compute, and to first order the
-compute multiplier are weighted sums of means over the seeds of a scale. So `welch_sum` gives all tests and intervals.
+compute is in FLOPs of a run of the baseline. The slope of an improvement over log10 of compute, and to first order
+the compute multiplier, are weighted sums of means over the seeds of a scale. So `welch_sum` tests them.
 """
 
 import itertools
@@ -30,10 +30,7 @@ _STEP = 1e-5
 
 @dataclass(frozen=True)
 class ScaleLosses:
-    """The losses `losses[model][seed]` of all models at one scale, with the same seeds for each.
-
-    A loss is None, NaN or infinity if the run diverged.
-    """
+    """The losses `losses[model][seed]` of all models at one scale, None if a run diverged; each has the same seeds."""
 
     name: str
     flops: dict[str, float]
@@ -43,20 +40,15 @@ class ScaleLosses:
 
 @dataclass(frozen=True)
 class Step:
-    """One model at one scale. Values that cannot be computed are None.
-
-    Attributes:
-        improvement: percent of the baseline's mean loss over the seeds that both finished, which counts as known.
-        multiplier: how many times the model's FLOPs the baseline would need to be as good.
-        note: "beyond" if the multiplier or an end of its interval lies more than `REACH` decades beyond the ladder,
-            and is None; else the reason for no multiplier, or empty.
-    """
+    """One model at one scale. Values that cannot be computed are None."""
 
     flops: float
-    improvement: float | None
-    improvement_interval: Interval | None
-    multiplier: float | None = None
+    improvement: float | None  # percent of the baseline's mean loss over the seeds that both finished
+    improvement_interval: Interval | None = None  # of the analysis of this scale alone, see `trend_of`
+    multiplier: float | None = None  # how many times the model's FLOPs the baseline would need to be as good
     multiplier_interval: Interval | None = None
+    # "beyond" if a multiplier or an end is None because it lies over `REACH` decades beyond the ladder; else why there
+    # is none, or empty
     note: str = ""
 
 
@@ -70,19 +62,12 @@ class TrendVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class ModelTrend:
-    """The trend of a model, and the model at each scale.
-
-    The improvement of a worse model is negative: it "grows" if the model catches up.
-
-    Attributes:
-        meaning: the verdict in words, or why there is no test.
-        slope: of the least-squares line through the improvements, in percent of the loss per decade of compute.
-    """
+    """The trend of a model, and the model at each scale. A worse model "grows" if it catches up."""
 
     verdict: TrendVerdict
-    meaning: str
+    meaning: str  # the verdict in words, or why there is no test
     steps: dict[str, Step]
-    slope: float | None = None
+    slope: float | None = None  # of the least-squares line, in percent of the loss per decade of compute
     slope_interval: Interval | None = None
     p: float | None = None
     holm_p: float | None = None
@@ -90,17 +75,12 @@ class ModelTrend:
 
 @dataclass(frozen=True)
 class Trend:
-    """The trends of a ladder, without NaN or infinity.
-
-    Attributes:
-        alpha: the nominal probability that any model wrongly grows or shrinks.
-        noise_floor_percent: standard deviation of the baseline's loss over seeds, in percent of its mean.
-    """
+    """The trends of a ladder, without NaN or infinity."""
 
     baseline: str
-    alpha: float
+    alpha: float  # the nominal probability that any model wrongly grows or shrinks
     flops: dict[str, float]
-    noise_floor_percent: dict[str, float | None]
+    noise_floor_percent: dict[str, float | None]  # standard deviation of the baseline over seeds
     multiplier_note: str
     models: dict[str, ModelTrend]
 
@@ -111,7 +91,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     The test is on the slope of the least-squares line through the improvements in percent. It is left out if the model
     or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
     """
-    scales = sorted(scales, key=lambda scale: scale.flops[baseline])
+    scales, level = sorted(scales, key=lambda scale: scale.flops[baseline]), 1 - alpha
     flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
     losses = {scale.name: {model: _array(runs) for model, runs in scale.losses.items()} for scale in scales}
     settled = [scale.name for scale in scales if not _obstacle(scale, baseline, baseline, losses[scale.name])]
@@ -121,32 +101,36 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     except ValueError as error:
         multiplier_note = str(error)
 
-    decades, models = np.log10(list(flops.values())), {}
+    decades = np.log10(list(flops.values()))
+    centred = decades - decades.mean()
+    weights, models = centred / (centred @ centred), {}
     for model in (name for name in scales[0].losses if name != baseline):
-        steps, obstacles = {}, []
+        steps, obstacles, percents = {}, [], []
         for scale in scales:
-            at_scale = losses[scale.name]
-            step = _step(at_scale[baseline], at_scale[model], float(scale.flops[model]), 1 - alpha)
+            at_scale, compute = losses[scale.name], float(scale.flops[model])
+            differences = at_scale[baseline] - at_scale[model]
+            improvement, multiplier, interval = _improvement(at_scale[baseline], differences), None, None
             note = _obstacle(scale, baseline, model, at_scale)
-            if note:
-                step = replace(step, note=note, improvement_interval=None)
-            elif curve is None:
-                step = replace(step, note="no multiplier")
-            else:
-                differences = at_scale[baseline] - at_scale[model]
-                value, interval = curve.multiplier(settled.index(scale.name), differences, step.flops, 1 - alpha)
-                where = "beyond" if value is None or None in (interval or ()) else ""
-                step = replace(step, multiplier=value, multiplier_interval=interval, note=where)
-            steps[scale.name] = step
-            if note or len(at_scale[model]) < 2:
+            if note or len(differences) < 2:
                 obstacles.append(f"{note or 'a single seed'} at {scale.name}")
-        models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
-        if not obstacles:
-            percents = [100 * (runs[baseline] - runs[model]) / runs[baseline].mean() for runs in losses.values()]
-            models[model] = _test(models[model], decades, percents, 1 - alpha)
+            if curve is None:
+                note = note or "no multiplier"
+            elif not note:
+                multiplier, interval = curve.multiplier(settled.index(scale.name), differences, compute, level)
+                note = "beyond" if multiplier is None or None in (interval or ()) else ""
+            steps[scale.name] = Step(compute, improvement, None, multiplier, interval, note)
+            percents.append(100 * differences / at_scale[baseline].mean())
+        if obstacles:
+            models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
+        else:
+            slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
+            models[model] = ModelTrend(
+                TrendVerdict.CANNOT_TELL, "", steps, slope.value, slope.interval(level), slope.p()
+            )
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
-        models[name] = _judge(replace(trend, holm_p=holm_p), alpha)
+        verdict, meaning = _judge(trend, holm_p, alpha)
+        models[name] = replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
     floors = {name: _noise_floor(runs[baseline]) for name, runs in losses.items()}
     return Trend(baseline, alpha, flops, floors, multiplier_note, models)
 
@@ -167,37 +151,19 @@ def _obstacle(scale: ScaleLosses, baseline: str, model: str, losses: dict[str, n
     return ""
 
 
-def _step(base: np.ndarray, model: np.ndarray, flops: float, confidence: float) -> Step:
-    """Returns a step without its multiplier, from losses `(seed,)` that are NaN if diverged."""
-    pairs = np.isfinite(base) & np.isfinite(model)
-    improvement = interval = None
-    if pairs.any():
-        in_percent = 100 / float(base[pairs].mean())
-        improvement = in_percent * float((base - model)[pairs].mean())
-        if pairs.all() and (estimate := welch_sum([base - model])):
-            low, high = estimate.interval(confidence)
-            interval = in_percent * low, in_percent * high
-    return Step(flops, improvement, interval)
+def _improvement(base: np.ndarray, differences: np.ndarray) -> float | None:
+    """Returns the mean improvement in percent over the seeds that both finished."""
+    pairs = np.isfinite(differences)
+    return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if pairs.any() else None
 
 
-def _test(trend: ModelTrend, decades: np.ndarray, percents: list[np.ndarray], confidence: float) -> ModelTrend:
-    """Tests the slope of the improvements in percent, each `(seed,)`, before Holm's correction and the verdict."""
-    centred = decades - decades.mean()
-    weights = centred / (centred @ centred)
-    slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
-    return replace(trend, slope=slope.value, slope_interval=slope.interval(confidence), p=slope.p())
-
-
-def _judge(trend: ModelTrend, alpha: float) -> ModelTrend:
+def _judge(trend: ModelTrend, holm_p: float, alpha: float) -> tuple[TrendVerdict, str]:
     is_ahead = list(trend.steps.values())[-1].improvement > 0
-    if trend.holm_p >= alpha:
-        verdict, meaning = TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
-    elif trend.slope > 0:
-        verdict, meaning = TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
-    else:
-        lost = "loses some of its lead over" if is_ahead else "falls behind"
-        verdict, meaning = TrendVerdict.SHRINKS, f"{lost} the baseline"
-    return replace(trend, verdict=verdict, meaning=meaning)
+    if holm_p >= alpha:
+        return TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
+    if trend.slope > 0:
+        return TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
+    return TrendVerdict.SHRINKS, f"{'loses some of its lead over' if is_ahead else 'falls behind'} the baseline"
 
 
 def _noise_floor(losses: np.ndarray) -> float | None:
@@ -220,9 +186,9 @@ class Estimate:
         return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
 
     def interval(self, confidence: float) -> tuple[float, float]:
-        margin = 0.0
-        if self.standard_error > _ROUNDING:
-            margin = -float(special.stdtrit(self.degrees_of_freedom, (1 - confidence) / 2)) * self.standard_error
+        if self.standard_error <= _ROUNDING:
+            return self.value, self.value
+        margin = -float(special.stdtrit(self.degrees_of_freedom, (1 - confidence) / 2)) * self.standard_error
         return self.value - margin, self.value + margin
 
 
@@ -269,20 +235,14 @@ class LossCurve:
                 "There are no compute multipliers: they need 2 scales at which every run of the baseline finished "
                 f"and no best rate is at the boundary, not {len(losses)}."
             )
-        self.log_flops = np.log(flops)
-        self.losses = losses
-        means = np.array([values.mean() for values in losses])
+        self.log_flops, self.losses = np.log(flops), losses
+        means = self.means = np.array([values.mean() for values in losses])
         for (name, loss), (next_name, next_loss) in itertools.pairwise(zip(names, means)):
             if next_loss >= loss:
                 raise ValueError(
                     f"There are no compute multipliers: the baseline's loss does not fall from {name} to {next_name}."
                 )
-        self._curve = _Curve(self.log_flops, means)
         self._step = min(_STEP, -np.diff(np.log(means)).max() / 10)
-        # With each mean a little lower and higher
-        self._shifted = [
-            [_Curve(self.log_flops, means + sign * shift) for sign in (-1, 1)] for shift in self._step * np.diag(means)
-        ]
 
     def multiplier(
         self, scale: int, differences: np.ndarray, flops: float, confidence: float
@@ -296,13 +256,13 @@ class LossCurve:
             differences: the baseline's loss minus the model's `(seed,)`, in nats, for the seeds of the baseline.
         """
         difference = float(differences.mean())
-        log_compute, slope = self._curve.solve(scale, difference)
+        log_compute, slope = self._solve(self.means, scale, difference)
         # What each seed adds to log(C' / C_k), at each scale
         parts = []
-        for values, mean, (below, above) in zip(self.losses, self._curve.means, self._shifted):
-            change = above.solve(scale, difference)[0] - below.solve(scale, difference)[0]
-            parts.append(change / (2 * self._step * mean) * values)
-        parts[scale] = parts[scale] - differences / (slope * (self._curve.means[scale] - difference))
+        for values, mean, shift in zip(self.losses, self.means, self._step * np.diag(self.means)):
+            below, above = (self._solve(self.means + sign * shift, scale, difference)[0] for sign in (-1, 1))
+            parts.append((above - below) / (2 * self._step * mean) * values)
+        parts[scale] = parts[scale] - differences / (slope * (self.means[scale] - difference))
         start, reach = self.log_flops[scale], REACH * math.log(10)
         rise = log_compute - float(start)
         estimate = welch_sum(parts, rise)
@@ -313,25 +273,19 @@ class LossCurve:
 
         return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
 
-
-class _Curve:
-    """The monotone curve through some means."""
-
-    def __init__(self, log_flops: np.ndarray, means: np.ndarray):
-        self.log_flops, self.means, self.log_means = log_flops, means, np.log(means)
-        self.log_loss = CubicHermiteSpline(log_flops, self.log_means, _slopes(log_flops, self.log_means))
-
-    def solve(self, scale: int, difference: float) -> tuple[float, float]:
-        """Returns log C and the slope where the loss is lower than the mean of a scale by `difference`."""
-        log_loss = math.log(self.means[scale] - difference)
-        for end, is_beyond in ((0, log_loss >= self.log_means[0]), (-1, log_loss <= self.log_means[-1])):
+    def _solve(self, means: np.ndarray, scale: int, difference: float) -> tuple[float, float]:
+        """Returns log C and the slope where the curve through `means` is lower than at a scale by `difference`."""
+        log_flops, log_means = self.log_flops, np.log(means)
+        curve = CubicHermiteSpline(log_flops, log_means, _slopes(log_flops, log_means))
+        log_loss = math.log(means[scale] - difference)
+        for end, is_beyond in ((0, log_loss >= log_means[0]), (-1, log_loss <= log_means[-1])):
             if is_beyond:
-                slope, start = float(self.log_loss(self.log_flops[end], 1)), float(self.log_flops[end])
-                return start + (log_loss - float(self.log_means[end])) / slope, slope
-        roots = self.log_loss.solve(log_loss, extrapolate=False)
+                slope = float(curve(log_flops[end], 1))
+                return float(log_flops[end]) + (log_loss - float(log_means[end])) / slope, slope
+        roots = curve.solve(log_loss, extrapolate=False)
         # At the mean of a scale, rounding may put the root just outside the pieces on both sides
-        root = float(roots[0] if len(roots) else self.log_flops[np.abs(self.log_means - log_loss).argmin()])
-        return root, float(self.log_loss(root, 1))
+        root = float(roots[0] if len(roots) else log_flops[np.abs(log_means - log_loss).argmin()])
+        return root, float(curve(root, 1))
 
 
 def _slopes(log_flops: np.ndarray, log_means: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from ..comparison.inference import holm
+from ..comparison.inference import holm, mean_squares
 from .design import Design
 
 
@@ -15,19 +15,15 @@ ALPHA = 0.05
 
 @dataclass(frozen=True)
 class MainEffect:
-    """The mean loss with a factor on minus that with it off, in nats per token, over all others and both rates.
-
-    `low` and `high` are its 95 % interval, not corrected for the number of factors. `improvement` is in percent of the
-    mean loss, where positive is better. `p` is of Student's t-test; `holm_p` is corrected for all but the rate.
-    """
+    """The mean loss with a factor on minus that with it off, in nats per token, over all others and both rates."""
 
     effect: float
-    low: float
+    low: float  # of the 95 % interval, not corrected for the number of factors
     high: float
-    improvement: float
+    improvement: float  # in percent of the mean loss; positive is better
     improvement_interval: list[float]
-    p: float
-    holm_p: float | None
+    p: float  # of Student's t-test
+    holm_p: float | None  # corrected for all factors; the rate has none
 
 
 @dataclass(frozen=True)
@@ -41,36 +37,29 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Effects:
-    """What the runs of a design say, in nats.
-
-    `interaction_size` is a root mean square, `p_of_interactions` is of the F test, and `noise` is the standard
-    deviation of a run within a seed. `survivors` lower the loss with a corrected p below `ALPHA`.
-    """
+    """What the runs of a design say, in nats."""
 
     main: dict[str, MainEffect]
     interactions: list[Interaction]
-    interaction_size: float
-    p_of_interactions: float
-    noise: float
+    interaction_size: float  # root mean square
+    p_of_interactions: float  # of the F test
+    noise: float  # standard deviation of a run within a seed
     freedom: int
     mean_loss: float
-    survivors: list[str]
+    survivors: list[str]  # they lower the loss with a corrected p below `ALPHA`
 
 
 def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
     The noise s is the root mean square of what rows and seeds leave over, with `(rows - 1)(seeds - 1)` degrees of
-    freedom. An effect is the difference of two halves, so its standard error is `2 s / sqrt(rows * seeds)`.
-
-    Args:
-        losses: `(rows, seeds)` in nats per token, finite, of two seeds or more.
+    freedom. An effect is the difference of two halves, so its standard error is `2 s / sqrt(rows * seeds)`. `losses`
+    are `(rows, seeds)` in nats per token, finite, of two seeds or more.
     """
     rows, seeds = losses.shape
     means, mean_loss = losses.mean(axis=1), float(losses.mean())
-    residuals = losses - losses.mean(axis=1, keepdims=True) - losses.mean(axis=0, keepdims=True) + losses.mean()
     freedom = (rows - 1) * (seeds - 1)
-    noise = math.sqrt(float((residuals**2).sum()) / freedom)
+    noise = math.sqrt(mean_squares(losses)[-1])
     error = noise * math.sqrt(4 / rows / seeds)
 
     def contrast(column: np.ndarray) -> tuple[float, float]:

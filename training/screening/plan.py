@@ -31,23 +31,14 @@ _MOST_FACTORS = 15
 
 @dataclass(frozen=True)
 class Screening:
-    """The plan of a screening.
+    """The plan of a screening."""
 
-    Attributes:
-        runs: a comparison of the rows of the design, in order.
-        sizes: of the model with one factor on, by its name, and of the baseline, by `OFF`.
-        confirm: returns the comparison that confirms the survivors.
-        confirmation: that of the first factor alone; any other has as many runs.
-    """
-
-    command: str
     config: ComparisonConfig
     design: Design
-    rates: tuple[float, float]
-    runs: Comparison
-    sizes: dict[str, Size]
-    confirm: Callable[[Sequence[str]], Comparison]
-    confirmation: Comparison
+    runs: Comparison  # of the rows of the design, in order
+    sizes: dict[str, Size]  # of the model with a factor on, by its name, and of the baseline, by `OFF`
+    confirm: Callable[[Sequence[str]], Comparison]  # of the baseline with these survivors
+    confirmation: Comparison  # of the first factor alone; any other has as many runs
 
     @property
     def name(self) -> str:
@@ -56,6 +47,10 @@ class Screening:
     @property
     def factors(self) -> dict[str, FactorConfig]:
         return self.config.factors
+
+    @property
+    def rates(self) -> list[float]:
+        return list(self.config.rates.listed)
 
     @property
     def machine_warning(self) -> str | None:
@@ -99,7 +94,6 @@ def read_screening(file: ComparisonFile) -> Screening:
     design = make_design(list(config.factors))
     low, high = config.rates.listed
     shared = read_shared_recipe(file.recipe, file.overrides, file.recipe_source)
-    sizes = _sizes(config, shared, source)
 
     def plan(name: str, **fields: Any) -> Comparison:
         try:
@@ -110,6 +104,7 @@ def read_screening(file: ComparisonFile) -> Screening:
         scale = size_scale(unsized, shared, source)
         return Comparison(scale.name, scale.config, {SINGLE: scale}, file.command)
 
+    sizes = _sizes(config, shared, source)
     rows = {}
     for row in design.rows:
         on = [factor for factor, level in zip(design.factors[:-1], row) if level > 0]
@@ -120,14 +115,13 @@ def read_screening(file: ComparisonFile) -> Screening:
     def confirm(survivors: Sequence[str]) -> Comparison:
         models = {OFF: ModelConfig(), BEST: _model_with(config, survivors)}
         asked = config.confirm or ConfirmConfig()
-        unused = max(config.seeds) + 1  # seeds that did not choose the survivors
+        unused = max(config.seeds) + 1  # the first seed that did not choose the survivors
         seeds = asked.seeds or list(range(unused, unused + max(len(config.seeds), FIRST_INTERIM)))
         rates = asked.learning_rates or SearchConfig(math.sqrt(low * high), 2.0)
         return plan("confirmation", models=models, baseline=OFF, learning_rates=rates, seeds=seeds, stop=asked.stop)
 
     first = confirm(list(config.factors)[:1])  # its fields are checked before anything is trained
-    config = dataclasses.replace(config, recipe=shared.to_dict())
-    return Screening(file.command, config, design, (low, high), runs, sizes, confirm, first)
+    return Screening(dataclasses.replace(config, recipe=shared.to_dict()), design, runs, sizes, confirm, first)
 
 
 def _row_name(factors: list[str], rate: float) -> str:

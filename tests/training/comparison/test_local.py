@@ -1,6 +1,5 @@
 """Runs of a comparison are made once, resume after an interruption, and are shared between processes."""
 
-import json
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ from support.runs import without_times
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.local import LocalEngine
-from modeling_nlq.training.comparison.run import check_same_models, make_engine, run_comparison
+from modeling_nlq.training.comparison.run import check_same_models, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
 from modeling_nlq.training.values import to_json
 from nlq import main
@@ -26,7 +25,7 @@ from nlq import main
 
 @pytest.mark.parametrize(
     "options, jobs",
-    [({}, 1), ({"cpus_per_run": 1}, 4), ({"cpus_per_run": 3}, 1), ({"cpus_per_run": 8}, 1), ({"jobs": 3}, 3)],
+    [({}, 1), ({"cpus_per_run": 1}, 4), ({"cpus_per_run": 8}, 1), ({"jobs": 3}, 3)],
 )
 def test_runs_at_a_time(monkeypatch, options, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
@@ -39,14 +38,6 @@ def test_runs_on_a_gpu_share_the_cores(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     engines = [LocalEngine(), LocalEngine(jobs=2), LocalEngine(jobs=8), LocalEngine(1, jobs=2)]
     assert [(engine.jobs, engine._threads) for engine in engines] == [(1, 4), (2, 2), (8, 1), (2, 1)]
-
-
-@pytest.mark.parametrize(
-    "engine, message", [("local", "jobs=0 must be at least 1"), ("ray", "as many runs at a time")]
-)
-def test_number_of_jobs_that_is_refused(engine, message):
-    with pytest.raises(ValueError, match=message):
-        make_engine(engine, jobs=0)
 
 
 def test_runs_side_by_side(finished, tmp_path):
@@ -147,17 +138,11 @@ class TestFolder:
         text = fingerprint.read_text()
         assert text.strip() == finished[1].largest.sample.data.fingerprint
         before = files_of(folder)
+        changed = models.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "silu"')
+        begun = f"has changed since {folder} was begun"
         for file, content, message in (
-            (
-                fingerprint,
-                "another\n",
-                f"the dataset has changed since {folder} was begun (fingerprint another then, ",
-            ),
-            (
-                models,
-                models.read_text().replace('"hidden_act": "gelu"', '"hidden_act": "silu"'),
-                f"model 'base' has changed since {folder} was begun (hidden_act: 'silu' there, 'gelu' now)",
-            ),
+            (fingerprint, "another\n", f"the dataset {begun} (fingerprint another then, "),
+            (models, changed, f"model 'base' {begun} (hidden_act: 'silu' there, 'gelu' now)"),
         ):
             file.write_text(content)
             assert message in refused(capsys, "compare", finished[2], "--output_dir", str(folder))
@@ -167,11 +152,9 @@ class TestFolder:
     def test_folder_of_another_comparison(self, finished, make_file, tmp_path, capsys):
         folder, _, file = finished
         before = files_of(folder)
+        changed = "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)"
         for arguments, message in (
-            (
-                (file, "--weight_decay", "0.3"),
-                "holds another comparison (recipe.training.weight_decay: None there, 0.3 now)",
-            ),
+            ((file, "--weight_decay", "0.3"), changed),
             ((make_file(),), "seeds: [0, 1, 2] there, [0, 1] now"),
         ):
             assert message in refused(capsys, "compare", *arguments, "--output_dir", str(folder))
@@ -183,11 +166,8 @@ class TestFolder:
 
     def test_saved_weights_that_changed(self, make_file, run, recipe_file, tmp_path):
         shutil.copytree(run[0], tmp_path / "model")
-        recipe = {
-            **read_yaml(Path(recipe_file)),
-            "model": str(tmp_path / "model"),
-            "tokenizer": str(tmp_path / "model"),
-        }
+        saved = dict.fromkeys(("model", "tokenizer"), str(tmp_path / "model"))
+        recipe = {**read_yaml(Path(recipe_file)), **saved}
         files = {"now": make_file(recipe=recipe), "then": make_file()}
         scales = {name: load_plan(file).largest for name, file in files.items()}
         check_same_models(tmp_path / "models.json", scales)
@@ -195,7 +175,4 @@ class TestFolder:
         weights = tmp_path / "model" / "model.safetensors"
         save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights)
         with pytest.raises(ValueError, match=r"model 'base' of scale 'now' has changed since .* \(other weights\)"):
-            check_same_models(tmp_path / "models.json", scales)
-        (tmp_path / "models.json").write_text(json.dumps({"now": {"base": []}}))
-        with pytest.raises(ValueError, match="'base' is not a model of this comparison"):
             check_same_models(tmp_path / "models.json", scales)

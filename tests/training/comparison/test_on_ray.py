@@ -71,16 +71,12 @@ class TestComparison:
 
         train = subprocess_run.train_recipe
         monkeypatch.setattr(subprocess_run, "train_recipe", train_recipe)
-        models = {"base": None, "first": None, "second": None}
-        file, place = (
-            make_file(models=models, seeds=[0], training={"max_steps": 2, "report_to": "none"}),
-            tmp_path / "results",
-        )
+        models, training = dict.fromkeys(("base", "first", "second")), {"max_steps": 2, "report_to": "none"}
+        file, place = make_file(models=models, seeds=[0], training=training), tmp_path / "results"
         with pytest.raises(ChildProcessError) as caught:
             compare(file, place, engine="ray", cpus_per_run=1)
-        error = (
-            rf"run \w+/rate-0.01-seed-0 failed: TypeError: no such argument; see {place}/runs/\w+/rate-0.01-seed-0.log"
-        )
+        run = r"\w+/rate-0.01-seed-0"
+        error = f"run {run} failed: TypeError: no such argument; see {place}/runs/{run}.log"
         assert re.fullmatch(f"2 runs failed: {error}; {error}", str(caught.value)) and len(cluster.tasks) == 3
         assert [path.parts[-3] for path in place.glob("runs/*/*/metrics.json")] == ["base"]
         assert read_json(place / "runs" / "first" / "rate-0.01-seed-0.progress.json")["state"] == "failed"
@@ -95,9 +91,11 @@ class TestComparison:
     def test_node_that_does_not_see_the_folder(self, cluster, without_one, monkeypatch):
         folder, _, comparison = without_one
         submit = RayEngine.submit
-        monkeypatch.setattr(
-            RayEngine, "submit", lambda self, name, recipe, data: submit(self, name, recipe, data / "x")
-        )
+
+        def submit_elsewhere(self, name, recipe, data):
+            return submit(self, name, recipe, data / "x")
+
+        monkeypatch.setattr(RayEngine, "submit", submit_elsewhere)
         with pytest.raises(ChildProcessError, match=r"does not see .*; all nodes must see --output_dir"):
             run_comparison(comparison, folder, RayEngine(cpus_per_run=1))
         assert not (folder / RUN).exists()
@@ -107,7 +105,7 @@ class TestComparison:
         [
             (
                 {"gpus_per_run": 1},
-                "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0 GPUs",
+                "1 workers of a run take 1 CPUs and 1 GPUs each, and the nodes have 2 CPUs and 0",
             ),
             ({"workers_per_run": 4}, "4 workers of a run take 1 CPUs each, and the nodes have 2 CPUs"),
             ({"workers_per_run": 5}, "5 workers cannot share a batch"),
@@ -122,10 +120,8 @@ class TestComparison:
 
     def test_why_several_workers_failed(self, cluster):
         """A worker that died matters more than the others, which waited for it."""
-        own, died = (
-            RunFailed("failed: OSError: no disk"),
-            SimpleNamespace(health_check_failure=LostError("It died.\n...")),
-        )
+        own = RunFailed("failed: OSError: no disk")
+        died = SimpleNamespace(health_check_failure=LostError("It died.\n..."))
         for failures, expected in (({0: own, 1: died}, "was lost: It died."), ({0: own, 1: own}, str(own))):
             error = FakeTaskError(SimpleNamespace(worker_failures=failures))
             assert RayEngine(workers_per_run=2).describe_error(error) == expected
@@ -157,16 +153,8 @@ class TestSharedData:
             (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
 
         def share(**changes):
-            fields = {
-                "model": "tiny-linear",
-                "block_size": 8,
-                "validation_fraction": 0.3,
-                "tokenizer": "bpe:270",
-                "objective": objective,
-                "source_column": "text",
-                "target_column": "b",
-                **changes,
-            }
+            fields = {"model": "tiny-linear", "block_size": 8, "validation_fraction": 0.3, "tokenizer": "bpe:270"}
+            fields |= {"objective": objective, "source_column": "text", "target_column": "b", **changes}
             recipe = Recipe(**fields | {"dataset": str(tmp_path / f"{fields.get('dataset', 'ONE')}.jsonl")})
             folder = tmp_path / "results" / share_data(recipe, tmp_path / "results")[0]
             return folder, [str(Dataset.from_file(str(split))[:]) for split in sorted(folder.glob("*/*.arrow"))]
@@ -186,15 +174,14 @@ class TestTraining:
     def test_node_that_is_lost(self, cluster, recipe_file, run, tmp_path, monkeypatch):
         """The run resumes from its last checkpoint, and an interruption changes no number."""
         lose_node(monkeypatch, times=2)
-        folder = tmp_path / "run"
-        metrics = train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1)
+        folder, options = tmp_path / "run", {"engine": "ray", "cpus_per_worker": 1}
+        metrics = train(recipe_file, output_dir=folder, **options)
         assert metrics.data.token_stream == run[1].data.token_stream
         assert metrics.losses.validation.loss == run[1].losses.validation.loss
         assert logged_losses(folder) == logged_losses(run[0])
         names = {path.name for path in run[0].iterdir() if path.name not in ("runs", ".lock")}
-        assert {path.name for path in folder.iterdir()} >= names
-        assert RunResult.load(folder) == metrics
-        assert train(recipe_file, output_dir=folder, engine="ray", cpus_per_worker=1) == metrics
+        assert {path.name for path in folder.iterdir()} >= names and RunResult.load(folder) == metrics
+        assert train(recipe_file, output_dir=folder, **options) == metrics
 
     def test_node_that_is_lost_too_often(self, cluster, recipe_file, tmp_path, monkeypatch):
         lose_node(monkeypatch, times=2)

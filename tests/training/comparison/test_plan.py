@@ -33,14 +33,10 @@ class TestPlan:
         assert f"12 runs of {12 * 8 * 64:,} tokens" in lines[3] and not (tmp_path / "none").exists()
 
     def test_power_warning(self, make_file):
-        models = dict.fromkeys(("base", "a", "b", "c", "d", "e"))
-        plan = "\n".join(load_plan(make_file(models=models, seeds=[0, 1, 2])).describe())
-        assert "9.9" in plan and "warning" in plan
-        fields = {"models": models | dict.fromkeys(("f", "g", "h")), "seeds": [0, 1, 2, 3]}
+        fields = {"models": dict.fromkeys(("base", *"abcdefgh")), "seeds": [0, 1, 2, 3]}
         assert "warning" not in "\n".join(load_plan(make_file(**fields)).describe())
-        assert "warning: of two learning rates" in "\n".join(
-            load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe()
-        )
+        plan = "\n".join(load_plan(make_file(learning_rates=[1e-3, 2e-3])).describe())
+        assert "warning: of two learning rates" in plan
         assert "may need |t|" in "\n".join(load_plan(make_file(**fields, stop="early")).describe())
 
     @pytest.mark.parametrize("match", ["parameters", "flops"])
@@ -61,13 +57,8 @@ class TestPlan:
         recipe = read_yaml(Path(read_yaml(Path(make_file()))["recipe"]))
         sizes = {"hidden_size": 16}
         models = {"base": None, "other": {"parametrization": None, "base_sizes": None, "model": None}}
-        plan = load_plan(
-            make_file(
-                recipe={**recipe, "parametrization": "completep", "base_sizes": sizes},
-                models=models,
-                match="parameters",
-            )
-        )
+        recipe |= {"parametrization": "completep", "base_sizes": sizes}
+        plan = load_plan(make_file(recipe=recipe, models=models, match="parameters"))
         base, other = (plan.largest.recipe_of(Run(name, 1e-2, 0), Path("runs")) for name in ("base", "other"))
         assert (base.parametrization, base.base_sizes) == ("completep", sizes)
         assert (other.parametrization, other.base_sizes, other.model) == ("standard", None, base.model)
@@ -79,9 +70,8 @@ class TestPlan:
             pytest.importorskip("pydoe")
         if name == "heal":  # which goes on with models of its user
             monkeypatch.chdir(tmp_path)
-            config = NLQConfig(
-                vocab_size=300, hidden_size=8, num_hidden_layers=30, num_attention_heads=1, use_bias=True
-            )
+            sizes = {"vocab_size": 300, "hidden_size": 8, "num_hidden_layers": 30, "num_attention_heads": 1}
+            config = NLQConfig(**sizes, use_bias=True)
             for folder, query in (("pretrained", "linear"), ("pretrained-f", "upcycled")):
                 config.query_projection = query
                 NLQForCausalLM(config).save_pretrained(tmp_path / "runs" / folder)
@@ -105,12 +95,8 @@ class TestBadInput:
             ({"models": {"base": None, "x": {"training": {"max_steps": 6}}}}, "model 'x' would see 3,072 tokens"),
             ({"models": {"base": None, "../x": None}}, "model '../x': a name must be made of"),
             (
-                {"training": {"max_steps": 12, "learning_rate": 1.0}},
-                "training: learning_rate: set seeds and learning_rates",
-            ),
-            (
                 {"training": {"max_steps": 12, "save_steps": 3, "logging_steps": 2}},
-                "save_steps=3 must be a multiple of",
+                "save_steps=3 must be a multiple",
             ),
             ({"seeds": [0, 0]}, "holds a seed twice"),
             ({"learning_rates": None}, "learning_rates is missing"),
@@ -118,16 +104,6 @@ class TestBadInput:
             ({"training": {"max_steps": -1}}, "needs max_steps"),
             ({"training": {"max_step": 1}}, r"\.yaml with .*\.yaml: training: unknown field 'max_step'"),
             ({"weight_decay": 0.1}, "unknown field 'weight_decay'; set it in the section 'training'"),
-            (
-                {
-                    "match": "parameters",
-                    "models": {
-                        "base": {"switches": {"intermediate_size": 1}},
-                        "x": {"switches": {"head_projection": True}},
-                    },
-                },
-                "model 'x': no MLP width brings the model down to",
-            ),
         ],
     )
     def test_one_line(self, make_file, fields, message, capsys, tmp_path):
@@ -141,15 +117,12 @@ class TestBadInput:
         with pytest.raises(ValueError, match="arguments: seed: set seeds and learning_rates"):
             load_plan(make_file(), {"seed": 3})
         recipe = {name: value for name, value in read_yaml(Path(recipe_file)).items() if name != "tokenizer"}
+        models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
         with pytest.raises(ValueError, match=r"model 'saved' has the tokenizer .*, the baseline 'bpe:8192'"):
-            models = {"base": {"switches": {"vocab_size": 8192}}, "saved": str(run[0])}
             load_plan(make_file(recipe=recipe, models=models))
         path = Path(recipe_file).parent / "gpt2.json"
-        path.write_text(
-            json.dumps(
-                {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-            )
-        )
+        sizes = {"vocab_size": 512, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        path.write_text(json.dumps({"model_type": "gpt2", **sizes}))
         of_gpt2 = make_file(models={"base": None, "gpt2": str(path)})
         with pytest.raises(ValueError, match=r"record_stability=True needs an NLQ model, and .* is of type 'gpt2'"):
             load_plan(of_gpt2)
@@ -169,11 +142,11 @@ class TestBadInput:
         with pytest.raises(ValueError, match=rf"command line: {names}: .*model 'own' sets that"):
             load_plan(make_file(models={"base": None, "own": model}), overrides)
 
-    def test_match_of_saved_weights(self, make_file, run, recipe_file):
-        models = {"base": None, "narrow": {"switches": {"query_projection": "nonlinear", "intermediate_size": 100}}}
+    def test_match_that_no_width_meets(self, make_file, run, recipe_file):
         recipe = {**read_yaml(Path(recipe_file)), "model": str(run[0]), "tokenizer": str(run[0])}
-        file = make_file(models=models, recipe=recipe)
-        with pytest.raises(
-            ValueError, match=r"model 'narrow': the switches .*intermediate_size change parameters of the saved"
-        ):
-            load_plan(file)
+        models = {"base": None, "narrow": {"switches": {"query_projection": "nonlinear", "intermediate_size": 100}}}
+        with pytest.raises(ValueError, match=r"'narrow': the switches .*intermediate_size change parameters"):
+            load_plan(make_file(models=models, recipe=recipe))
+        models = {"base": {"switches": {"intermediate_size": 1}}, "x": {"switches": {"head_projection": True}}}
+        with pytest.raises(ValueError, match="model 'x': no MLP width brings the model down to"):
+            load_plan(make_file(models=models, match="parameters"))

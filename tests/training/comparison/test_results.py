@@ -46,9 +46,8 @@ class TestRuns:
         recipe = comparison.largest.recipe_of(Run("base", run.learning_rate, run.seed), folder / run.folder)
         _, blocks, _ = prepare_data(recipe, folder / "tokenizer")
         texts = {split: set(map(bytes, part.dataset["input_ids"][:])) for split, part in blocks.items()}
-        assert set(texts) == {"train", "validation", "test"} and not texts["test"] & (
-            texts["train"] | texts["validation"]
-        )
+        assert set(texts) == {"train", "validation", "test"}
+        assert not texts["test"] & (texts["train"] | texts["validation"])
         model = AutoModelForCausalLM.from_pretrained(folder / run.folder).double().eval()
         rows = torch.from_numpy(blocks["test"].dataset["input_ids"][:].astype(np.int64))
         with torch.no_grad():

@@ -36,18 +36,13 @@ class TestStatus:
     def test_at_work(self, finished, tmp_path):
         folder = tmp_path / "results"
         shutil.copytree(finished[0], folder)
-        for name in (
-            "base/rate-0.01-seed-0",
-            "base/rate-0.01-seed-1",
-            "base/rate-0.01-seed-2",
-            "one rate absurd/rate-1000-seed-1",
-        ):
+        base = [f"base/rate-0.01-seed-{seed}" for seed in range(3)]
+        for name in (*base, "one rate absurd/rate-1000-seed-1"):
             shutil.rmtree(folder / "runs" / name)
-        write_progress(folder, "base/rate-0.01-seed-0")
-        write_progress(folder, "base/rate-0.01-seed-1", updated=time.time() - 3600)
-        write_progress(
-            folder, "base/rate-0.01-seed-2", state="failed", error="OSError: no memory", step=0, steps=None, loss=None
-        )
+        write_progress(folder, base[0])
+        write_progress(folder, base[1], updated=time.time() - 3600)
+        failed = {"state": "failed", "error": "OSError: no memory", "step": 0, "steps": None, "loss": None}
+        write_progress(folder, base[2], **failed)
         write_progress(folder, "twin/rate-0.01-seed-0")  # left behind by a finished run
         text = "\n".join(describe_status(folder))
         for line in (
@@ -61,19 +56,17 @@ class TestStatus:
 
 
 class TestEngines:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--gpus-per-run", "1"], "gpus_per_run: only the engine 'ray' has that; set --engine ray"),
-            (["--engine", "ray"], "the engine 'ray' needs Ray: pip install modeling-nlq[ray]"),
-        ],
-    )
-    def test_a_comparison_refuses_options_in_one_line(
-        self, make_file, tmp_path, monkeypatch, capsys, options, message
-    ):
+    def test_a_comparison_refuses_options_in_one_line(self, make_file, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(ray_jobs, "ray", None)
-        assert main(["compare", make_file(), "--output_dir", str(tmp_path / "results"), *options]) == 1
-        assert capsys.readouterr().err == f"nlq: error: {message}\n"
+        for options, message in (
+            (["--gpus-per-run", "1"], "gpus_per_run: only the engine 'ray' has that; set --engine ray"),
+            (["--jobs", "0"], "jobs=0 must be at least 1"),
+            (["--engine", "ray", "--jobs", "1"], "jobs: the engine 'ray' makes as many runs at a time as"),
+            (["--engine", "ray"], "the engine 'ray' needs Ray: pip install modeling-nlq[ray]"),
+        ):
+            assert main(["compare", make_file(), "--output_dir", str(tmp_path / "results"), *options]) == 1
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith(f"nlq: error: {message}")
         assert not (tmp_path / "results").exists()
 
     def test_training_refuses_options_in_one_line(self, recipe_file, tmp_path, monkeypatch):
@@ -86,12 +79,10 @@ class TestEngines:
         ):
             with pytest.raises(ValueError, match=message):
                 train(recipe_file, **{"output_dir": folder, **options})
+        with pytest.raises(ValueError, match="output_dir=memory://results is an address; name a folder"):
+            compare("demo", "memory://results")
+        with pytest.raises(ValueError, match="engine='dask' must be 'local' or 'ray'"):
+            compare("demo", engine="dask")
         with pytest.raises(ImportError, match="needs Ray"):
             train(recipe_file, output_dir=folder, engine="ray")
         assert not folder.exists()
-
-    def test_comparison_at_an_address(self, make_file):
-        with pytest.raises(ValueError, match="output_dir=memory://results is an address; name a folder"):
-            compare(make_file(), "memory://results")
-        with pytest.raises(ValueError, match="engine='dask' must be 'local' or 'ray'"):
-            compare(make_file(), engine="dask")

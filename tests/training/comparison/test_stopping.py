@@ -54,15 +54,12 @@ def test_verdict_p_and_interval_are_those_of_the_formula(seed, count):
 def test_equivalence_needs_the_whole_interval_within_the_noise_floor():
     baseline = np.array([-0.1, 0.1] * 4)
     small = 0.001 * np.array([1, -1, 1, 1, -1, 1, -1, -1])
-    found = analyse(
-        losses_of({"twin": small, "near": small + 0.099 * np.array([1, -1] * 4)}, baseline), "base", most=9
-    )
+    near = small + 0.099 * np.array([1, -1] * 4)
+    found = analyse(losses_of({"twin": small, "near": near}, baseline), "base", most=9)
     assert found.effects["twin"].verdict == "equivalent"
     assert found.effects["near"].verdict in ("within noise", "too few seeds: no verdict")
     assert found.open_models() == ["near"]
-    assert (
-        analyse(losses_of({"twin": small, "near": small}, baseline), "base").effects["twin"].verdict == "within noise"
-    )
+    assert analyse(losses_of({"twin": small}, baseline), "base").effects["twin"].verdict == "within noise"
 
 
 def test_interim_analyses_are_those_of_the_first_seeds():
@@ -85,21 +82,14 @@ def test_a_baseline_at_the_boundary_counts_where_it_is():
 
 def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     def loss(scale, run):
-        return (
-            4
-            + 0.01 * run.seed
-            + 0.5 * (run.model == "planted")
-            + 0.01 * (run.model == "twin") * (-1) ** (run.seed // 2)
-        )
+        noise = 0.01 * (run.model == "twin") * (-1) ** (run.seed // 2)
+        return 4 + 0.01 * run.seed + 0.5 * (run.model == "planted") + noise
 
     models, seeds = dict.fromkeys(("base", "twin", "planted")), [0, 1, 2, 3, 4]
     plan, engine = load_plan(make_file(models=models, seeds=seeds, stop="early")), PlantedEngine(loss)
     whole = run_comparison(plan, tmp_path / "whole", engine)
-    assert {name: len(model.runs) for name, model in whole.largest.models.items()} == {
-        "base": 5,
-        "twin": 5,
-        "planted": 3,
-    }
+    counts = {name: len(model.runs) for name, model in whole.largest.models.items()}
+    assert counts == {"base": 5, "twin": 5, "planted": 3}
     assert whole.largest.statistics.effects["planted"].verdict == "worse"
     both = load_plan(make_file(models=dict.fromkeys(("base", "planted")), seeds=seeds, stop="early"))
     found = run_comparison(both, tmp_path / "both", PlantedEngine(loss)).largest.models
