@@ -108,6 +108,8 @@ async function readHead(index) {
 
 // Models
 
+byId("models").before(...data.notes.map((note) => element("p", { class: "soft" }, note)));
+byId("together").parentElement.hidden = data.models.length === 1;
 for (const model of data.models) {
   const nats = element("abbr", { title: "-log of the probability that the model gives the token. Guessing among 1,000 tokens costs 6.9." }, "nats");
   const unit = model.is_causal ? "token" : "masked token";
@@ -210,7 +212,7 @@ const grids = data.models.map((model, index) => {
 });
 
 function selectHead(index, layer, head) {
-  const together = byId("together")?.checked;
+  const together = byId("together").checked;
   data.models.forEach((model, other) => {
     if (other !== index && !together) return;
     const row = Math.min(layer, model.layers.length - 1);

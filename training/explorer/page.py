@@ -63,6 +63,7 @@ def write_page(
     if map_tokens < len(tokens):
         notes = [*notes, f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."]
     content = {
+        "notes": list(notes),
         "tokens": list(tokens),
         "source": list(source),
         "levels": LEVELS,
@@ -80,11 +81,8 @@ def write_page(
             for model in models
         ],
     }
-    checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
     return Template(_read("page.html")).substitute(
         title=html.escape(title),
-        notes="".join(f'<p class="soft">{html.escape(note)}</p>\n' for note in notes),
-        together=f"<label>{checkbox} same head in both models</label>\n" if len(models) > 1 else "",
         levels=LEVELS,
         style=_read("explorer.css"),
         script=_read("explorer.js"),

@@ -134,7 +134,6 @@ def render(
         context=positions_of(config) or context_of(config),
         has_tokenizer=has_tokenizer,
         conversion=conversion,
-        origin=_origin(conversion) if conversion else None,
         base_model=base_model,
         dataset=dataset,
         result=result,
@@ -181,13 +180,6 @@ def _auto_class(config: PreTrainedConfig) -> str:
     head = "Seq2SeqLM" if head == "ConditionalGeneration" else head
     auto_class = f"AutoModelFor{head}" if head else "AutoModel"
     return auto_class if auto_class in _PIPELINES else "AutoModelForCausalLM"
-
-
-def _origin(conversion: dict[str, Any]) -> str:
-    if conversion["source_class"] == "checkpoint":
-        return "a checkpoint of the code of arXiv 2603.13381, or of nanoGPT"
-    quantised = f", weights of type {code(conversion['dequantised'])}" if conversion.get("dequantised") else ""
-    return f"{code(conversion['base_model'] or conversion['source'])} ({code(conversion['source_class'])}{quantised})"
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:

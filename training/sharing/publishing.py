@@ -1,16 +1,14 @@
 """Uploads a model, or a page of `nlq explore`, to the Hub, in one commit.
 
 A run folder also contains optimizer states, logs, and files of the user. So a list of allowed files decides what is
-published. These files are copied (weights are linked), checked, and sent.
+published. All but weights are read once, so that what was checked is sent.
 """
 
 import fnmatch
 import html
 import json
-import os
 import re
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +30,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 import modeling_nlq
 from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
 
-from ..disk import open_file, read_bytes, resolve_user_path, safe_join
+from ..disk import read_bytes, resolve_user_path
 from ..files import (
     ADAPTER,
     CARD_FILE,
@@ -51,6 +49,7 @@ from ..files import (
     read_json,
     read_yaml,
 )
+from ..loading import check_model_folder
 from ..result import RunResult
 from ..size import check_parameters, size_of
 from ..text import Markdown, one_line
@@ -104,15 +103,10 @@ def publish_model(
     dry_run: bool = False,
 ) -> Publication:
     """Uploads a saved model, as `api.publish` explains."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as open_files:
-        scratch = resolve_user_path(name)
-        copy = scratch / "model"
-        try:
-            _copy(resolve_user_path(folder), copy, open_files)
-            contents = _collect(copy, repo_id, card, scratch / "adapter" if adapter else None)
-            check_for_traces(Path(folder), contents)
-        except ValueError as error:
-            raise ValueError(str(error).replace(str(copy), str(folder))) from error
+    check_model_folder(str(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        contents = _collect(resolve_user_path(folder), repo_id, card, resolve_user_path(scratch) if adapter else None)
+        check_for_traces(Path(folder), contents)
         return _send(repo_id, contents, private, revision, dry_run)
 
 
@@ -142,32 +136,9 @@ def _title_of_page(text: str) -> str | None:
     folder = Path(__file__).parents[1] / "explorer"
     names = {"page": "page.html", "style": "explorer.css", "script": "explorer.js"}
     forms = {key: re.escape((folder / name).read_text(encoding="utf-8")) for key, name in names.items()}
-    checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
-    forms["together"] = f"(?:<label>{checkbox} same head in both models</label>\n)?"
-    forms["notes"] = r'(?:<p class="soft">[^<]*</p>\n)*'
     pattern = re.sub(r"\\\$(\w+)", lambda match: forms.get(match[1], "[^<]*"), forms.pop("page"))
-    if re.fullmatch(pattern, text) is None:
-        return None
-    return html.unescape(re.search(r"<title>(.*?)</title>", text)[1])
-
-
-def _copy(folder: Path, target: Path, open_files: ExitStack) -> None:
-    """Copies the files that may be published, and links the weights, which stay open; raises as `open_file`."""
-    patterns = (*SETTINGS, *TOKENIZER, *RECORDS, WEIGHTS[0], _INDEX)
-    names = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
-    names |= {path.name for path in code_files(folder) if path.is_file()}
-    if _INDEX in names and WEIGHTS[0] not in names:
-        shards = json.loads(read_bytes(folder / _INDEX)).get("weight_map")
-        names |= {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
-    for name in names:
-        source, copy = safe_join(folder, name), target / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".safetensors"):
-            file = open_files.enter_context(open_file(source))
-            descriptor = f"/proc/self/fd/{file.fileno()}"  # stays this file if the name is given to another
-            copy.symlink_to(descriptor if os.path.exists(descriptor) else os.path.realpath(folder / name))
-        else:
-            copy.write_bytes(read_bytes(source))
+    match = re.search(r"<title>(.*?)</title>", text) if re.fullmatch(pattern, text) else None
+    return match and html.unescape(match[1])
 
 
 def _send(
@@ -214,7 +185,7 @@ def _send(
 
 
 def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: Path | None) -> dict[str, Path | bytes]:
-    """Returns the files to upload by name, from a copy of the folder: paths, or bytes where paths were cut.
+    """Returns the files to upload by name: paths of weights, and the bytes of others, without absolute paths.
 
     With `adapter_folder`, an adapter is written there and published instead of the model.
     """
@@ -229,14 +200,14 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
         code = code_files(folder)
         _check_code(folder, weights, code)
         paths |= {*weights, *code, *files_in(folder, SETTINGS)}
-    contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in paths}
+    contents = {path.relative_to(folder).as_posix(): _content(path) for path in paths}
     if adapter_folder is not None:
         if (recipe or {}).get("trainable") != "new" or result is None or conversion is None:
             text = "--adapter publishes what a finished run with `trainable: new` trained"
             raise ValueError(f"{text}, and {folder} is none (`hf upload` takes a LoRA, in the run's folder `adapter`)")
         modules = whole_modules(model, conversion["added"])
         base = converted_base(recipe, result.data.base_model)
-        contents |= {path.name: path for path in write_adapter(folder, adapter_folder, modules, base)}
+        contents |= {path.name: _content(path) for path in write_adapter(folder, adapter_folder, modules, base)}
     for name in {*SETTINGS, "special_tokens_map.json", "tokenizer_config.json"} & contents.keys():
         fields = {key: value for key, value in read_json(folder / name).items() if key not in _PATH_FIELDS}
         contents[name] = _json(fields | ({"auto_map": auto_map} if name == "config.json" else {}))
@@ -264,6 +235,10 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
     return dict(sorted(contents.items()))
 
 
+def _content(path: Path) -> Path | bytes:
+    return path if path.suffix == ".safetensors" else read_bytes(path)
+
+
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns `config.json` and its `auto_map`; raises `ValueError` unless it describes an NLQ model."""
     if not (folder / "config.json").is_file():
@@ -281,7 +256,7 @@ def _check_code(folder: Path, weights: list[Path], code: set[Path]) -> None:
     """Raises `ValueError` if files do not exist, or the code names files that are not published."""
     if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
         raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
-    names = set(os.listdir(folder))
+    names = {path.name for path in code}
     for path in code:  # Transformers would look for these files on the Hub, too
         if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - names:
             raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")
