@@ -27,7 +27,16 @@ from modeling_nlq import (
     NLQModel,
 )
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
+from modeling_nlq.training.conversion.draft import Draft
 from nlq import main
+
+
+def from_nlq(model, family, allow_lossy=False):
+    return Draft.of(model).from_nlq(family).check_exact(allow_lossy).build()
+
+
+def upcycle(model, switches=None):
+    return Draft.of(model).with_switches(switches or {"query_projection": "upcycled"}).model
 
 
 def parametrize_cases(names, cases):

@@ -9,14 +9,13 @@ import re
 import pytest
 import torch
 from support.client_cases import greedy
-from support.conversion_cases import nlq_fails, run_nlq
+from support.conversion_cases import nlq_fails, run_nlq, upcycle
 from support.onnx_programs import decode_greedily, export, left_padded
 from support.serving import NEW_TOKENS, chat, complete, server
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.conversion.upcycling import upcycle
 from modeling_nlq.training.run.documents import python_documents
 
 

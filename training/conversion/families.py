@@ -22,7 +22,7 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 class Part(NamedTuple):
     """Fields of a family's configuration that correspond to fields of `NLQConfig`.
 
-    `read` may return a list with a value for each layer, and `write` fields that the family does not have.
+    `read` may return a list with a value for each layer, and `write` other fields, which are left out.
     """
 
     fields: tuple[str, ...]
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def _equal(*same: str, **renamed: str) -> Part:
-    """Makes the part for fields with equal values, and the same names or those in `NLQConfig`."""
+    """Makes the part for fields that have the same names in `NLQConfig`, or those that are given."""
     names = {**{name: name for name in same}, **renamed}
     return Part(
         tuple(names),
@@ -144,7 +144,7 @@ def _swapped_halves(heads: str) -> Layout:
 
 
 def _read_interleaved(fused: torch.Tensor, config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    """Splits a matrix with rows ordered by head and then by query, key and value."""
+    # Its rows are ordered by head, and then by query, key and value
     return [part.flatten(0, 1) for part in fused.unflatten(0, (config.num_attention_heads, 3, -1)).unbind(1)]
 
 
@@ -268,19 +268,9 @@ def _library_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 _TOKENS = _equal("bos_token_id", "eos_token_id", "pad_token_id")
 _COMMON = _equal(
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "attention_dropout",
-    "tie_word_embeddings",
-    "use_cache",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
+    *("max_position_embeddings", "initializer_range", "attention_dropout", "tie_word_embeddings", "use_cache"),
 )
-_KEY_HEADS = _equal("num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
 _ROPE_BEFORE_NORM = Part(("rope_parameters",), partial(_read_rope, has_norm_after=True), _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
@@ -303,7 +293,7 @@ _RESIDUAL_DROPOUT = _equal("residual_dropout")
 _WINDOW = _equal("sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
-_DECODER = (_TOKENS, _COMMON, _KEY_HEADS, _ROPE)
+_DECODER = (_TOKENS, _COMMON, _equal("num_key_value_heads"), _ROPE)
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _QKV = tuple(f"self_attn.{kind}_proj" for kind in "qkv")
 

@@ -17,10 +17,9 @@ from ..text import one_line
 
 # Transformers does not read `starcoder2` and `gpt2` completely. Files of Mistral models say `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Read below, or repeated by shapes of tensors
+# Read below, or seen from shapes of tensors
 _ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
-# Values of a feature that the model does not use
-_NOTHING = (0, "", "none", [])
+_NOTHING = (0, "", "none", [])  # values of a feature that the model does not use
 # Values that Transformers assumes
 _USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
@@ -34,12 +33,9 @@ _DIGITS = ("smollm", "starcoder")
 
 @dataclass
 class GGUF:
-    """The header of a file.
+    """The header of a file, with the type of most of its quantised weights, if any.
 
-    Attributes:
-        quantised: the type of most of its quantised weights, as llama.cpp names it; `None` without any.
-        tokenizer: fields below `tokenizer.ggml`, without its lists.
-        not_read: fields of the model that Transformers does not read, in words.
+    `tokenizer` has the fields below `tokenizer.ggml`, and `not_read` those that Transformers does not read, in words.
     """
 
     path: Path
@@ -49,18 +45,6 @@ class GGUF:
     head_size: int
     tokenizer: dict[str, Any]
     not_read: list[str]
-
-
-def find_gguf(source: str) -> Path | None:
-    """Returns the GGUF file that a source is or contains, unless it also contains safetensors files."""
-    path = Path(source)
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ValueError(f"{source} holds {len(files)} GGUF files ({names}); name one of them")
-    return files[0] if files else None
 
 
 def read_gguf(path: Path) -> GGUF:

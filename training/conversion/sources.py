@@ -1,6 +1,4 @@
-"""Sources of a conversion: folders, models of the Hub, and checkpoint files."""
-
-from pathlib import Path
+"""Reads models of Transformers to convert, from folders, the Hub and GGUF files."""
 
 from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
 
@@ -11,17 +9,6 @@ from ..size import check_names, empty_model
 from .draft import classes_of
 from .families import FAMILIES
 from .gguf_files import GGUF, tensors_not_read
-
-
-PAPER_CHECKPOINT = "ckpt.pt"
-
-
-def find_checkpoint(source: str) -> Path | None:
-    """Returns the checkpoint of nanoGPT that a source is or contains, or `None`."""
-    path = Path(source)
-    if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
-        return path / PAPER_CHECKPOINT
-    return path if path.is_file() and path.suffix != ".gguf" else None
 
 
 def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:

@@ -61,10 +61,6 @@ class _StoredTensor(NamedTuple):
     type_name: str
     shape: torch.Size
 
-    @property
-    def nbytes(self) -> int:
-        return _DTYPES[self.type_name].itemsize * self.shape.numel()
-
     def load(self) -> torch.Tensor:
         with safe_open(self.file, framework="pt") as content:
             return content.get_tensor(self.name)
@@ -73,7 +69,7 @@ class _StoredTensor(NamedTuple):
 def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     """Opens the safetensors files of a folder or of the Hub for an empty model.
 
-    Returns `None` without such files, or if Transformers has to translate their names. Raises `ValueError` naming a
+    Returns `None` without such files, or if Transformers has to translate their names. Raises `ValueError` for a
     parameter that is missing, or has another shape or type.
     """
     state = model.state_dict()
@@ -96,7 +92,7 @@ def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     for name, tensor in stored.items():
         if tensor.type_name not in _DTYPES:
             raise ValueError(f"{name} has the type {tensor.type_name}, not one of {', '.join(_DTYPES)}")
-        sizes[tensor.file] += tensor.nbytes
+        sizes[tensor.file] += _DTYPES[tensor.type_name].itemsize * tensor.shape.numel()
     dtype = _DTYPES[next(iter(stored.values())).type_name]
     return Weights({name: tensor.load for name, tensor in stored.items()}, dtype, sizes.total(), max(sizes.values()))
 

@@ -24,8 +24,8 @@ from .measures import (
 )
 
 
-# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, to
-# `FEWEST_ABLATED` tokens at least. If these cost more than `MOST_ABLATION`, heads are not removed
+# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, but not
+# below `FEWEST_ABLATED` tokens; if these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
@@ -56,8 +56,7 @@ _NO_OWN_KEY = "cross-attention sees the tokens of the source, and no token of it
 class Layer:
     """The weights, `(heads, query, key)`, and the numbers, `(heads,)`, of one attention layer.
 
-    `heads` counts maps: differential attention has one for two heads. `missing` says why a number is not there. `name`
-    is the number of the layer, followed by `cross` for cross-attention.
+    `heads` counts maps: differential attention has one for two heads. `missing` says why a number is not there.
     """
 
     activation: str

@@ -79,15 +79,9 @@ function showScale(scale, low, high, zero, unit, strength) {
   scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
 
-const unpacked = new Map();
-
 function unpack(packed) {
-  if (!unpacked.has(packed)) {
-    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-    unpacked.set(packed, new Response(stream).arrayBuffer());
-  }
-  return unpacked.get(packed);
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
 const selectedLayer = (index) => data.models[index].layers[state.heads[index].layer];
@@ -119,22 +113,19 @@ for (const model of data.models) {
 
 // Text
 
-const colours = [];
-if (differences) colours.push(["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]);
-data.models.forEach((model, index) => colours.push([`loss ${index}`, `loss of ${model.name}`]));
-data.models.forEach((model, index) => colours.push([`attention ${index}`, `attention of the selected token, ${model.name}`]));
-addMenu("colour", colours, paintText);
-
-const tokens = data.tokens.map((token, index) =>
-  element(
-    "span",
-    { class: "token", role: "option", tabindex: -1, "aria-selected": "false", onclick: () => selectQuery(index) },
-    token.replaceAll("\n", "↵\n"),
-  ),
+addMenu(
+  "colour",
+  [
+    ...(differences ? [["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]] : []),
+    ...data.models.map((model, index) => [`loss ${index}`, `loss of ${model.name}`]),
+    ...data.models.map((model, index) => [`attention ${index}`, `attention of the selected token, ${model.name}`]),
+  ],
+  paintText,
 );
-byId("text").append(...tokens);
-const source = data.source.map((token) => element("span", { class: "token" }, token.replaceAll("\n", "↵\n")));
-byId("source").append(...source);
+
+const addToken = (id, token, attributes) => byId(id).appendChild(element("span", { class: "token", ...attributes }, token.replaceAll("\n", "↵\n")));
+const tokens = data.tokens.map((token, index) => addToken("text", token, { role: "option", onclick: () => selectQuery(index) }));
+const source = data.source.map((token) => addToken("source", token));
 byId("source").hidden = !source.length;
 byId("text").addEventListener("keydown", (event) => {
   const steps = { ArrowLeft: -1, ArrowUp: -10, ArrowRight: 1, ArrowDown: 10, Home: -length, End: length };
@@ -148,7 +139,7 @@ function selectQuery(query, key = null) {
   state.query = clamp(query, 0, length - 1);
   state.key = key;
   paintText();
-  data.models.forEach((_, index) => paintPanel(index));
+  panels.forEach((_, index) => paintPanel(index));
 }
 
 let textsPainted = 0;
@@ -156,10 +147,8 @@ let textsPainted = 0;
 async function paintText() {
   const turn = ++textsPainted, isCross = selectedLayer(0).is_cross;
   const [kind, index] = state.colour.split(" ");
-  let values, seen = [], unit = "nats";
-  if (kind === "loss") values = data.models[index].losses;
-  else if (kind === "difference") values = differences;
-  else {
+  let values = kind === "loss" ? data.models[index].losses : differences, seen = [], unit = "nats";
+  if (kind === "attention") {
     const { layer, weight, keys, lastKey } = await readHead(index);
     const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.map_tokens;
     values = (keys ?? data.tokens).map((_, key) => (isSeen(key) ? weight(state.query, key) : null));
@@ -227,8 +216,7 @@ function paintHeads() {
   byId("quantity-text").textContent = data.quantities[state.quantity];
   const all = data.models.flatMap((model) => model.layers.flatMap((layer) => layer.numbers[state.quantity] ?? [])).filter(isNumber);
   const low = Math.min(...all), high = Math.max(...all);
-  // Around 0 if there are negative numbers, else from the smallest to the largest
-  const from = low < 0 ? 0 : low;
+  const from = low < 0 ? 0 : low; // the number without colour
   const limit = Math.max(high - from, from - low);
   data.models.forEach((model, index) => {
     const { buttons, readout, scale } = grids[index], selected = state.heads[index];
@@ -336,8 +324,5 @@ function paintMap(panel, { largest, weight, keys, lastKey, isLower }) {
   }
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));
-
-addEventListener("unhandledrejection", () => byId("token").append(" The data of this page are damaged."));
 paintHeads();
 selectQuery(state.query);

@@ -97,10 +97,9 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: 
 
 @torch.no_grad()
 def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
-    """Computes what removing each head adds to the mean loss, for each layer `(heads,)`, in nats per token.
+    """Computes what removing each head adds to the mean loss of `(1, length)` tokens: nats, `(heads,)` for each layer.
 
-    The input of the output projection is set to 0 there. `heads` counts those of each layer; `input_ids` is
-    `(1, length)`.
+    The input of the output projection is set to 0 there. `heads` counts those of each layer.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
     length = input_ids.shape[1]

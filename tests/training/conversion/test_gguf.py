@@ -104,9 +104,8 @@ def test_quantised_weights_are_those_of_llama_cpp(quantisation, llama, tmp_path,
         assert np.array_equal(model.get_submodule(ours).weight.detach().numpy(), written[f"{theirs}.weight"])
 
 
-def test_the_tokenizer_of_the_folder_is_kept(llama, tmp_path):
-    llama()
-    assert run_nlq("convert", tmp_path, tmp_path / "nlq") == 0
+def test_the_tokenizer_of_the_file_is_kept(llama, tmp_path):
+    assert run_nlq("convert", llama(), tmp_path / "nlq") == 0
     assert_same_tokens(tmp_path / "nlq", TOKENIZER)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "nlq")
     assert tokenizer.chat_template == CHAT_TEMPLATE
@@ -143,10 +142,6 @@ class TestRefused:
         content = file.read_bytes()
         file.write_bytes(content[: int(len(content) * share)])
         assert f"{file} is truncated or damaged; fetch it again" in fails(file)
-
-    def test_several_files(self, llama, fails, tmp_path):
-        (tmp_path / "other.gguf").write_bytes(llama().read_bytes())
-        assert "holds 2 GGUF files (model.gguf, other.gguf); name one of them" in fails(tmp_path)
 
     def test_without_the_package(self, llama, fails, monkeypatch):
         monkeypatch.setattr(gguf_files, "is_gguf_available", lambda: False)

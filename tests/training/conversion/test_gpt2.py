@@ -5,6 +5,7 @@ import torch
 from support.conversion_cases import (
     Frozen,
     assert_same_function,
+    from_nlq,
     output_of,
     parametrize_cases,
 )
@@ -12,7 +13,7 @@ from support.grids import parametrize_grid
 from support.model_cases import random_tokens
 from transformers import GPT2LMHeadModel
 
-from modeling_nlq.training.conversion.draft import from_nlq, to_nlq
+from modeling_nlq.training.conversion.draft import to_nlq
 
 
 pytestmark = pytest.mark.thin(2)
@@ -24,8 +25,7 @@ EXACT = {
     "scalings_and_groups": {"attention_scaling": 0.7, "attention_output_scaling": 3.0, "num_key_value_heads": 2},
     "layers_differ": {"per_layer_config": {1: {"query_projection": "residual", "attention_scaling": 0.9}}},
     "keys_identity": {"key_projection": "identity"},
-    "values_residual": {"value_projection": "residual"},
-    "head_projection": {"head_projection": True, "num_key_value_heads": 2, "attention_output_scaling": 0.4},
+    "values_residual": {"value_projection": "residual", "num_key_value_heads": 2, "attention_output_scaling": 0.4},
 }
 # Switches that it cannot compute; the error names the first
 INEXACT = {
