@@ -97,7 +97,6 @@ FAMILY_CASES = {
     "olmo-grouped": {"tie_word_embeddings": True},
     "olmo-biases": {"attention_bias": True, "hidden_act": "gelu"},
     "nanochat-bias_and_cap": {"attention_bias": True, "final_logit_softcapping": 1.0},
-    "nanochat-yarn": {"rope_parameters": {**_YARN, "attention_factor": 1.0}},
     "nanochat-without_cap": {
         "num_key_value_heads": 1,
         "final_logit_softcapping": None,
@@ -201,6 +200,8 @@ def comparable(config: PreTrainedConfig) -> dict:
     values = {
         name: value for name, value in config.to_dict().items() if name not in dropped and not name.startswith("_")
     }
+    if values.get("head_dim") == config.hidden_size // config.num_attention_heads:
+        del values["head_dim"]  # the default of classes that do not declare it
     if "no_rope_layers" in values:
         values["no_rope_layers"] = values["no_rope_layers"][: config.num_hidden_layers]
     if config.model_type == "gpt2":

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_nlq import NLQConfig
@@ -47,11 +46,8 @@ def _read_rope(config: PreTrainedConfig, is_partial: bool = False, has_norm_afte
     # `proportional` turns the rest of a whole head by an angle of 0
     if factor != 1.0 and not is_partial and kind != "proportional":
         raise ValueError(f"partial_rotary_factor={factor!r}: {config.model_type} rotates whole heads")
-    # `yarn` scales rotated queries and keys, and a norm after that takes the factor back
     if kind == "yarn" and has_norm_after:
-        _, scaling = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-        if scaling != 1.0:
-            raise ValueError(f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0")
+        raise ValueError("rope_type='yarn' scales queries and keys before a norm, which takes the factor back")
     return {"position_embedding": "rope", "rope_parameters": parameters}
 
 
@@ -67,11 +63,6 @@ def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[s
 def _read_head_dim(config: PreTrainedConfig) -> dict[str, Any]:
     # The classes read the field even if they do not declare it
     return {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
-
-
-def _write_head_dim_unless_usual(layers: Sequence[NLQConfig]) -> dict[str, Any]:
-    usual = layers[0].hidden_size // layers[0].num_attention_heads
-    return {} if layers[0].head_dim == usual else {"head_dim": layers[0].head_dim}
 
 
 def _bias(name: str, *parts: str) -> Part:
@@ -114,11 +105,6 @@ def _write_scaling(layers: Sequence[NLQConfig]) -> dict[str, Any]:
         "scale_attn_weights": scalings[0] != 1.0,  # any other factor is moved into the weights
         "scale_attn_by_inverse_layer_idx": len(scalings) > 1 and scalings == by_inverse_index,
     }
-
-
-def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
-    size = layers[0].intermediate_size
-    return {"n_inner": None if size == 4 * layers[0].hidden_size else size}
 
 
 class Layout(NamedTuple):
@@ -280,7 +266,6 @@ _NO_ROPE_LAYERS = Part(
     lambda layers: {"no_rope_layers": [int(layer.position_embedding == "rope") for layer in layers]},
 )
 _HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda layers: {"head_dim": layers[0].head_dim})
-_UNDECLARED_HEAD_DIM = Part(("head_dim",), _read_head_dim, _write_head_dim_unless_usual)
 _HIDDEN_DROPOUT = Part(
     ("hidden_dropout",),
     lambda config: {"embedding_dropout": config.hidden_dropout, "residual_dropout": config.hidden_dropout},
@@ -310,15 +295,15 @@ _ROWS = (
     _like_llama("mistral", _HEAD_DIM, _WINDOW),
     _like_llama(
         "eurobert",
-        *(_UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
+        *(_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
         switches={"is_causal": False},
         without_effect=("classifier_pooling", "clf_pooling"),  # of a head with a further layer, which is not converted
         classifier="classifier",
     ),
     _like_llama("cwm", _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
-    _like_llama("qwen2", _UNDECLARED_HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
+    _like_llama("qwen2", _HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
     _like_llama("qwen3", _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
-    _like_llama("smollm3", _NO_ROPE_LAYERS, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
+    _like_llama("smollm3", _NO_ROPE_LAYERS, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
     _like_llama(
         "arcee",
         *(_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
@@ -332,13 +317,13 @@ _ROWS = (
     ),
     _like_llama(
         "nanochat",
-        *(_equal("final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        *(_equal("final_logit_softcapping"), _ROPE_BEFORE_NORM, _HEAD_DIM, _ATTENTION_BIAS),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
     _like_llama(
         "olmo2",
-        *(_UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        *(_HEAD_DIM, _ATTENTION_BIAS),
         switches={"norm_position": "output", "qk_norm": "rms_all_heads"},
         block_names={
             "self_attn_output_norm": "post_attention_layernorm",
@@ -356,7 +341,7 @@ _ROWS = (
         "starcoder2",
         {"use_bias": True},
         (
-            *(*_DECODER, _RESIDUAL_DROPOUT, _UNDECLARED_HEAD_DIM, _WINDOW),
+            *(*_DECODER, _RESIDUAL_DROPOUT, _HEAD_DIM, _WINDOW),
             _equal("embedding_dropout", norm_epsilon="layer_norm_eps"),
             _bias("use_bias", "query_key_value", "attention_output", "mlp"),
         ),
@@ -365,7 +350,7 @@ _ROWS = (
     Family(
         "olmo",
         {"mlp_type": "gated", "norm_gain": False},  # its epsilon is our default
-        (*_DECODER, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        (*_DECODER, _HEAD_DIM, _ATTENTION_BIAS),
         block_names=_LLAMA_NAMES,
     ),
     Family(
@@ -397,13 +382,13 @@ _ROWS = (
                 n_embd="hidden_size",
                 n_layer="num_hidden_layers",
                 n_head="num_attention_heads",
+                n_inner="intermediate_size",
                 activation_function="hidden_act",
                 resid_pdrop="residual_dropout",
                 embd_pdrop="embedding_dropout",
                 attn_pdrop="attention_dropout",
                 layer_norm_epsilon="layer_norm_eps",
             ),
-            Part(("n_inner",), lambda config: {"intermediate_size": config.n_inner}, _write_n_inner),
             Part(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _read_scaling, _write_scaling),
         ),
         # They set the order of operations and the second head of a class; `n_ctx` is an old name

@@ -58,15 +58,11 @@ def read_gguf(path: Path) -> GGUF:
         fields = {name: field.contents() for name, field in reader.fields.items() if name not in _LONG}
     except Exception as error:  # the reader raises many types
         raise ValueError(f"{path} is truncated or damaged; fetch it again") from error
-    if fields.get("split.count", 1) > 1:
-        raise ValueError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    if values.get("attention.causal") is False:
-        raise ValueError(f"{path}: attention.causal=False: encoders are converted from safetensors")
     head_size = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}
     known = {*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ} - usual.keys()

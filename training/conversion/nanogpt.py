@@ -65,10 +65,10 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
     names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
     family = replace(FAMILIES["gpt2"], block_names=names, layouts={"c_attn": fused})
     head, embedding = "lm_head.weight", "transformer.wte.weight"
-    if config.tie_word_embeddings and head in state:
-        if not torch.equal(state[head], state.setdefault(embedding, state[head])):
+    if config.tie_word_embeddings and {head, embedding} <= state.keys():
+        is_equal = torch.equal(state.pop(head), state[embedding])
+        if not is_equal:
             raise ValueError(f"tie_weights=True, but {head} differs from {embedding}")
-        del state[head]
     check_names(names_of(family, theirs, ours).keys(), state.keys())
     weights = Weights.of(state)
     return Draft(ours, replace(weights, tensors=to_nlq_tensors(family, theirs, ours, weights.tensors))).build()

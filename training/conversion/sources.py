@@ -47,8 +47,7 @@ def load_gguf(gguf: GGUF) -> tuple[PreTrainedModel, list[str]]:
     folder = str(gguf.path.parent)
     file = str(gguf.path.resolve())  # Transformers looks for a bare name in the current directory first
     config, model_class = read_source(folder, gguf_file=file)
-    if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
-        config.head_dim = gguf.head_size
+    config.head_dim = gguf.head_size
     # SentencePiece uses the ids that are the default of Llama's class
     if gguf.tokenizer.get("model") != "llama":
         for kind in ("bos", "eos"):

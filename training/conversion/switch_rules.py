@@ -226,16 +226,15 @@ def _attention_sink(change: LayerChange) -> str | None:
         change.target.sink_bias.copy_(change.more_heads(change.source.sink_bias, "query"))
     if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
         return None
-    if before is None:
-        return "a new sink changes the weights"
-    return "the weights would sum to another number"
+    return OTHER_OUTPUTS
 
 
 def _attention_normalization(change: LayerChange) -> str | None:
-    before, after = (
-        side.attention_normalization or side.activation.normalization for side in (change.before, change.after)
-    )
-    return OTHER_OUTPUTS if before != after and not change.differs("attention_activation") else None
+    if change.differs("attention_activation"):
+        return None
+    sides = (change.before, change.after)
+    before, after = (side.attention_normalization or side.activation.normalization for side in sides)
+    return OTHER_OUTPUTS if before != after else None
 
 
 def _qk_norm(change: LayerChange) -> str | None:

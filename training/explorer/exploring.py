@@ -12,7 +12,7 @@ from modeling_nlq import NLQConfig, NLQForConditionalGeneration
 
 from ..conversion.draft import to_nlq
 from ..disk import read_bytes, read_text, resolve_user_path, write_text
-from ..files import PAGE_FILE
+from ..files import PAGE_FILE, PAGE_MARK
 from ..loading import load_model
 from ..size import empty_model, parts_in, positions_of
 from ..text import check_number
@@ -25,7 +25,6 @@ DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Number of random tokens that the text for induction scores repeats
 INDUCTION_PERIOD = 64
-_PAGE_MARK = b'<meta name="generator" content="nlq explore">'  # in page.html
 
 
 @dataclass
@@ -72,7 +71,6 @@ def explore(
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
-    check_number("max_tokens", max_tokens, 2)
     if file is not None:
         text = read_text(resolve_user_path(file))
     models, tokenizer = _load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
@@ -95,7 +93,7 @@ def explore(
     if output is not None:
         # The user did not type the default name
         path = Path(output) if output == PAGE_FILE else resolve_user_path(output)
-        if path.is_file() and _PAGE_MARK not in read_bytes(path):
+        if path.is_file() and PAGE_MARK not in read_bytes(path):
             raise ValueError(f"{path} exists and is not a page of `nlq explore`; move it, or choose another --output")
         write_text(path, exploration.page)
     return exploration
@@ -189,17 +187,15 @@ def show_source(subject: Subject, source: Sequence[int]) -> None:
 def prepare(model: PreTrainedModel) -> Subject:
     """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it does not convert."""
     model = model.float().eval()
-    description = _describe(model)
     if isinstance(model, NLQForConditionalGeneration):
         model.to(DEVICE)
         decoder = empty_model(model.config.decoder).eval()
         decoder.model = model.model.decoder
         decoder.lm_head = model.lm_head
-        return Subject(decoder, description, model)
-    if not isinstance(model.config, NLQConfig):
-        model = to_nlq(model)
-        description += "; shown by its exact conversion to an NLQ model"
-    return Subject(model.to(DEVICE), description)
+        return Subject(decoder, _describe(model), model)
+    if isinstance(model.config, NLQConfig):
+        return Subject(model.to(DEVICE), _describe(model))
+    return Subject(to_nlq(model).to(DEVICE), f"{_describe(model)}; shown by its exact conversion to an NLQ model")
 
 
 def _describe(model: PreTrainedModel) -> str:

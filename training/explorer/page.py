@@ -59,7 +59,9 @@ def write_page(
     source: Sequence[str] = (),
 ) -> str:
     """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps."""
-    map_tokens = _map_tokens(models, len(tokens))
+    map_tokens = len(tokens)
+    while map_tokens > 1 and sum(_map_bytes(model, map_tokens) for model in models) > MAP_BYTES:
+        map_tokens -= 1
     if map_tokens < len(tokens):
         notes = [*notes, f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."]
     content = {
@@ -95,21 +97,15 @@ def _read(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def _map_tokens(models: Sequence[ExploredModel], length: int) -> int:
-    """Returns for how many tokens all maps take at most `MAP_BYTES`, even if they cannot be compressed."""
-    layers = [(model, layer) for model in models for layer in model.layers if layer.weights is not None]
-
-    def nbytes(tokens: int) -> float:
-        size = 0.0
-        for model, layer in layers:
+def _map_bytes(model: ExploredModel, tokens: int) -> float:
+    """Returns the size of a model's maps of the first tokens in base64, if they cannot be compressed."""
+    size = 0.0
+    for layer in model.layers:
+        if layer.weights is not None:
             keys = layer.weights.shape[-1] if layer.is_cross else tokens / (2 if model.is_causal else 1)
             # A byte for each weight, four for the largest of each row, and two headers of zlib
             size += layer.heads * (tokens * (keys + 4) + 48)
-        return size * 4 / 3  # in base64
-
-    while length > 1 and nbytes(length) > MAP_BYTES:
-        length -= 1
-    return length
+    return size * 4 / 3
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:

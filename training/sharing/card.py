@@ -103,7 +103,7 @@ def render(
         license=license or ("apache-2.0" if result and not result.data.is_fine_tuned else None),
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=pipeline,
-        tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
+        tags=["nlq", *([] if is_adapter else ["custom_code"]), "attention"] if is_nlq else ["attention"],
         base_model=base_model,
         datasets=None if not recipe or is_local else [dataset],
         eval_results=results or None,
@@ -129,7 +129,6 @@ def render(
         switches=_switches(config) if is_nlq else {},
         parts=parts_in(config),
         size=size,
-        trained_parameters=result.size.trained if result else size.total,
         has_lora=recipe.get("lora") is not None,
         context=positions_of(config) or context_of(config),
         has_tokenizer=has_tokenizer,
@@ -140,7 +139,7 @@ def render(
         recipe=code(yaml.safe_dump(recipe, sort_keys=False), "yaml") if recipe and result else None,
         results={f"{split} {texts[metric]}": f"{value:.4f}" for (split, metric), value in measured.items()},
         has_plot=has_plot,
-        comparison=comparison and plain(comparison),
+        comparison=comparison,
     )
 
 
@@ -165,9 +164,7 @@ def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> li
     """Returns the commands that repeat a conversion, and the earlier ones, into the folder `target`."""
     words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
-        is_upcycling = (name, value) == ("query_projection", "upcycled")
-        setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-        words += ["--upcycle"] if is_upcycling else ["--set", setting]
+        words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     words += ["--allow-lossy"] if conversion["lost"] else []
     before = conversion.get("before")
     return [*(_conversion_commands(before, conversion["source"]) if before else []), shlex.join(words)]

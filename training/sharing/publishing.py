@@ -25,7 +25,6 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
@@ -37,6 +36,7 @@ from ..files import (
     CONVERSION_FILE,
     METRICS_FILE,
     PAGE_FILE,
+    PAGE_MARK,
     PLOT_FILE,
     RECIPE_FILE,
     RECORDS,
@@ -58,7 +58,6 @@ from .card import converted_base, render
 from .scrub import check_for_traces, without_folders
 
 
-_INDEX = WEIGHTS[-1]
 _REPORT = ("comparison/results.md", "comparison/figures/*.png")
 # Fields with the path that a tokenizer or a configuration was loaded from
 _PATH_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
@@ -122,23 +121,14 @@ def publish_space(
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
     content = read_bytes(page)
-    if (title := _title_of_page(content.decode(errors="replace"))) is None:
-        raise ValueError(f"{page} is not a page of `nlq explore` as this version makes it")
-    settings = {"title": title, "sdk": "static", "app_file": "index.html"}
+    title = re.search(r"<title>(.*?)</title>", content.decode(errors="replace"))
+    if title is None or PAGE_MARK not in content:
+        raise ValueError(f"{page} is not a page of `nlq explore`")
+    settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": content}
     check_for_traces(page.parent, contents)
     return _send(repo_id, contents, private, revision, dry_run, "space")
-
-
-def _title_of_page(text: str) -> str | None:
-    """Returns the title if a text is the page of `nlq explore` with texts and numbers in it, and no other script."""
-    folder = Path(__file__).parents[1] / "explorer"
-    names = {"page": "page.html", "style": "explorer.css", "script": "explorer.js"}
-    forms = {key: re.escape((folder / name).read_text(encoding="utf-8")) for key, name in names.items()}
-    pattern = re.sub(r"\\\$(\w+)", lambda match: forms.get(match[1], "[^<]*"), forms.pop("page"))
-    match = re.search(r"<title>(.*?)</title>", text) if re.fullmatch(pattern, text) else None
-    return match and html.unescape(match[1])
 
 
 def _send(
@@ -198,7 +188,8 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
     paths = files_in(folder, (*TOKENIZER, *RECORDS))
     if adapter_folder is None:
         code = code_files(folder)
-        _check_code(folder, weights, code)
+        if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
+            raise ValueError(f"{folder} lacks {', '.join(missing)}; save the model anew by save_pretrained")
         paths |= {*weights, *code, *files_in(folder, SETTINGS)}
     contents = {path.relative_to(folder).as_posix(): _content(path) for path in paths}
     if adapter_folder is not None:
@@ -252,16 +243,6 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return settings, auto_map
 
 
-def _check_code(folder: Path, weights: list[Path], code: set[Path]) -> None:
-    """Raises `ValueError` if files do not exist, or the code names files that are not published."""
-    if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
-        raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
-    names = {path.name for path in code}
-    for path in code:  # Transformers would look for these files on the Hub, too
-        if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - names:
-            raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")
-
-
 def _check_weights(
     folder: Path, settings: dict[str, Any], auto_map: dict[str, str]
 ) -> tuple[PreTrainedModel, list[Path]]:
@@ -291,7 +272,7 @@ def _check_weights(
     else:
         added = sorted(shapes.keys() - model.state_dict().keys())
         model.added = torch.nn.ParameterList(torch.empty(shapes[key], device="meta") for key in added)
-    index = [_INDEX] if metadata.sharded else []
+    index = [WEIGHTS[-1]] if metadata.sharded else []
     return model, [folder / file for file in (*index, *metadata.files_metadata)]
 
 

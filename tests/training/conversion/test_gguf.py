@@ -154,9 +154,10 @@ class TestRefused:
                 {"fields": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}},
                 "llama.rope.scaling.factor=4.0",
             ),
+            ({"fields": {"llama.attention.causal": False}}, "llama.attention.causal=False"),
             ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "blk.0.attn_q.bias"),
         ],
-        ids=["scaling", "bias"],
+        ids=["scaling", "causal", "bias"],
     )
     def test_not_read(self, options, words, llama, fails, tmp_path):
         """The model would compute something else; whoever wants that can have it."""
@@ -170,11 +171,6 @@ class TestRefused:
         [
             ({"architecture": "mamba"}, "general.architecture='mamba' must be one of llama, qwen2, qwen3"),
             ({"without": ("blk.1.ffn_up.weight",)}, "model.layers.1.mlp.up_proj.weight"),
-            ({"fields": {"split.no": 1, "split.count": 3}}, "is one part of several: join them first"),
-            (
-                {"fields": {"llama.attention.causal": False}},
-                "attention.causal=False: encoders are converted from safetensors",
-            ),
             ({"tokenizer": None}, "the tokenizer cannot be rebuilt ("),
         ],
     )

@@ -25,7 +25,7 @@ EXACT = {
     "scalings_and_groups": {"attention_scaling": 0.7, "attention_output_scaling": 3.0, "num_key_value_heads": 2},
     "layers_differ": {"per_layer_config": {1: {"query_projection": "residual", "attention_scaling": 0.9}}},
     "keys_identity": {"key_projection": "identity"},
-    "values_residual": {"value_projection": "residual", "num_key_value_heads": 2, "attention_output_scaling": 0.4},
+    "values_residual": {"value_projection": "residual"},
 }
 # Switches that it cannot compute; the error names the first
 INEXACT = {

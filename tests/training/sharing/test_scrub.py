@@ -193,18 +193,6 @@ def test_what_was_checked_is_sent(copy_run, monkeypatch):
     assert sent == expected
 
 
-def test_a_text_is_no_import(copy_run):
-    """A file that only a docstring names stays here; as Transformers' loader would miss it, its author is told."""
-    folder = copy_run()
-    (folder / "settings.py").write_text("KEY = 'secret'\n")
-    code = folder / "modeling_nlq.py"
-    code.write_text(f'{code.read_text()}\n_TEXT = """\nfrom .settings import KEY\n"""\n')
-    with pytest.raises(ValueError, match=f"^{code}: a text looks like an import of settings.py, which is not sent"):
-        publish(folder, "anna/x", dry_run=True)
-    code.write_text(f"{code.read_text()}\nfrom .settings import KEY\n")
-    assert "settings.py" in publish(folder, "anna/x", dry_run=True).files
-
-
 def test_paths_are_cut_wherever_they_stand():
     given = {"/data/private/key": [{"deep": [*PATHS, *NO_PATHS, 3, None]}]}
     assert without_folders(given) == {"key": [{"deep": [*PATHS.values(), *NO_PATHS, 3, None]}]}
