@@ -9,23 +9,9 @@ import pytest
 import torch
 from support import paper_reference
 from support.model_cases import random_tokens
-from transformers import (
-    GPT2Config,
-    GPT2ForQuestionAnswering,
-    GPT2ForSequenceClassification,
-    GPT2ForTokenClassification,
-    GPT2LMHeadModel,
-    GPT2Model,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import modeling_nlq
-from modeling_nlq import (
-    NLQForCausalLM,
-    NLQForQuestionAnswering,
-    NLQForSequenceClassification,
-    NLQForTokenClassification,
-    NLQModel,
-)
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 from modeling_nlq.training.conversion.draft import Draft
 from nlq import main
@@ -119,15 +105,6 @@ GPT2_SIZES = {
 
 def make_gpt2(cls=GPT2LMHeadModel, dtype=torch.float32, seed=0, **options):
     return randomize(cls(GPT2Config(**{**GPT2_SIZES, **options})).to(dtype), seed).eval()
-
-
-HEADS = {
-    "model": (GPT2Model, NLQModel),
-    "causal_lm": (GPT2LMHeadModel, NLQForCausalLM),
-    "sequence_classification": (GPT2ForSequenceClassification, NLQForSequenceClassification),
-    "token_classification": (GPT2ForTokenClassification, NLQForTokenClassification),
-    "question_answering": (GPT2ForQuestionAnswering, NLQForQuestionAnswering),
-}
 
 
 def layer_switches(config):
