@@ -57,11 +57,6 @@ def assert_same_state(actual, expected):
         assert torch.equal(actual[name], tensor), name
 
 
-def assert_no_shared_memory(one, other):
-    places = {tensor.untyped_storage().data_ptr() for tensor in one.state_dict().values()}
-    assert places.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in other.state_dict().values())
-
-
 class Frozen:
     """Checks at the end of a `with` block that a model, its configuration and its mode did not change."""
 

@@ -24,9 +24,9 @@ from support.conversion_cases import (
     run_nlq,
     snapshot,
 )
+from support.corpora import byte_tokenizer
 from support.grids import parametrize_grid
 from support.remote_code import WITHOUT_THIS_PACKAGE
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -42,21 +42,9 @@ from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.draft import to_nlq
 
 
-SENTENCES = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
-
-
-def make_tokenizer(sentences=SENTENCES):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=48, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer.train_from_iterator(sentences * 4, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-
-
 @pytest.fixture(scope="module")
 def gpt2_model():
-    model = make_gpt2(vocab_size=48, scale_attn_by_inverse_layer_idx=True)
+    model = make_gpt2(vocab_size=512, scale_attn_by_inverse_layer_idx=True)
     model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.6, eos_token_id=2)
     return model
 
@@ -65,7 +53,7 @@ def gpt2_model():
 def gpt2_folder(gpt2_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources") / "gpt2"
     gpt2_model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    byte_tokenizer(1).save_pretrained(folder)
     return folder
 
 
@@ -285,8 +273,8 @@ class TestConvertFaults:
 def test_tokenizer_of_another_folder_beside_any_head(to, tmp_path):
     for model_class in (GPT2Model, GPT2ForSequenceClassification):
         source, target = (tmp_path / f"{model_class.__name__}-{kind}" for kind in ("source", "target"))
-        make_gpt2(model_class, pad_token_id=3, vocab_size=48).save_pretrained(source)
-        tokenizer = make_tokenizer()
+        make_gpt2(model_class, pad_token_id=3, vocab_size=512).save_pretrained(source)
+        tokenizer = byte_tokenizer(1)
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         convert(source, target, to=to, tokenizer=str(tmp_path / "tokenizer"))
         assert AutoTokenizer.from_pretrained(target).get_vocab() == tokenizer.get_vocab()

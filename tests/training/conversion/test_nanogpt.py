@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 from support import paper_reference
 from support.conversion_cases import (
     KINDS,
@@ -140,7 +139,6 @@ BAD_FILES = {
         lambda path: torch.save({"state_dict": {}, "model_args": {}}, path),
         "does not hold 'model' and 'model_args'",
     ),
-    "safetensors": (lambda path: save_file({"weight": torch.zeros(3)}, path), "ckpt.pt"),
     "exploit": (write_exploit, "which could run code"),
 }
 

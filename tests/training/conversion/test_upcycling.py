@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.conversion_cases import (
     Frozen,
-    assert_no_shared_memory,
     assert_same_function,
     layer_switches,
     make_gpt2,
@@ -162,7 +161,6 @@ def test_same_function(make_source, source, switches, dtype, tolerance):
     with Frozen(source):
         model = upcycle(source, switches)
     assert type(model) is type(source) and not model.training
-    assert_no_shared_memory(model, source)
     tokens = random_tokens(2, 24)
     expected = output_of(source, tokens)
     assert (output_of(model, tokens) - expected).abs().max() <= tolerance * expected.abs().max()

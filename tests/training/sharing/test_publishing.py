@@ -162,10 +162,8 @@ DAMAGES = {
     "cut": (cut, ("model.safetensors", "truncated")),
     "shard": (lose_a_shard, ("model-00002-of-",)),
     "too few": (change_config(num_hidden_layers=3), ("missing", "model.layers.2.mlp.fc1.weight")),
-    "shape": (change_config(intermediate_size=64), ("mlp.fc1.weight", "(128, 32)", "(64, 32)")),
     "other type": (change_config(model_type="mine"), ("'mine'",)),
     "no attention code": (remove("attention_nlq.py"), ("attention_nlq.py", "save_pretrained")),
-    "metrics": (lambda folder: (folder / "metrics.json").write_text("{"), ("metrics.json", "damaged")),
 }
 
 # The client reads HF_HUB_OFFLINE when it is imported
