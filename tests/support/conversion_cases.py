@@ -22,7 +22,7 @@ def from_nlq(model, family, allow_lossy=False):
 
 
 def upcycle(model, switches=None):
-    return Draft.of(model).with_switches(switches or {"query_projection": "upcycled"}).model
+    return Draft.of(model).with_switches({"query_projection": "upcycled"} if switches is None else switches).model
 
 
 def parametrize_cases(names, cases):

@@ -45,16 +45,16 @@ from ..size import empty_model, size_of
 from ..text import one_line
 from .draft import Draft
 from .families import FAMILIES
-from .gguf_files import GGUF, load_gguf_tokenizer, read_gguf
+from .gguf_files import GGUF, load_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
-from .sources import load_gguf, load_model, read_source
+from .sources import load_model, read_source
 from .streaming import find_weights, write_weights
 from .upcycling import largest_difference
 
 
 # Largest relative difference of the outputs that another order of summation explains in float32
 _TOLERANCE = 1e-4
-# From this size of the weights, in bytes, the outputs are not compared: both models in float32 take four times as much
+# From this size of the weights, in bytes, the outputs are not compared: both models take four times as much
 COMPARED_BELOW = 2**30
 # A model that --overwrite replaces, as patterns. What `auto_map` names besides may be the user's
 _MODEL = (*WEIGHTS, "pytorch_model*.bin*", *SETTINGS, *TOKENIZER, CONVERSION_FILE)
@@ -118,8 +118,6 @@ def convert(
     overwrite: bool = False,
 ) -> Conversion:
     """Converts a saved model to another family or to other switches, and writes it with its tokenizer.
-
-    Weights in safetensors files are converted shard by shard, unless the new switches change their values.
 
     Args:
         source: folder or Hub name of an NLQ model or of one of `FAMILIES`, a GGUF file, or a checkpoint of the paper's

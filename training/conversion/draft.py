@@ -45,9 +45,9 @@ def class_with_same_head(
     model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[PreTrainedModel]:
     """Returns a configuration's class with the same head; raises `ValueError` without one."""
-    known = (model_class.config_class, NLQConfig)  # the second of a derived class that is not registered
+    known = model_class.config_class
     for head in _HEADS:
-        if any(config in head and issubclass(model_class, head[config]) for config in known) and config_class in head:
+        if known in head and config_class in head and issubclass(model_class, head[known]):
             return head[config_class]
     raise ValueError(f"{config_class.model_type} has no model with the head of {model_class.__name__}")
 
@@ -67,9 +67,7 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
 class Draft:
     """A model before its weights are made: it changes in steps, and is then built, or written shard by shard.
 
-    Attributes:
-        model: has the class and the configuration, but other parameters.
-        lost: differences from the source, in words.
+    `model` has class and configuration, but other parameters; `lost` are differences from the source, in words.
     """
 
     model: PreTrainedModel
@@ -111,9 +109,6 @@ class Draft:
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
         """Changes switches of an NLQ model."""
         config = changed(self.model.config, switches)
-        if config.to_dict() == self.model.config.to_dict():
-            values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
-            raise ValueError(f"the model has {values} already")
         if self.weights.are_in_memory or not only_adds(self.model.config, config):
             model, lost = restructure(self.build(), config)
             if lost:

@@ -39,15 +39,15 @@ def _equal(*same: str, **renamed: str) -> Part:
     )
 
 
-def _read_rope(config: PreTrainedConfig, is_partial: bool = False, has_norm_after: bool = False) -> dict[str, Any]:
+def _read_rope(config: PreTrainedConfig, is_partial: bool = False) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
     kind = parameters.get("rope_type")
     factor = parameters.get("partial_rotary_factor", 1.0)
     # `proportional` turns the rest of a whole head by an angle of 0
     if factor != 1.0 and not is_partial and kind != "proportional":
         raise ValueError(f"partial_rotary_factor={factor!r}: {config.model_type} rotates whole heads")
-    if kind == "yarn" and has_norm_after:
-        raise ValueError("rope_type='yarn' scales queries and keys before a norm, which takes the factor back")
+    if kind == "yarn" and config.model_type == "nanochat":
+        raise ValueError("rope_type='yarn' scales queries and keys, and NanoChat's norm takes the factor back")
     return {"position_embedding": "rope", "rope_parameters": parameters}
 
 
@@ -258,7 +258,6 @@ _COMMON = _equal(
     *("max_position_embeddings", "initializer_range", "attention_dropout", "tie_word_embeddings", "use_cache"),
 )
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
-_ROPE_BEFORE_NORM = Part(("rope_parameters",), partial(_read_rope, has_norm_after=True), _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
 _NO_ROPE_LAYERS = Part(
     ("no_rope_layers",),  # 1 where a layer has rotary positions
@@ -278,7 +277,7 @@ _RESIDUAL_DROPOUT = _equal("residual_dropout")
 _WINDOW = _equal("sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
-_DECODER = (_TOKENS, _COMMON, _equal("num_key_value_heads"), _ROPE)
+_DECODER = (_TOKENS, _COMMON, _equal("num_key_value_heads"), _HEAD_DIM, _ROPE)
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _QKV = tuple(f"self_attn.{kind}_proj" for kind in "qkv")
 
@@ -291,39 +290,39 @@ def _like_llama(name: str, *parts: Part, switches: dict[str, Any] | None = None,
 
 
 _ROWS = (
-    _like_llama("llama", _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
-    _like_llama("mistral", _HEAD_DIM, _WINDOW),
+    _like_llama("llama", _ATTENTION_BIAS, _MLP_BIAS),
+    _like_llama("mistral", _WINDOW),
     _like_llama(
         "eurobert",
-        *(_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
+        *(_ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
         switches={"is_causal": False},
         without_effect=("classifier_pooling", "clf_pooling"),  # of a head with a further layer, which is not converted
         classifier="classifier",
     ),
-    _like_llama("cwm", _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
-    _like_llama("qwen2", _HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
-    _like_llama("qwen3", _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
-    _like_llama("smollm3", _NO_ROPE_LAYERS, _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
+    _like_llama("cwm", _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
+    _like_llama("qwen2", _WINDOWS, switches={"query_key_value_bias": True}),
+    _like_llama("qwen3", _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
+    _like_llama("smollm3", _NO_ROPE_LAYERS, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
     _like_llama(
         "arcee",
-        *(_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
+        *(_ATTENTION_BIAS, _MLP_BIAS),
         switches={"mlp_type": "plain"},
         block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
     _like_llama(
         "seed_oss",
-        *(_HEAD_DIM, _MLP_BIAS, _RESIDUAL_DROPOUT),
+        *(_MLP_BIAS, _RESIDUAL_DROPOUT),
         *(_bias("attention_bias", "query_key_value"), _bias("attention_out_bias", "attention_output")),
     ),
     _like_llama(
         "nanochat",
-        *(_equal("final_logit_softcapping"), _ROPE_BEFORE_NORM, _HEAD_DIM, _ATTENTION_BIAS),
+        *(_equal("final_logit_softcapping"), _ATTENTION_BIAS),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
     _like_llama(
         "olmo2",
-        *(_HEAD_DIM, _ATTENTION_BIAS),
+        _ATTENTION_BIAS,
         switches={"norm_position": "output", "qk_norm": "rms_all_heads"},
         block_names={
             "self_attn_output_norm": "post_attention_layernorm",
@@ -332,7 +331,7 @@ _ROWS = (
     ),
     _like_llama(
         "diffllama",
-        *(_HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
+        *(_ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
         switches={"differential_attention": "v1"},
         without_effect=("lambda_std_dev",),  # of the initial vectors
         block_names={**_LLAMA_NAMES, "self_attn.parts.differential_attention": "self_attn"},
@@ -341,7 +340,7 @@ _ROWS = (
         "starcoder2",
         {"use_bias": True},
         (
-            *(*_DECODER, _RESIDUAL_DROPOUT, _HEAD_DIM, _WINDOW),
+            *(*_DECODER, _RESIDUAL_DROPOUT, _WINDOW),
             _equal("embedding_dropout", norm_epsilon="layer_norm_eps"),
             _bias("use_bias", "query_key_value", "attention_output", "mlp"),
         ),
@@ -350,7 +349,7 @@ _ROWS = (
     Family(
         "olmo",
         {"mlp_type": "gated", "norm_gain": False},  # its epsilon is our default
-        (*_DECODER, _HEAD_DIM, _ATTENTION_BIAS),
+        (*_DECODER, _ATTENTION_BIAS),
         block_names=_LLAMA_NAMES,
     ),
     Family(

@@ -1,18 +1,19 @@
 """Reads what Transformers' reader leaves out of GGUF files, the format of llama.cpp."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
 from ..loading import source_named
+from ..size import empty_model
 from ..text import one_line
+from .sources import load_model, read_source
 
 
 # Transformers does not read `starcoder2` and `gpt2` completely. Files of Mistral models say `llama`
@@ -40,7 +41,6 @@ class GGUF:
 
     path: Path
     quantised: str | None
-    architecture: str
     tensors: list[str]
     head_size: int
     tokenizer: dict[str, Any]
@@ -78,7 +78,6 @@ def read_gguf(path: Path) -> GGUF:
     return GGUF(
         path,
         quantised=max(sizes, key=sizes.get, default=None),
-        architecture=architecture,
         tensors=[tensor.name for tensor in reader.tensors],
         head_size=head_size,
         tokenizer={name.removeprefix(_TOKENIZER): fields[name] for name in fields if name.startswith(_TOKENIZER)},
@@ -86,13 +85,24 @@ def read_gguf(path: Path) -> GGUF:
     )
 
 
-def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list[str]:
-    """Lists the tensors that a model with these parameters does not use, in words."""
+def load_gguf(gguf: GGUF) -> tuple[PreTrainedModel, list[str]]:
+    """Loads the model in float32, and lists what Transformers does not read, in words."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    names = get_tensor_name_map(MODEL_ARCH[gguf.architecture.upper()], layers)
+    folder = str(gguf.path.parent)
+    file = str(gguf.path.resolve())  # Transformers looks for a bare name in the current directory first
+    config, model_class = read_source(folder, gguf_file=file)
+    config.head_dim = gguf.head_size
+    # SentencePiece uses the ids that are the default of Llama's class
+    if gguf.tokenizer.get("model") != "llama":
+        for kind in ("bos", "eos"):
+            setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
+    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    parameters = empty_model(config, model_class=model_class).state_dict()
     known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in parameters}
-    return [f"{name}{_NOT_READ}" for name in gguf.tensors if name not in known]
+    lost = [*gguf.not_read, *(f"{name}{_NOT_READ}" for name in gguf.tensors if name not in known)]
+    quantization = GgufConfig(dequantize=True)
+    return load_model(folder, config, model_class, gguf_file=file, quantization_config=quantization), lost
 
 
 def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:

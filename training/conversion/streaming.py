@@ -26,7 +26,6 @@ from ..size import check_shapes
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old versions of Transformers saved, and every class ignores
 _OLD_BUFFERS = r"rotary_emb\.inv_freq"
-_LARGEST_SHARD = 50 * 10**9  # bytes of a file, as in Transformers, for a model in memory
 
 Load = Callable[[], torch.Tensor]
 
@@ -45,7 +44,7 @@ class Weights:
     def of(cls, state: Mapping[str, torch.Tensor]) -> "Weights":
         nbytes = sum(value.nbytes for value in state.values())
         tensors = {name: lambda value=value: value for name, value in state.items()}
-        return cls(tensors, next(iter(state.values())).dtype, nbytes, min(nbytes, _LARGEST_SHARD), are_in_memory=True)
+        return cls(tensors, next(iter(state.values())).dtype, nbytes, largest_shard=nbytes, are_in_memory=True)
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:

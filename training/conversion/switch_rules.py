@@ -173,14 +173,11 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if after == 0.0:
         return "all scores would be 0"
     norm = getattr(change.target, "q_norm", None)
-    if norm is not None:
-        parameters = list(norm.parameters())
-    elif PROJECTIONS[change.after.key_projection].identity:
-        parameters = []
-    else:
+    modules = [norm]
+    if norm is None and not PROJECTIONS[change.after.key_projection].identity:
         linear, bottleneck = _terms(change.target, "key")
-        modules = filter(None, (linear, bottleneck and bottleneck.output_norm))
-        parameters = [parameter for module in modules for parameter in module.parameters()]
+        modules = [linear, bottleneck and bottleneck.output_norm]
+    parameters = [parameter for module in filter(None, modules) for parameter in module.parameters()]
     if not parameters:
         return "no weights of the layer could take over the factor"
     for parameter in parameters:

@@ -17,7 +17,6 @@ from .measures import (
     effective_ranks,
     entropies,
     induction_scores,
-    largest_scores,
     own_value_cosines,
     previous_token_scores,
     shares,
@@ -150,7 +149,8 @@ def _measure_weights(layer: NLQAttention, call: AttentionCall, positions: Positi
     measured.add_weights(weights, has_choice)
     if len(weights) == query.shape[1]:
         measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
-        measured.numbers["largest_score"] = largest_scores(scores[0], visible[0]).cpu()
+        scores = scores[0].masked_fill(~visible[0], -torch.inf)
+        measured.numbers["largest_score"] = scores.flatten(1).amax(dim=-1).cpu()
     else:
         measured.missing |= dict.fromkeys(("effective_rank", "largest_score"), _PAIRS)
     if call.values is not None and value.shape == call.values.shape:

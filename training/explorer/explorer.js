@@ -1,8 +1,5 @@
 "use strict";
 
-if (!("DecompressionStream" in window)) throw new Error("too old");
-document.getElementById("too-old").remove();
-
 // See page.py for the data
 const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
@@ -95,8 +92,7 @@ async function readHead(index) {
   const isLower = data.models[index].is_causal && !layer.is_cross;
   const keys = layer.is_cross ? data.source : data.tokens.slice(0, data.map_tokens);
   const lastKey = (query) => (isLower ? query : keys.length - 1);
-  const rowStart = (query) => (isLower ? (query * (query + 1)) / 2 : query * keys.length);
-  const weight = (query, key) => (key > lastKey(query) ? 0 : (levels[rowStart(query) + key] * largest[query]) / data.levels);
+  const weight = (query, key) => (levels[query * keys.length + key] * largest[query]) / data.levels;
   return { layer, largest, weight, keys, lastKey, isLower };
 }
 
@@ -195,9 +191,9 @@ const grids = data.models.map((model, index) => {
     grid.append(element("span", {}, layer.name), ...heads, ...times(widest - layer.heads, () => element("span")));
     return heads;
   });
-  const scale = element("p", { class: "scale" }), readout = element("p", { class: "readout" });
-  byId("heads").append(element("div", {}, element("h3", {}, model.name), grid, scale, readout));
-  return { buttons, readout, scale };
+  const scale = element("p", { class: "scale" });
+  byId("heads").append(element("div", {}, element("h3", {}, model.name), grid, scale));
+  return { buttons, scale };
 });
 
 function selectHead(index, layer, head) {
@@ -219,7 +215,7 @@ function paintHeads() {
   const from = low < 0 ? 0 : low; // the number without colour
   const limit = Math.max(high - from, from - low);
   data.models.forEach((model, index) => {
-    const { buttons, readout, scale } = grids[index], selected = state.heads[index];
+    const { buttons, scale } = grids[index], selected = state.heads[index];
     buttons.forEach((row, layer) =>
       row.forEach((button, head) => {
         const value = model.layers[layer].numbers[state.quantity]?.[head];
@@ -232,10 +228,6 @@ function paintHeads() {
         button.setAttribute("aria-label", button.title);
       }),
     );
-    const layer = selectedLayer(index), name = label(state.quantity), reason = layer.missing[state.quantity];
-    const value = layer.numbers[state.quantity]?.[selected.head];
-    const text = isNumber(value) || !reason ? `${name} ${written(value)}` : `no ${name}: ${reason}`;
-    readout.textContent = `Layer ${layer.name}, head ${selected.head}: ${text}.`;
     if (all.length) showScale(scale, low, high, from, "");
     else scale.replaceChildren("no head has it");
   });

@@ -37,18 +37,14 @@ def pack(numbers: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes())).decode()
 
 
-def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def quantize(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Rounds weights `(heads, length, keys)` to 1/127 of the largest in each row.
 
-    Returns whole numbers from -127 to 127, `(heads, weights)`, of the keys up to each query or of all keys, and the
-    largest absolute weight of each row, `(heads, length)`.
+    Returns whole numbers from -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
     """
     largest = weights.abs().amax(dim=-1)
     levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
-    if is_causal:
-        query, key = torch.tril_indices(*weights.shape[1:])
-        levels = levels[:, query, key]
-    return levels.flatten(1).numpy(), largest.float().numpy()
+    return levels.numpy(), largest.float().numpy()
 
 
 def write_page(
@@ -78,7 +74,7 @@ def write_page(
                 "is_causal": model.is_causal,
                 "loss": _number(model.losses.double().mean().item()) if len(model.losses) else None,
                 "losses": [None, *map(_number, model.losses.tolist())],
-                "layers": [_layer(layer, map_tokens, model.is_causal) for layer in model.layers],
+                "layers": [_layer(layer, map_tokens) for layer in model.layers],
             }
             for model in models
         ],
@@ -98,7 +94,7 @@ def _read(name: str) -> str:
 
 
 def _map_bytes(model: ExploredModel, tokens: int) -> float:
-    """Returns the size of a model's maps of the first tokens in base64, if they cannot be compressed."""
+    """Returns the size of a model's maps in base64, if nothing but later keys can be compressed."""
     size = 0.0
     for layer in model.layers:
         if layer.weights is not None:
@@ -115,11 +111,11 @@ def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
     return known | dict.fromkeys(sorted(names - known.keys() - {"weights"}), "Measured by a part of the layer.")
 
 
-def _layer(layer: Layer, tokens: int, is_causal: bool) -> dict[str, Any]:
+def _layer(layer: Layer, tokens: int) -> dict[str, Any]:
     maps = largest = None
     if layer.weights is not None:
         weights = layer.weights[:, :tokens] if layer.is_cross else layer.weights[:, :tokens, :tokens]
-        maps, largest = (list(map(pack, each)) for each in quantize(weights, is_causal and not layer.is_cross))
+        maps, largest = (list(map(pack, each)) for each in quantize(weights))
     return {
         "name": layer.name,
         "is_cross": layer.is_cross,

@@ -114,8 +114,8 @@ def publish_space(
 ) -> Publication:
     """Uploads a page of `nlq explore`, which quotes its text, as a static Space, in one commit.
 
-    `page` is the file, or the folder that contains it. Raises `ValueError` if there is no page, or it contains a token
-    or a path of this machine, and `PublishingError`.
+    `page` is the file, or its folder. Raises `PublishingError`, and `ValueError` if there is no page, or it contains a
+    token or a path of this machine.
     """
     page = resolve_user_path(page) / PAGE_FILE if Path(page).is_dir() else resolve_user_path(page)
     if not page.is_file():

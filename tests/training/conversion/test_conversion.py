@@ -261,7 +261,6 @@ class TestConvertFaults:
             (["--set", "head_projection"], "head_projection"),
             (["--set", "intermediate_size=wide"], "intermediate_size"),
             (["--set", "head_projection=True", "--set", "head_projection=False"], "given twice"),
-            (["--set", "head_projection=False"], "head_projection=False already"),
         ],
     )
     def test_bad_options(self, gpt2_folder, tmp_path, capsys, options, named):
