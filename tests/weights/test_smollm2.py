@@ -2,7 +2,6 @@
 end.
 """
 
-import json
 import math
 import re
 
@@ -248,6 +247,3 @@ class TestOtherPrograms:
         assert tokens.tolist() == [greedy(llama, prompt, 8) for prompt in ids]
         measured("logits of ONNX Runtime, prompt and 8 decoded tokens", "Llama", error)
         assert error < 10 * LIMIT
-
-    def test_the_record_names_the_quantisation(self, folder):
-        assert json.loads((folder / "conversion.json").read_text())["dequantised"] == "Q4_1"

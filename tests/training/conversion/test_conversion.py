@@ -185,16 +185,6 @@ class TestConvertFaults:
         assert [path.name for path in target.glob("*.safetensors*")] == ["model.safetensors"]
         assert_same_function(AutoModelForCausalLM.from_pretrained(target), gpt2_model)
 
-    @pytest.mark.parametrize("name", ["modeling_nlq.py", "additional_chat_templates"])
-    def test_overwriting_refuses_links_to_elsewhere(self, source, nlq_folder, tmp_path, capsys, name):
-        (tmp_path / "victim").mkdir()
-        (tmp_path / "victim" / "a.jinja").write_text("mine")
-        (nlq_folder / name).unlink(missing_ok=True)
-        (nlq_folder / name).symlink_to(tmp_path / "victim" / ("a.jinja" if "." in name else ""))
-        before = snapshot(tmp_path)
-        assert "is a symbolic link" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
-        assert snapshot(tmp_path) == before
-
     @pytest.mark.parametrize("has_record", [False, True])
     def test_overwriting_keeps_files_of_the_user(self, source, nlq_folder, has_record):
         """What `auto_map` names, and what somebody else wrote into the record, may be the user's."""
