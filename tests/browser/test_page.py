@@ -164,6 +164,8 @@ def test_the_map_is_drawn_and_a_cell_shows_its_weight(open_page, explored):
     page.locator("canvas").first.click(position={"x": 4.5 / size * box["width"], "y": 9.5 / size * box["height"]})
     shown = opened.shows("#panels .readout", r"Weight (\S+) of key 4 ")
     assert float(shown[1]) == pytest.approx(row[4].item(), abs=row.abs().max().item() / 254 * 1.01)
+    page.locator(".token").first.click()  # the selected row is darker
+    opened.shows("#panels .readout", "^Query 0 ")
     image = page.evaluate("[...document.querySelector('canvas').getContext('2d').getImageData(0, 9, 16, 1).data]")
     pixels = [image[4 * key : 4 * key + 3] for key in range(16)]
     assert pixels[row.argmax()] == [0xD1, 0x57, 0x0B] and pixels[12] == [0xD6, 0xDB, 0xE1]
