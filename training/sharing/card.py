@@ -129,6 +129,7 @@ def render(
         switches=_switches(config) if is_nlq else {},
         parts=parts_in(config),
         size=size,
+        trained_parameters=result.size.trained if result else size.total,
         has_lora=recipe.get("lora") is not None,
         context=positions_of(config) or context_of(config),
         has_tokenizer=has_tokenizer,
