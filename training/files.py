@@ -26,6 +26,7 @@ CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"
 METRICS_FILE = "metrics.json"
 PAGE_FILE = "explore.html"
+PAGE_MARK = b'<meta name="generator" content="nlq explore">'  # in a page
 PLOT_FILE = "loss.png"
 RECIPE_FILE = "recipe.yaml"
 STATE_FILE = "trainer_state.json"

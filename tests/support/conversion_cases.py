@@ -9,25 +9,20 @@ import pytest
 import torch
 from support import paper_reference
 from support.model_cases import random_tokens
-from transformers import (
-    GPT2Config,
-    GPT2ForQuestionAnswering,
-    GPT2ForSequenceClassification,
-    GPT2ForTokenClassification,
-    GPT2LMHeadModel,
-    GPT2Model,
-)
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import modeling_nlq
-from modeling_nlq import (
-    NLQForCausalLM,
-    NLQForQuestionAnswering,
-    NLQForSequenceClassification,
-    NLQForTokenClassification,
-    NLQModel,
-)
 from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
+from modeling_nlq.training.conversion.draft import Draft
 from nlq import main
+
+
+def from_nlq(model, family, allow_lossy=False):
+    return Draft.of(model).from_nlq(family).check_exact(allow_lossy).build()
+
+
+def upcycle(model, switches=None):
+    return Draft.of(model).with_switches({"query_projection": "upcycled"} if switches is None else switches).model
 
 
 def parametrize_cases(names, cases):
@@ -60,11 +55,6 @@ def assert_same_state(actual, expected):
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, name
         assert torch.equal(actual[name], tensor), name
-
-
-def assert_no_shared_memory(one, other):
-    places = {tensor.untyped_storage().data_ptr() for tensor in one.state_dict().values()}
-    assert places.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in other.state_dict().values())
 
 
 class Frozen:
@@ -110,15 +100,6 @@ GPT2_SIZES = {
 
 def make_gpt2(cls=GPT2LMHeadModel, dtype=torch.float32, seed=0, **options):
     return randomize(cls(GPT2Config(**{**GPT2_SIZES, **options})).to(dtype), seed).eval()
-
-
-HEADS = {
-    "model": (GPT2Model, NLQModel),
-    "causal_lm": (GPT2LMHeadModel, NLQForCausalLM),
-    "sequence_classification": (GPT2ForSequenceClassification, NLQForSequenceClassification),
-    "token_classification": (GPT2ForTokenClassification, NLQForTokenClassification),
-    "question_answering": (GPT2ForQuestionAnswering, NLQForQuestionAnswering),
-}
 
 
 def layer_switches(config):

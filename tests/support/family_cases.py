@@ -28,12 +28,6 @@ _LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 # Family and shape -> fields that differ from `_SIZES` with two heads of keys
 FAMILY_CASES = {
     "llama-grouped": {},
-    "llama-biases_and_wide_heads": {
-        "head_dim": 6,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "tie_word_embeddings": True,
-    },
     "llama-one_key_head_and_llama3": {
         "num_key_value_heads": 1,
         "head_dim": 10,
@@ -43,20 +37,27 @@ FAMILY_CASES = {
     "llama-proportional_rope": {
         "rope_parameters": {"rope_type": "proportional", "rope_theta": 20.0, "partial_rotary_factor": 0.5}
     },
+    "llama-biases_and_wide_heads": {
+        "head_dim": 6,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
     "mistral-window": {"sliding_window": WINDOW},
-    "mistral-window_and_wide_heads": {"sliding_window": WINDOW + 1, "head_dim": 10, "tie_word_embeddings": True},
     "mistral-without_window": {"eos_token_id": [2, 3], "sliding_window": None, "head_dim": 6, "hidden_act": "gelu"},
-    "cwm-windows": {"sliding_window": WINDOW, "head_dim": 6, "mlp_bias": True},
+    "mistral-window_and_wide_heads": {"sliding_window": WINDOW + 1, "head_dim": 10, "tie_word_embeddings": True},
     "cwm-every_layer": {"sliding_window": WINDOW + 1, "head_dim": 4, "layer_types": _LAYERS[:1] * 3},
+    "cwm-windows": {"sliding_window": WINDOW, "head_dim": 6, "mlp_bias": True},
     "qwen2-grouped": {},
+    "qwen2-wide_heads_and_yarn": {"head_dim": 6, "rope_parameters": _YARN},
     "qwen2-windows_in_upper_layers": {
         "use_sliding_window": True,
         "sliding_window": WINDOW,
         "max_window_layers": 1,
         "tie_word_embeddings": True,
     },
-    "qwen2-wide_heads_and_yarn": {"head_dim": 6, "rope_parameters": _YARN},
     "qwen3-width_that_is_no_multiple": {"hidden_size": 14, "head_dim": 10},
+    "qwen3-one_key_head": {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
     "qwen3-windows_and_bias": {
         "head_dim": 6,
         "attention_bias": True,
@@ -64,7 +65,6 @@ FAMILY_CASES = {
         "sliding_window": WINDOW,
         "layer_types": _LAYERS,
     },
-    "qwen3-one_key_head": {"num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": True},
     "smollm3-every_second_layer": {"no_rope_layer_interval": 2},
     "smollm3-windows_and_biases": {
         "no_rope_layers": [0, 1, 0],
@@ -74,8 +74,8 @@ FAMILY_CASES = {
         "mlp_bias": True,
         "tie_word_embeddings": False,
     },
-    "arcee-biases_and_wide_heads": {"head_dim": 6, "attention_bias": True, "mlp_bias": True},
     "arcee-yarn_and_epsilon": {"rope_parameters": _YARN, "rms_norm_eps": 0.1, "num_key_value_heads": 4},
+    "arcee-biases_and_wide_heads": {"head_dim": 6, "attention_bias": True, "mlp_bias": True},
     "seed_oss-biases": {"head_dim": 6},
     "seed_oss-other_biases": {
         "head_dim": 8,
@@ -84,7 +84,6 @@ FAMILY_CASES = {
         "attention_out_bias": True,
         "mlp_bias": True,
     },
-    "eurobert-grouped": {"mask_token_id": 3},
     "eurobert-biases": {
         "mask_token_id": 28,
         "num_key_value_heads": 1,
@@ -92,24 +91,23 @@ FAMILY_CASES = {
         "rope_parameters": _LLAMA3,
         "rms_norm_eps": 0.1,
     },
-    "starcoder2-window": {"sliding_window": WINDOW, "tie_word_embeddings": False},
+    "eurobert-grouped": {"mask_token_id": 3},
     "starcoder2-without_biases": {"num_key_value_heads": 1, "use_bias": False, "norm_epsilon": 0.1},
+    "starcoder2-window": {"sliding_window": WINDOW, "tie_word_embeddings": False},
     "olmo-grouped": {"tie_word_embeddings": True},
     "olmo-biases": {"attention_bias": True, "hidden_act": "gelu"},
-    "nanochat-bias_and_cap": {"attention_bias": True, "final_logit_softcapping": 1.0},
-    "nanochat-yarn": {"rope_parameters": {**_YARN, "attention_factor": 1.0}},
     "nanochat-without_cap": {
         "num_key_value_heads": 1,
         "final_logit_softcapping": None,
         "rms_norm_eps": 0.1,
         "tie_word_embeddings": True,
     },
+    "nanochat-bias_and_cap": {"attention_bias": True, "final_logit_softcapping": 1.0},
     "olmo2-all_heads": {"hidden_size": 24, "num_key_value_heads": 4},
-    "olmo2-grouped": {"rms_norm_eps": 0.1, "tie_word_embeddings": True},
     "olmo2-biases_and_wide_heads": {"head_dim": 10, "attention_bias": True},
+    "olmo2-grouped": {"rms_norm_eps": 0.1, "tie_word_embeddings": True},
     "diffllama-grouped": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6},
     "diffllama-bias_and_llama3": {"head_dim": 10, "attention_bias": True, "rope_parameters": _LLAMA3},
-    "gpt_neox-partial": {"hidden_size": 32},
     "gpt_neox-sequential": {
         "use_parallel_residual": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 1.0},
@@ -122,12 +120,7 @@ FAMILY_CASES = {
         "rope_parameters": {**_YARN, "partial_rotary_factor": 0.4},
         "hidden_act": "relu",
     },
-    "gpt2-scaled_by_layer": {
-        "scale_attn_by_inverse_layer_idx": True,
-        "n_inner": 13,
-        "embd_pdrop": 0.15,
-        "resid_pdrop": 0.25,
-    },
+    "gpt_neox-partial": {"hidden_size": 32},
     "gpt2-unscaled": {
         "scale_attn_weights": False,
         "layer_norm_epsilon": 0.1,
@@ -135,30 +128,21 @@ FAMILY_CASES = {
         "eos_token_id": [3, 4],
     },
     "gpt2-untied": {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 64, "use_cache": False},
-}
-# One of each family, for what does not depend on the shape
-ONE_OF_EACH = {
-    "llama": "llama-biases_and_wide_heads",
-    "mistral": "mistral-window_and_wide_heads",
-    "cwm": "cwm-windows",
-    "qwen2": "qwen2-windows_in_upper_layers",
-    "qwen3": "qwen3-windows_and_bias",
-    "smollm3": "smollm3-windows_and_biases",
-    "arcee": "arcee-biases_and_wide_heads",
-    "seed_oss": "seed_oss-other_biases",
-    "eurobert": "eurobert-grouped",
-    "starcoder2": "starcoder2-window",
-    "olmo": "olmo-biases",
-    "nanochat": "nanochat-bias_and_cap",
-    "olmo2": "olmo2-grouped",
-    "diffllama": "diffllama-bias_and_llama3",
-    "gpt_neox": "gpt_neox-partial",
-    "gpt2": "gpt2-scaled_by_layer",
+    "gpt2-scaled_by_layer": {
+        "scale_attn_by_inverse_layer_idx": True,
+        "n_inner": 13,
+        "embd_pdrop": 0.15,
+        "resid_pdrop": 0.25,
+    },
 }
 
 
 def family_of(name: str) -> str:
     return name.partition("-")[0]
+
+
+# The last of each family, for what does not depend on the shape
+ONE_OF_EACH = {family_of(name): name for name in FAMILY_CASES}
 
 
 def make_config(name: str, **options) -> PreTrainedConfig:
@@ -201,6 +185,8 @@ def comparable(config: PreTrainedConfig) -> dict:
     values = {
         name: value for name, value in config.to_dict().items() if name not in dropped and not name.startswith("_")
     }
+    if values.get("head_dim") == config.hidden_size // config.num_attention_heads:
+        del values["head_dim"]  # the default of classes that do not declare it
     if "no_rope_layers" in values:
         values["no_rope_layers"] = values["no_rope_layers"][: config.num_hidden_layers]
     if config.model_type == "gpt2":

@@ -7,7 +7,7 @@ import numpy as np
 from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import quantize
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
-from transformers import LlamaTokenizer, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 
@@ -40,27 +40,6 @@ def make_tokenizer(cut: str = "smollm") -> PreTrainedTokenizerFast:
     )
 
 
-def make_pieces() -> LlamaTokenizer:
-    """A tokenizer of SentencePiece, as that of Llama 2 and Mistral. It puts a BOS token before the text."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        "▁",
-        *"abcdefghijklmnopqrstuvwxyz0123456789",
-        "▁t",
-        "▁th",
-        "▁the",
-        "ow",
-        "▁j",
-        "ox",
-    ]
-    merges = [("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("o", "w"), ("▁", "j"), ("o", "x")]
-    return LlamaTokenizer(
-        vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges, add_bos_token=True
-    )
-
-
 def _permuted(tensor: np.ndarray, heads: int) -> np.ndarray:
     """llama.cpp rotates neighbours, Llama's class halves of a head."""
     halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
@@ -76,7 +55,7 @@ def write_gguf(
     fields: dict | None = None,
     tensors: dict[str, np.ndarray] | None = None,
     without: tuple[str, ...] = (),
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
     pre_tokenizer: str | None = "smollm",
 ) -> Path:
     """Writes a model, and a tokenizer if one is given.
@@ -129,22 +108,16 @@ def write_gguf(
     return path
 
 
-def _write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str | None) -> None:
-    has_pieces = isinstance(tokenizer, LlamaTokenizer)
-    writer.add_tokenizer_model("llama" if has_pieces else "gpt2")
-    if pre_tokenizer is not None and not has_pieces:
+def _write_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast, pre_tokenizer: str | None) -> None:
+    writer.add_tokenizer_model("gpt2")
+    if pre_tokenizer is not None:
         writer.add_tokenizer_pre(pre_tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
-    if has_pieces:
-        writer.add_token_scores([-float(index) for index in range(len(tokens))])
-    else:
-        merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-        writer.add_token_merges([" ".join(pair) for pair in merges])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(tokenizer.bos_token_id)
-    if tokenizer.eos_token_id is not None:
-        writer.add_eos_token_id(tokenizer.eos_token_id)
-    if tokenizer.pad_token_id is not None:
-        writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_chat_template(CHAT_TEMPLATE)

@@ -1,7 +1,6 @@
 """A Hub on loopback: enough of the Hub for the real `huggingface_hub` client to create, upload, list and download.
 
-The client reads `HF_ENDPOINT` when it is imported, so it runs in a separate process. Large files are on another host
-name than the API, as on the real Hub, and their links need no token.
+The client reads `HF_ENDPOINT` when it is imported, so it runs in a separate process.
 """
 
 import base64
@@ -18,7 +17,7 @@ from fnmatch import fnmatch
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from huggingface_hub import ModelCard
 
@@ -48,9 +47,7 @@ class Blob:
         return hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
 
     def described(self, path: str) -> dict:
-        described = {"rfilename": path, "path": path, "type": "file", "size": len(self.data)}
-        described |= {"blobId": self.oid, "oid": self.oid}
-        return described | ({"lfs": {**described, "sha256": self.oid, "pointerSize": 130}} if self.is_lfs else {})
+        return {"rfilename": path, "path": path, "type": "file", "size": len(self.data), "oid": self.oid}
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,6 @@ class Repo:
     place: str  # its path, such as `anna/model` or `spaces/anna/page`
     private: bool
     branches: dict[str, list[Commit]] = field(default_factory=dict)  # the newest commit last
-    uploaded: dict[str, bytes] = field(default_factory=dict)  # large files by SHA-256, committed or not
 
     def revision(self, name: str) -> Commit:
         if name in self.branches:
@@ -100,7 +96,7 @@ ROUTES: list[tuple[str, re.Pattern, str, Callable]] = []
 
 def route(method: str, path: str, access: str = "read") -> Callable:
     """Answers `path`; access is "anyone", or, where the path names a repository, "read" or "write"."""
-    patterns = {"kind": "models|spaces", "repo": "[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "ticket": "[0-9a-f]+"}
+    patterns = {"kind": "models|spaces", "repo": "[^/]+/[^/]+", "rev": "[^/]+", "path": ".+", "oid": "[0-9a-f]+"}
     for name, pattern in patterns.items():
         path = path.replace(f"{{{name}}}", f"(?P<{name}>{pattern})")
 
@@ -120,17 +116,14 @@ class HubServer:
         self.unknown: list[tuple[str, str]] = []  # method and path of requests that no endpoint answers
         self.errors: list[BaseException] = []  # faults of this server; `close` raises the first
         self._repos: dict[str, Repo] = {}
-        self._tickets: dict[str, tuple[Repo, str] | Blob] = {}  # links to upload and to download large files
+        self._uploaded: dict[str, bytes] = {}  # large files by SHA-256, committed or not
         self._faults: list[tuple] = []  # method, pattern of the path, and the error or None
         self._lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.hub, self._server.daemon_threads, self._server.block_on_close = self, True, False
         self._server.handle_error = lambda *_: None  # clients may go away
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        # A client reads the metadata of large files before a redirect to a host of another name
-        self.endpoint, self.storage = (
-            f"http://{name}:{self._server.server_port}" for name in ("127.0.0.1", "localhost")
-        )
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> "HubServer":
         return self
@@ -264,15 +257,13 @@ class HubServer:
     def _lfs_batch(self, request: Request, repo: Repo) -> dict:
         objects = [{"oid": wanted["oid"], "size": wanted["size"]} for wanted in request.json()["objects"]]
         for wanted in objects:
-            if wanted["oid"] not in repo.uploaded:
-                self._tickets[ticket := secrets.token_hex(16)] = (repo, wanted["oid"])
-                wanted["actions"] = {"upload": {"href": f"{self.storage}/upload/{ticket}"}}
+            if wanted["oid"] not in self._uploaded:
+                wanted["actions"] = {"upload": {"href": f"{self.endpoint}/upload/{wanted['oid']}"}}
         return {"transfer": "basic", "objects": objects, "hash_algo": "sha256"}
 
-    @route("PUT", "/upload/{ticket}", access="anyone")
-    def _upload(self, request: Request, ticket: str) -> Reply:
-        repo, oid = self._tickets[ticket]
-        repo.uploaded[oid] = request.body
+    @route("PUT", "/upload/{oid}", access="anyone")
+    def _upload(self, request: Request, oid: str) -> Reply:
+        self._uploaded[oid] = request.body
         return 200, b"", {}
 
     @route("POST", "/api/{kind}/{repo}/commit/{rev}", access="write")
@@ -289,7 +280,7 @@ class HubServer:
             if operation["key"] == "deletedFile":
                 del files[path]
             elif operation["key"] == "lfsFile":
-                files[path] = Blob(repo.uploaded[value["oid"]], is_lfs=True)
+                files[path] = Blob(self._uploaded[value["oid"]], is_lfs=True)
             else:
                 files[path] = Blob(base64.b64decode(value["content"]))
         commit = repo.commit(rev, files)
@@ -303,17 +294,7 @@ class HubServer:
         if path not in commit.files:
             raise HubError(404, "Entry not found", "EntryNotFound", headers)
         blob = commit.files[path]
-        headers["ETag"] = f'"{blob.oid}"'
-        if not blob.is_lfs:
-            return 200, blob.data, headers
-        self._tickets[ticket := secrets.token_hex(16)] = blob
-        headers |= {"X-Linked-Etag": f'"{blob.oid}"', "X-Linked-Size": str(len(blob.data))}
-        return 302, b"", {**headers, "Location": f"{self.storage}/content/{ticket}/{quote(path)}"}
-
-    @route("GET", "/content/{ticket}/{path}", access="anyone")
-    def _content(self, request: Request, ticket: str, path: str) -> Reply:
-        blob = self._tickets[ticket]
-        return 200, blob.data, {"ETag": f'"{blob.oid}"'}
+        return 200, blob.data, {**headers, "ETag": f'"{blob.oid}"'}
 
 
 class _Handler(BaseHTTPRequestHandler):

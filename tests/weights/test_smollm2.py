@@ -2,21 +2,19 @@
 end.
 """
 
-import json
 import math
 import re
 
 import pytest
 import torch
 from support.client_cases import greedy
-from support.conversion_cases import nlq_fails, run_nlq
+from support.conversion_cases import nlq_fails, run_nlq, upcycle
 from support.onnx_programs import decode_greedily, export, left_padded
 from support.serving import NEW_TOKENS, chat, complete, server
 from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, TorchAoConfig
 
 from modeling_nlq import NLQForCausalLM
-from modeling_nlq.training.conversion.upcycling import upcycle
 from modeling_nlq.training.run.documents import python_documents
 
 
@@ -249,6 +247,3 @@ class TestOtherPrograms:
         assert tokens.tolist() == [greedy(llama, prompt, 8) for prompt in ids]
         measured("logits of ONNX Runtime, prompt and 8 decoded tokens", "Llama", error)
         assert error < 10 * LIMIT
-
-    def test_the_record_names_the_quantisation(self, folder):
-        assert json.loads((folder / "conversion.json").read_text())["dequantised"] == "Q4_1"

@@ -45,16 +45,16 @@ from ..size import empty_model, size_of
 from ..text import one_line
 from .draft import Draft
 from .families import FAMILIES
-from .gguf_files import GGUF, find_gguf, load_gguf_tokenizer, read_gguf
+from .gguf_files import GGUF, load_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
-from .sources import find_checkpoint, load_gguf, load_model, read_source
+from .sources import load_model, read_source
 from .streaming import find_weights, write_weights
 from .upcycling import largest_difference
 
 
-# Largest difference of the outputs, relative to the largest, that another order of summation explains in float32
+# Largest relative difference of the outputs that another order of summation explains in float32
 _TOLERANCE = 1e-4
-# From this size of the weights, in bytes, the outputs are not compared: both models in float32 take four times as much
+# From this size of the weights, in bytes, the outputs are not compared: both models take four times as much
 COMPARED_BELOW = 2**30
 # A model that --overwrite replaces, as patterns. What `auto_map` names besides may be the user's
 _MODEL = (*WEIGHTS, "pytorch_model*.bin*", *SETTINGS, *TOKENIZER, CONVERSION_FILE)
@@ -70,10 +70,8 @@ class Conversion:
         base_model: the model on the Hub that the weights come from, if it is known.
         lost: differences between both models in words.
         dequantised: the type of a quantised source's weights, as llama.cpp names it.
-        difference: see `largest_difference`.
-        not_compared: why the outputs of a large source were not compared.
-        added: names of the parameters that the source did not have when it was last trained.
-        enlarged: names of the parameters that have grown since then.
+        not_compared: why `difference`, of the outputs, was not measured.
+        added, enlarged: names of the parameters that are new, or have grown, since the source was last trained.
         before: the record of an earlier conversion, after which the model was not trained.
     """
 
@@ -120,8 +118,6 @@ def convert(
     overwrite: bool = False,
 ) -> Conversion:
     """Converts a saved model to another family or to other switches, and writes it with its tokenizer.
-
-    Weights in safetensors files are converted shard by shard, unless the new switches change their values.
 
     Args:
         source: folder or Hub name of an NLQ model or of one of `FAMILIES`, a GGUF file, or a checkpoint of the paper's
@@ -171,7 +167,7 @@ def convert(
 def _make_record(
     source: str, old: PreTrainedModel, nlq: PreTrainedModel, draft: Draft, switches: dict[str, Any]
 ) -> Conversion:
-    is_checkpoint = find_checkpoint(source) is not None
+    is_checkpoint = Path(source).is_file() and not source.endswith(".gguf")
     is_nlq = old.config.model_type == "nlq" and not is_checkpoint
     is_untrained = is_nlq and read_record(source, RECIPE_FILE) is None
     record = Conversion(
@@ -209,9 +205,9 @@ def _write(
     tokenizer: PreTrainedTokenizerBase | None,
     record: Conversion,
 ) -> None:
-    """Writes the new model with its record and card, and deletes what remains of an older model.
+    """Writes the new model with its record and card, and deletes what remains of an older one.
 
-    Files that are missing in a manifest are the user's: the new model may replace them, but they are not deleted.
+    Files that are missing in a manifest may be the user's, and are not deleted.
     """
     patterns = [*_MODEL, CARD_FILE] if (target / CONVERSION_FILE).is_file() else _MODEL
     older = {path.relative_to(target).as_posix() for path in files_in(target, patterns)}
@@ -231,7 +227,7 @@ def _write(
             old = old if opened.weights.are_in_memory else load_model(source, old.config, type(old))
             loaded = load_model(str(folder), new.config, type(new))
             record.difference = largest_difference(old, loaded)
-            # Computed matrices, such as W - I, are rounded to the precision of the weights
+            # Computed matrices such as W - I are rounded
             if not draft.lost and not record.difference <= max(_TOLERANCE, torch.finfo(loaded.dtype).eps):
                 raise ValueError(f"{source}: the outputs would differ by {record.difference:.1e} of the largest")
         content = asdict(record)
@@ -249,12 +245,13 @@ def _write(
 
 def _open(source: str) -> tuple[Draft, GGUF | None]:
     """Returns the model of a source, in memory if it cannot be converted shard by shard, and a GGUF file's header."""
-    if (path := find_checkpoint(source)) is not None:
-        with source_named(str(path)):
-            return Draft.of(from_paper(read_checkpoint(path))), None
-    if (path := find_gguf(source)) is not None:
+    path = Path(source)
+    if path.is_file() and path.suffix == ".gguf":
         gguf = read_gguf(path)
         return Draft.of(*load_gguf(gguf)), gguf
+    if path.is_file():
+        with source_named(source):
+            return Draft.of(from_paper(read_checkpoint(path))), None
     config, model_class = read_source(source)
     model = empty_model(config, model_class=model_class)
     weights = find_weights(source, model)
@@ -277,13 +274,12 @@ def _load_tokenizer(
         tokenizer = load_tokenizer(name or source)
     check_vocabulary(tokenizer, name or source, model.config)
     if name is not None:
-        kinds = ["bos_token_id", "eos_token_id"]
-        # A sequence classifier reads its answer off the last token before its padding tokens
-        if not type(model).__name__.endswith("ForSequenceClassification"):
-            kinds.append("pad_token_id")
         for settings in filter(None, (model.config, getattr(model, "generation_config", None))):
-            for kind in kinds:
-                setattr(settings, kind, getattr(tokenizer, kind))
+            settings.bos_token_id = tokenizer.bos_token_id
+            settings.eos_token_id = tokenizer.eos_token_id
+            # A sequence classifier reads its answer off the last token before its padding tokens
+            if not type(model).__name__.endswith("ForSequenceClassification"):
+                settings.pad_token_id = tokenizer.pad_token_id
     return tokenizer
 
 

@@ -18,7 +18,7 @@ from ..size import check_parameters, empty_model
 from ..text import one_line
 from .families import FAMILIES, Family
 from .streaming import Load, Weights, saved_state
-from .upcycling import changed, check_change, only_adds, restructure, upcycle
+from .upcycling import changed, check_change, only_adds, restructure
 
 
 # The classes of each head by configuration; the first head is the default
@@ -45,9 +45,9 @@ def class_with_same_head(
     model_class: type[PreTrainedModel], config_class: type[PreTrainedConfig]
 ) -> type[PreTrainedModel]:
     """Returns a configuration's class with the same head; raises `ValueError` without one."""
-    known = (model_class.config_class, NLQConfig)  # the second of a derived class that is not registered
+    known = model_class.config_class
     for head in _HEADS:
-        if any(config in head and issubclass(model_class, head[config]) for config in known) and config_class in head:
+        if known in head and config_class in head and issubclass(model_class, head[known]):
             return head[config_class]
     raise ValueError(f"{config_class.model_type} has no model with the head of {model_class.__name__}")
 
@@ -67,9 +67,7 @@ def nearest_in_family(family: str, config: NLQConfig) -> tuple[PreTrainedConfig,
 class Draft:
     """A model before its weights are made: it changes in steps, and is then built, or written shard by shard.
 
-    Attributes:
-        model: has the class and the configuration, but other parameters.
-        lost: differences from the source, in words.
+    `model` has class and configuration, but other parameters; `lost` are differences from the source, in words.
     """
 
     model: PreTrainedModel
@@ -87,11 +85,9 @@ class Draft:
             raise LossyConversion(f"{'; '.join(self.lost)}; --allow-lossy goes on without")
         return self
 
-    def build(self, copied: bool = True) -> PreTrainedModel:
-        """Makes the model in evaluation mode. Without a copy, it may share parameters with the source."""
-        state = {name: load().detach() for name, load in self.weights.tensors.items()}
-        if copied:
-            state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
+    def build(self) -> PreTrainedModel:
+        """Makes the model in evaluation mode. It may share parameters with the source."""
+        state = {name: load().detach().contiguous() for name, load in self.weights.tensors.items()}
         with no_init_weights():  # buffers get their values
             model = type(self.model)(copy.deepcopy(self.model.config))
         check_parameters(model, {name: value.shape for name, value in state.items()})
@@ -113,11 +109,11 @@ class Draft:
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
         """Changes switches of an NLQ model."""
         config = changed(self.model.config, switches)
-        if config.to_dict() == self.model.config.to_dict():
-            values = ", ".join(f"{name}={value!r}" for name, value in switches.items())
-            raise ValueError(f"the model has {values} already")
         if self.weights.are_in_memory or not only_adds(self.model.config, config):
-            return Draft.of(upcycle(self.build(copied=False), switches), self.lost)
+            model, lost = restructure(self.build(), config)
+            if lost:
+                raise ValueError("; ".join(lost))
+            return Draft.of(model, self.lost)
         new = empty_model(config, model_class=type(self.model))
         initial = {name: partial(_initial_value, new, name, self.weights.dtype) for name in saved_state(new)}
         return self._changed(new, {**initial, **self.weights.tensors})
@@ -128,12 +124,17 @@ class Draft:
         config, plain = nearest_in_family(family, self.model.config)
         draft = self
         if not only_adds(self.model.config, plain):
-            model, lost = restructure(self.build(copied=False), plain)
+            model, lost = restructure(self.build(), plain)
             draft = Draft.of(model, [*self.lost, *lost])
         new = empty_model(config, model_class=their_class)
-        tensors = from_nlq_tensors(FAMILIES[family], new, draft.model, draft.weights.tensors)
-        _check_counterparts(new, tensors)
-        return draft._changed(new, tensors)
+
+        def write(their_name: str, our_names: list[str]) -> torch.Tensor:
+            layout = FAMILIES[family].layout(their_name)
+            return layout.write([draft.weights.tensors[name]() for name in our_names], config)
+
+        names = names_of(FAMILIES[family], new, draft.model)
+        _check_counterparts(new, names)
+        return draft._changed(new, {name: partial(write, name, ours) for name, ours in names.items()})
 
     def _changed(self, model: PreTrainedModel, tensors: dict[str, Load], lost: Collection[str] = ()) -> "Draft":
         _take_generation_config(model, self.model)
@@ -174,18 +175,6 @@ def to_nlq_tensors(
     }
 
 
-def from_nlq_tensors(
-    family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel, tensors: Mapping[str, Load]
-) -> dict[str, Load]:
-    """Converts the parameters of an NLQ model to a family: the inverse of `to_nlq_tensors`."""
-
-    def write(their_name: str, our_names: list[str]) -> torch.Tensor:
-        return family.layout(their_name).write([tensors[name]() for name in our_names], theirs.config)
-
-    names = names_of(family, theirs, ours)
-    return {their_name: partial(write, their_name, our_names) for their_name, our_names in names.items()}
-
-
 def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) -> dict[str, list[str]]:
     """Maps each parameter of a family's model to the parameters of an NLQ model that it consists of."""
     names: dict[str, list[str]] = {}
@@ -202,21 +191,12 @@ def names_of(family: Family, theirs: PreTrainedModel, ours: NLQPreTrainedModel) 
     return names
 
 
-def to_nlq(model: PreTrainedModel, allow_lossy: bool = False) -> NLQPreTrainedModel:
-    """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, which stays as it is.
+def to_nlq(model: PreTrainedModel) -> NLQPreTrainedModel:
+    """Makes an NLQ model that computes the same as a model of one of `FAMILIES`, and may share its parameters.
 
     Raises `ValueError` for another family or an unsupported value, and `LossyConversion` for fields that NLQ does not
-    have, unless `allow_lossy` is set.
+    have.
     """
     if model.config.model_type not in FAMILIES:
         raise ValueError(f"a model of type {model.config.model_type!r} is none of {', '.join(sorted(FAMILIES))}")
-    return Draft.of(model).to_nlq().check_exact(allow_lossy).build()
-
-
-def from_nlq(model: NLQPreTrainedModel, family: str, allow_lossy: bool = False) -> PreTrainedModel:
-    """Makes a model of one of `FAMILIES` that computes the same as an NLQ model, which stays as it is.
-
-    Raises `ValueError` if the family does not have a model of this shape, and `LossyConversion` if it cannot compute
-    the same, unless `allow_lossy` is set.
-    """
-    return Draft.of(model).from_nlq(family).check_exact(allow_lossy).build()
+    return Draft.of(model).to_nlq().check_exact(allow_lossy=False).build()

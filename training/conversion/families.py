@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from modeling_nlq import NLQConfig
@@ -22,7 +21,7 @@ from modeling_nlq.configuration_nlq import PER_LAYER_SWITCHES
 class Part(NamedTuple):
     """Fields of a family's configuration that correspond to fields of `NLQConfig`.
 
-    `read` may return a list with a value for each layer, and `write` fields that the family does not have.
+    `read` may return a list with a value for each layer, and `write` other fields, which are left out.
     """
 
     fields: tuple[str, ...]
@@ -31,7 +30,7 @@ class Part(NamedTuple):
 
 
 def _equal(*same: str, **renamed: str) -> Part:
-    """Makes the part for fields with equal values, and the same names or those in `NLQConfig`."""
+    """Makes the part for fields that have the same names in `NLQConfig`, or those that are given."""
     names = {**{name: name for name in same}, **renamed}
     return Part(
         tuple(names),
@@ -40,18 +39,15 @@ def _equal(*same: str, **renamed: str) -> Part:
     )
 
 
-def _read_rope(config: PreTrainedConfig, is_partial: bool = False, has_norm_after: bool = False) -> dict[str, Any]:
+def _read_rope(config: PreTrainedConfig, is_partial: bool = False) -> dict[str, Any]:
     parameters = dict(config.rope_parameters)
     kind = parameters.get("rope_type")
     factor = parameters.get("partial_rotary_factor", 1.0)
     # `proportional` turns the rest of a whole head by an angle of 0
     if factor != 1.0 and not is_partial and kind != "proportional":
         raise ValueError(f"partial_rotary_factor={factor!r}: {config.model_type} rotates whole heads")
-    # `yarn` scales rotated queries and keys, and a norm after that takes the factor back
-    if kind == "yarn" and has_norm_after:
-        _, scaling = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
-        if scaling != 1.0:
-            raise ValueError(f"rope_parameters: yarn with attention_factor={scaling:.4g}, which must be 1.0")
+    if kind == "yarn" and config.model_type == "nanochat":
+        raise ValueError("rope_type='yarn' scales queries and keys, and NanoChat's norm takes the factor back")
     return {"position_embedding": "rope", "rope_parameters": parameters}
 
 
@@ -67,11 +63,6 @@ def _write_rope(layers: Sequence[NLQConfig], is_partial: bool = False) -> dict[s
 def _read_head_dim(config: PreTrainedConfig) -> dict[str, Any]:
     # The classes read the field even if they do not declare it
     return {"head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads}
-
-
-def _write_head_dim_unless_usual(layers: Sequence[NLQConfig]) -> dict[str, Any]:
-    usual = layers[0].hidden_size // layers[0].num_attention_heads
-    return {} if layers[0].head_dim == usual else {"head_dim": layers[0].head_dim}
 
 
 def _bias(name: str, *parts: str) -> Part:
@@ -116,11 +107,6 @@ def _write_scaling(layers: Sequence[NLQConfig]) -> dict[str, Any]:
     }
 
 
-def _write_n_inner(layers: Sequence[NLQConfig]) -> dict[str, Any]:
-    size = layers[0].intermediate_size
-    return {"n_inner": None if size == 4 * layers[0].hidden_size else size}
-
-
 class Layout(NamedTuple):
     """How a family stores a tensor: `read` splits it into tensors of NLQ, `write` is the inverse."""
 
@@ -144,7 +130,7 @@ def _swapped_halves(heads: str) -> Layout:
 
 
 def _read_interleaved(fused: torch.Tensor, config: PreTrainedConfig) -> Sequence[torch.Tensor]:
-    """Splits a matrix with rows ordered by head and then by query, key and value."""
+    # Its rows are ordered by head, and then by query, key and value
     return [part.flatten(0, 1) for part in fused.unflatten(0, (config.num_attention_heads, 3, -1)).unbind(1)]
 
 
@@ -268,21 +254,10 @@ def _library_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 _TOKENS = _equal("bos_token_id", "eos_token_id", "pad_token_id")
 _COMMON = _equal(
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "attention_dropout",
-    "tie_word_embeddings",
-    "use_cache",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
+    *("max_position_embeddings", "initializer_range", "attention_dropout", "tie_word_embeddings", "use_cache"),
 )
-_KEY_HEADS = _equal("num_key_value_heads")
 _ROPE = Part(("rope_parameters",), _read_rope, _write_rope)
-_ROPE_BEFORE_NORM = Part(("rope_parameters",), partial(_read_rope, has_norm_after=True), _write_rope)
 _PARTIAL_ROPE = Part(("rope_parameters",), partial(_read_rope, is_partial=True), partial(_write_rope, is_partial=True))
 _NO_ROPE_LAYERS = Part(
     ("no_rope_layers",),  # 1 where a layer has rotary positions
@@ -290,7 +265,6 @@ _NO_ROPE_LAYERS = Part(
     lambda layers: {"no_rope_layers": [int(layer.position_embedding == "rope") for layer in layers]},
 )
 _HEAD_DIM = Part(("head_dim",), _read_head_dim, lambda layers: {"head_dim": layers[0].head_dim})
-_UNDECLARED_HEAD_DIM = Part(("head_dim",), _read_head_dim, _write_head_dim_unless_usual)
 _HIDDEN_DROPOUT = Part(
     ("hidden_dropout",),
     lambda config: {"embedding_dropout": config.hidden_dropout, "residual_dropout": config.hidden_dropout},
@@ -303,7 +277,7 @@ _RESIDUAL_DROPOUT = _equal("residual_dropout")
 _WINDOW = _equal("sliding_window")
 _WINDOWS = Part(("use_sliding_window", "sliding_window", "layer_types"), _read_windows, _write_windows)
 
-_DECODER = (_TOKENS, _COMMON, _KEY_HEADS, _ROPE)
+_DECODER = (_TOKENS, _COMMON, _equal("num_key_value_heads"), _HEAD_DIM, _ROPE)
 _LLAMA_NAMES = {"self_attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _QKV = tuple(f"self_attn.{kind}_proj" for kind in "qkv")
 
@@ -316,39 +290,39 @@ def _like_llama(name: str, *parts: Part, switches: dict[str, Any] | None = None,
 
 
 _ROWS = (
-    _like_llama("llama", _HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
-    _like_llama("mistral", _HEAD_DIM, _WINDOW),
+    _like_llama("llama", _ATTENTION_BIAS, _MLP_BIAS),
+    _like_llama("mistral", _WINDOW),
     _like_llama(
         "eurobert",
-        *(_UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
+        *(_ATTENTION_BIAS, _MLP_BIAS, _equal("mask_token_id")),
         switches={"is_causal": False},
         without_effect=("classifier_pooling", "clf_pooling"),  # of a head with a further layer, which is not converted
         classifier="classifier",
     ),
-    _like_llama("cwm", _HEAD_DIM, _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
-    _like_llama("qwen2", _UNDECLARED_HEAD_DIM, _WINDOWS, switches={"query_key_value_bias": True}),
-    _like_llama("qwen3", _HEAD_DIM, _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
-    _like_llama("smollm3", _NO_ROPE_LAYERS, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
+    _like_llama("cwm", _MLP_BIAS, _WINDOWS._replace(fields=("sliding_window", "layer_types"))),
+    _like_llama("qwen2", _WINDOWS, switches={"query_key_value_bias": True}),
+    _like_llama("qwen3", _ATTENTION_BIAS, _WINDOWS, switches={"qk_norm": "rms"}),
+    _like_llama("smollm3", _NO_ROPE_LAYERS, _ATTENTION_BIAS, _MLP_BIAS, _WINDOWS),
     _like_llama(
         "arcee",
-        *(_HEAD_DIM, _ATTENTION_BIAS, _MLP_BIAS),
+        *(_ATTENTION_BIAS, _MLP_BIAS),
         switches={"mlp_type": "plain"},
         block_names={**_LLAMA_NAMES, "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
     _like_llama(
         "seed_oss",
-        *(_HEAD_DIM, _MLP_BIAS, _RESIDUAL_DROPOUT),
+        *(_MLP_BIAS, _RESIDUAL_DROPOUT),
         *(_bias("attention_bias", "query_key_value"), _bias("attention_out_bias", "attention_output")),
     ),
     _like_llama(
         "nanochat",
-        *(_equal("final_logit_softcapping"), _ROPE_BEFORE_NORM, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        *(_equal("final_logit_softcapping"), _ATTENTION_BIAS),
         switches={"mlp_type": "plain", "norm_gain": False, "embedding_norm": True, "qk_norm": "rms"},
         layouts={"q_proj": _swapped_halves("num_attention_heads"), "k_proj": _swapped_halves("num_key_value_heads")},
     ),
     _like_llama(
         "olmo2",
-        *(_UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        _ATTENTION_BIAS,
         switches={"norm_position": "output", "qk_norm": "rms_all_heads"},
         block_names={
             "self_attn_output_norm": "post_attention_layernorm",
@@ -357,7 +331,7 @@ _ROWS = (
     ),
     _like_llama(
         "diffllama",
-        *(_HEAD_DIM, _ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
+        *(_ATTENTION_BIAS, _NO_ATTENTION_DROPOUT),
         switches={"differential_attention": "v1"},
         without_effect=("lambda_std_dev",),  # of the initial vectors
         block_names={**_LLAMA_NAMES, "self_attn.parts.differential_attention": "self_attn"},
@@ -366,7 +340,7 @@ _ROWS = (
         "starcoder2",
         {"use_bias": True},
         (
-            *(*_DECODER, _RESIDUAL_DROPOUT, _UNDECLARED_HEAD_DIM, _WINDOW),
+            *(*_DECODER, _RESIDUAL_DROPOUT, _WINDOW),
             _equal("embedding_dropout", norm_epsilon="layer_norm_eps"),
             _bias("use_bias", "query_key_value", "attention_output", "mlp"),
         ),
@@ -375,7 +349,7 @@ _ROWS = (
     Family(
         "olmo",
         {"mlp_type": "gated", "norm_gain": False},  # its epsilon is our default
-        (*_DECODER, _UNDECLARED_HEAD_DIM, _ATTENTION_BIAS),
+        (*_DECODER, _ATTENTION_BIAS),
         block_names=_LLAMA_NAMES,
     ),
     Family(
@@ -407,13 +381,13 @@ _ROWS = (
                 n_embd="hidden_size",
                 n_layer="num_hidden_layers",
                 n_head="num_attention_heads",
+                n_inner="intermediate_size",
                 activation_function="hidden_act",
                 resid_pdrop="residual_dropout",
                 embd_pdrop="embedding_dropout",
                 attn_pdrop="attention_dropout",
                 layer_norm_epsilon="layer_norm_eps",
             ),
-            Part(("n_inner",), lambda config: {"intermediate_size": config.n_inner}, _write_n_inner),
             Part(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), _read_scaling, _write_scaling),
         ),
         # They set the order of operations and the second head of a class; `n_ctx` is an old name

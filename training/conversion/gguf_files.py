@@ -1,26 +1,26 @@
 """Reads what Transformers' reader leaves out of GGUF files, the format of llama.cpp."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.utils import is_gguf_available
 
 from ..loading import source_named
+from ..size import empty_model
 from ..text import one_line
+from .sources import load_model, read_source
 
 
 # Transformers does not read `starcoder2` and `gpt2` completely. Files of Mistral models say `llama`
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-# Read below, or repeated by shapes of tensors
+# Read below, or seen from shapes of tensors
 _ALSO_READ = ("attention.key_length", "attention.value_length", "vocab_size")
-# Values of a feature that the model does not use
-_NOTHING = (0, "", "none", [])
+_NOTHING = (0, "", "none", [])  # values of a feature that the model does not use
 # Values that Transformers assumes
 _USUAL = {"attention.causal": True, "tensor_data_layout": "Meta AI original pth"}
 _LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
@@ -34,33 +34,17 @@ _DIGITS = ("smollm", "starcoder")
 
 @dataclass
 class GGUF:
-    """The header of a file.
+    """The header of a file, with the type of most of its quantised weights, if any.
 
-    Attributes:
-        quantised: the type of most of its quantised weights, as llama.cpp names it; `None` without any.
-        tokenizer: fields below `tokenizer.ggml`, without its lists.
-        not_read: fields of the model that Transformers does not read, in words.
+    `tokenizer` has the fields below `tokenizer.ggml`, and `not_read` those that Transformers does not read, in words.
     """
 
     path: Path
     quantised: str | None
-    architecture: str
     tensors: list[str]
     head_size: int
     tokenizer: dict[str, Any]
     not_read: list[str]
-
-
-def find_gguf(source: str) -> Path | None:
-    """Returns the GGUF file that a source is or contains, unless it also contains safetensors files."""
-    path = Path(source)
-    if path.is_file() and path.suffix == ".gguf":
-        return path
-    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise ValueError(f"{source} holds {len(files)} GGUF files ({names}); name one of them")
-    return files[0] if files else None
 
 
 def read_gguf(path: Path) -> GGUF:
@@ -74,15 +58,11 @@ def read_gguf(path: Path) -> GGUF:
         fields = {name: field.contents() for name, field in reader.fields.items() if name not in _LONG}
     except Exception as error:  # the reader raises many types
         raise ValueError(f"{path} is truncated or damaged; fetch it again") from error
-    if fields.get("split.count", 1) > 1:
-        raise ValueError(f"{path} is one part of several: join them first (llama-gguf-split --merge)")
     architecture = fields.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ValueError(f"{path}: general.architecture={architecture!r} must be one of {', '.join(ARCHITECTURES)}")
     prefix = f"{architecture}."
     values = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
-    if values.get("attention.causal") is False:
-        raise ValueError(f"{path}: attention.causal=False: encoders are converted from safetensors")
     head_size = values.get("attention.key_length", values["embedding_length"] // values["attention.head_count"])
     usual = {**_USUAL, "rope.dimension_count": head_size}
     known = {*GGUF_CONFIG_MAPPING[architecture], *_ALSO_READ} - usual.keys()
@@ -98,7 +78,6 @@ def read_gguf(path: Path) -> GGUF:
     return GGUF(
         path,
         quantised=max(sizes, key=sizes.get, default=None),
-        architecture=architecture,
         tensors=[tensor.name for tensor in reader.tensors],
         head_size=head_size,
         tokenizer={name.removeprefix(_TOKENIZER): fields[name] for name in fields if name.startswith(_TOKENIZER)},
@@ -106,13 +85,24 @@ def read_gguf(path: Path) -> GGUF:
     )
 
 
-def tensors_not_read(gguf: GGUF, parameters: Iterable[str], layers: int) -> list[str]:
-    """Lists the tensors that a model with these parameters does not use, in words."""
+def load_gguf(gguf: GGUF) -> tuple[PreTrainedModel, list[str]]:
+    """Loads the model in float32, and lists what Transformers does not read, in words."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 
-    names = get_tensor_name_map(MODEL_ARCH[gguf.architecture.upper()], layers)
+    folder = str(gguf.path.parent)
+    file = str(gguf.path.resolve())  # Transformers looks for a bare name in the current directory first
+    config, model_class = read_source(folder, gguf_file=file)
+    config.head_dim = gguf.head_size
+    # SentencePiece uses the ids that are the default of Llama's class
+    if gguf.tokenizer.get("model") != "llama":
+        for kind in ("bos", "eos"):
+            setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
+    names = get_tensor_name_map(MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    parameters = empty_model(config, model_class=model_class).state_dict()
     known = {names.get_name(name, try_suffixes=(".weight", ".bias")) for name in parameters}
-    return [f"{name}{_NOT_READ}" for name in gguf.tensors if name not in known]
+    lost = [*gguf.not_read, *(f"{name}{_NOT_READ}" for name in gguf.tensors if name not in known)]
+    quantization = GgufConfig(dequantize=True)
+    return load_model(folder, config, model_class, gguf_file=file, quantization_config=quantization), lost
 
 
 def load_gguf_tokenizer(gguf: GGUF) -> PreTrainedTokenizerBase:

@@ -11,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from modeling_nlq import NLQConfig, NLQForCausalLM
 
-from ..size import check_shapes, empty_model
-from .draft import Draft, from_nlq_tensors, to_nlq_tensors
+from ..size import check_names, empty_model
+from .draft import Draft, names_of, to_nlq_tensors
 from .families import FAMILIES, Layout
-from .streaming import Weights, saved_state
+from .streaming import Weights
 
 
 # `query_mode` of the paper's code -> `query_projection`
@@ -61,17 +61,15 @@ def from_paper(checkpoint: dict[str, Any]) -> NLQForCausalLM:
     theirs = empty_model(GPT2Config(n_layer=1), model_class=GPT2LMHeadModel)
     # The linear layers are not transposed, and the fused layer lacks queries without a matrix
     parts = 3 if config.query_projection in ("linear", "residual") else 2
-    fused = Layout(lambda tensor, _: tensor.chunk(parts), lambda tensors, _: torch.cat(list(tensors)))
+    fused = Layout(lambda tensor, _: tensor.tensor_split(parts), write=None)
     names = {**FAMILIES["gpt2"].block_names, **_BOTTLENECK_NAMES}
     family = replace(FAMILIES["gpt2"], block_names=names, layouts={"c_attn": fused})
     head, embedding = "lm_head.weight", "transformer.wte.weight"
-    if config.tie_word_embeddings and head in state:
-        if not torch.equal(state[head], state.setdefault(embedding, state[head])):
+    if config.tie_word_embeddings and {head, embedding} <= state.keys():
+        is_equal = torch.equal(state.pop(head), state[embedding])
+        if not is_equal:
             raise ValueError(f"tie_weights=True, but {head} differs from {embedding}")
-        del state[head]
-    expected = from_nlq_tensors(family, theirs, ours, Weights.of(saved_state(ours)).tensors)
-    shapes = {name: load().shape for name, load in expected.items()}
-    check_shapes(shapes, {name: value.shape for name, value in state.items()})
+    check_names(names_of(family, theirs, ours).keys(), state.keys())
     weights = Weights.of(state)
     return Draft(ours, replace(weights, tensors=to_nlq_tensors(family, theirs, ours, weights.tensors))).build()
 
@@ -97,5 +95,7 @@ def _to_config(arguments: dict[str, Any]) -> NLQConfig:
         query_projection=_QUERY_MODES[values["query_mode"]],
         attention_scaling=usual_scale if values["scale"] is None else values["scale"],
         tie_word_embeddings=values["tie_weights"],
-        **{f"{place}_dropout": values["dropout"] for place in ("embedding", "residual", "attention")},
+        embedding_dropout=values["dropout"],
+        residual_dropout=values["dropout"],
+        attention_dropout=values["dropout"],
     )

@@ -1,27 +1,13 @@
-"""Sources of a conversion: folders, models of the Hub, and checkpoint files."""
+"""Reads models of Transformers to convert."""
 
-from pathlib import Path
-
-from transformers import AutoConfig, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ..loading import source_named
-from ..size import check_names, empty_model
+from ..size import check_names
 from .draft import classes_of
 from .families import FAMILIES
-from .gguf_files import GGUF, tensors_not_read
-
-
-PAPER_CHECKPOINT = "ckpt.pt"
-
-
-def find_checkpoint(source: str) -> Path | None:
-    """Returns the checkpoint of nanoGPT that a source is or contains, or `None`."""
-    path = Path(source)
-    if path.is_dir() and not (path / "config.json").is_file() and (path / PAPER_CHECKPOINT).is_file():
-        return path / PAPER_CHECKPOINT
-    return path if path.is_file() and path.suffix != ".gguf" else None
 
 
 def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
@@ -53,20 +39,3 @@ def load_model(
     unexpected = {name for name in info["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
     check_names(set(info["missing_keys"]), unexpected)
     return model.eval()
-
-
-def load_gguf(gguf: GGUF) -> tuple[PreTrainedModel, list[str]]:
-    """Loads the model of a GGUF file in float32, and lists what Transformers does not read."""
-    folder = str(gguf.path.parent)
-    file = str(gguf.path.resolve())  # Transformers looks for a bare name in the current directory first
-    config, model_class = read_source(folder, gguf_file=file)
-    if (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads) != gguf.head_size:
-        config.head_dim = gguf.head_size
-    # SentencePiece uses the ids that are the default of Llama's class
-    if gguf.tokenizer.get("model") != "llama":
-        for kind in ("bos", "eos"):
-            setattr(config, f"{kind}_token_id", gguf.tokenizer.get(f"{kind}_token_id"))
-    names = empty_model(config, model_class=model_class).state_dict()
-    lost = [*gguf.not_read, *tensors_not_read(gguf, names, config.num_hidden_layers)]
-    quantization = GgufConfig(dequantize=True)
-    return load_model(folder, config, model_class, gguf_file=file, quantization_config=quantization), lost

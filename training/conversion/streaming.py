@@ -26,7 +26,6 @@ from ..size import check_shapes
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old versions of Transformers saved, and every class ignores
 _OLD_BUFFERS = r"rotary_emb\.inv_freq"
-_LARGEST_SHARD = 50 * 10**9  # bytes of a file, as in Transformers, for a model in memory
 
 Load = Callable[[], torch.Tensor]
 
@@ -45,7 +44,7 @@ class Weights:
     def of(cls, state: Mapping[str, torch.Tensor]) -> "Weights":
         nbytes = sum(value.nbytes for value in state.values())
         tensors = {name: lambda value=value: value for name, value in state.items()}
-        return cls(tensors, next(iter(state.values())).dtype, nbytes, min(nbytes, _LARGEST_SHARD), are_in_memory=True)
+        return cls(tensors, next(iter(state.values())).dtype, nbytes, largest_shard=nbytes, are_in_memory=True)
 
 
 def saved_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -61,10 +60,6 @@ class _StoredTensor(NamedTuple):
     type_name: str
     shape: torch.Size
 
-    @property
-    def nbytes(self) -> int:
-        return _DTYPES[self.type_name].itemsize * self.shape.numel()
-
     def load(self) -> torch.Tensor:
         with safe_open(self.file, framework="pt") as content:
             return content.get_tensor(self.name)
@@ -73,7 +68,7 @@ class _StoredTensor(NamedTuple):
 def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     """Opens the safetensors files of a folder or of the Hub for an empty model.
 
-    Returns `None` without such files, or if Transformers has to translate their names. Raises `ValueError` naming a
+    Returns `None` without such files, or if Transformers has to translate their names. Raises `ValueError` for a
     parameter that is missing, or has another shape or type.
     """
     state = model.state_dict()
@@ -96,7 +91,7 @@ def find_weights(source: str, model: PreTrainedModel) -> Weights | None:
     for name, tensor in stored.items():
         if tensor.type_name not in _DTYPES:
             raise ValueError(f"{name} has the type {tensor.type_name}, not one of {', '.join(_DTYPES)}")
-        sizes[tensor.file] += tensor.nbytes
+        sizes[tensor.file] += _DTYPES[tensor.type_name].itemsize * tensor.shape.numel()
     dtype = _DTYPES[next(iter(stored.values())).type_name]
     return Weights({name: tensor.load for name, tensor in stored.items()}, dtype, sizes.total(), max(sizes.values()))
 

@@ -16,7 +16,6 @@ from modeling_nlq.modeling_nlq import NLQAttention, NLQBottleneck
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 
-# Parts of a model that have a field for their biases
 BIASED_PARTS = ("query_key_value", "attention_output", "mlp")
 # The fields of `carry_model`; `check_change` refuses smaller sizes
 MODEL_FIELDS = (
@@ -27,6 +26,7 @@ MODEL_FIELDS = (
 FUNCTIONS = (
     "attention_activation",
     "attention_output_activation",
+    "classifier_pooling",
     "final_logit_softcapping",
     "hidden_act",
     "layer_norm_eps",
@@ -38,7 +38,7 @@ FUNCTIONS = (
 )
 OTHER_OUTPUTS = "the outputs would change"
 _KINDS = ("query", "key", "value")
-# Names of the matrices before and after the inner units of an MLP
+# The matrices before and after the inner units of an MLP
 _MLP_LAYERS = {"plain": (("fc1",), "fc2"), "gated": (("gate_proj", "up_proj"), "down_proj")}
 
 
@@ -77,9 +77,6 @@ def refusals(before: NLQConfig, after: NLQConfig, reasons: dict[str, str]) -> li
 def carry_model(model: PreTrainedModel, new: PreTrainedModel) -> list[str]:
     """Sets the parameters of a new model outside attention, and returns what is lost."""
     before, after = model.config, new.config
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and after.tie_word_embeddings and not torch.equal(head.weight, embedding.weight):
-        raise ValueError(refusal("tie_word_embeddings", False, True, "the LM head differs from the token embeddings"))
     if (positions := model.base_model.embed_positions) is not None:
         new.base_model.embed_positions.weight[: len(positions.weight)] = positions.weight
     for old_layer, new_layer in zip(model.base_model.layers, new.base_model.layers):
@@ -109,16 +106,14 @@ def _widen(source: nn.Module, target: nn.Module, inner: tuple[str, ...] = ("fc1"
 
 def carry_layer(change: LayerChange) -> list[str]:
     """Sets the parameters of attention that have no equal in the old layer, and returns what is lost."""
-    before, after = change.before, change.after
     reasons = {field: OTHER_OUTPUTS if change.differs(field) else None for field in FUNCTIONS}
     reasons.update({field: rule(change) or reasons.get(field) for field, rule in LAYER_RULES.items()})
     for name in dict.fromkeys([*change.source.parts, *change.target.parts]):
         if name not in reasons:
             field = name if name in ATTENTION_PARTS else "attention_parts"
             reasons[field] = reasons.get(field) or _carry_part(change, name)
-    return [
-        refusal(field, getattr(before, field), getattr(after, field), text) for field, text in reasons.items() if text
-    ]
+    values = {field: (getattr(change.before, field), getattr(change.after, field)) for field in reasons}
+    return [refusal(field, *values[field], reason) for field, reason in reasons.items() if reason]
 
 
 def _carry_projection(kind: str, change: LayerChange) -> str | None:
@@ -178,14 +173,11 @@ def _attention_scaling(change: LayerChange) -> str | None:
     if after == 0.0:
         return "all scores would be 0"
     norm = getattr(change.target, "q_norm", None)
-    if norm is not None:
-        parameters = list(norm.parameters())
-    elif PROJECTIONS[change.after.key_projection].identity:
-        parameters = []
-    else:
+    modules = [norm]
+    if norm is None and not PROJECTIONS[change.after.key_projection].identity:
         linear, bottleneck = _terms(change.target, "key")
-        modules = filter(None, (linear, bottleneck and bottleneck.output_norm))
-        parameters = [parameter for module in modules for parameter in module.parameters()]
+        modules = [linear, bottleneck and bottleneck.output_norm]
+    parameters = [parameter for module in filter(None, modules) for parameter in module.parameters()]
     if not parameters:
         return "no weights of the layer could take over the factor"
     for parameter in parameters:
@@ -210,9 +202,8 @@ def _attention_gate(change: LayerChange) -> str | None:
 def _attention_output_scaling(change: LayerChange) -> str | None:
     if not change.differs("attention_output_scaling"):
         return None
-    before, after = (
-        1.0 if side.output_scaling is None else side.output_scaling for side in (change.source, change.target)
-    )
+    scalings = (change.source.output_scaling, change.target.output_scaling)
+    before, after = (1.0 if scaling is None else scaling for scaling in scalings)
     if after == 0.0:
         return "attention would contribute nothing"
     if change.before.attention_output_activation is not None:
@@ -222,15 +213,8 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
 
 
 def _head_projection(change: LayerChange) -> str | None:
-    before = change.before
-    if not before.head_projection or change.after.head_projection:
-        return None  # new ones start at the identity
-    if before.attention_output_activation is not None or before.attention_gate in ("elementwise", "value"):
-        return "an activation or gate comes between the learned matrices and the output projection"
-    # A head's output x passes (x W_h) W_o
-    heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
-    change.target.o_proj.weight.copy_(torch.einsum("ohe,hde->ohd", heads, change.source.head_proj.weight).flatten(1))
-    return None
+    is_lost = change.before.head_projection and not change.after.head_projection
+    return "the learned matrices would be lost" if is_lost else None  # new ones start at the identity
 
 
 def _attention_sink(change: LayerChange) -> str | None:
@@ -239,16 +223,15 @@ def _attention_sink(change: LayerChange) -> str | None:
         change.target.sink_bias.copy_(change.more_heads(change.source.sink_bias, "query"))
     if before == after or (before, after) == ("zero", "learned"):  # a learned sink starts at 0
         return None
-    if before is None:
-        return "a new sink changes the weights"
-    return "the weights would sum to another number"
+    return OTHER_OUTPUTS
 
 
 def _attention_normalization(change: LayerChange) -> str | None:
-    before, after = (
-        side.attention_normalization or side.activation.normalization for side in (change.before, change.after)
-    )
-    return OTHER_OUTPUTS if before != after and not change.differs("attention_activation") else None
+    if change.differs("attention_activation"):
+        return None
+    sides = (change.before, change.after)
+    before, after = (side.attention_normalization or side.activation.normalization for side in sides)
+    return OTHER_OUTPUTS if before != after else None
 
 
 def _qk_norm(change: LayerChange) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
-from modeling_nlq import NLQConfig, NLQForSequenceClassification
+from modeling_nlq import NLQConfig
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
 
 from ..files import check_keys
@@ -19,7 +19,6 @@ from .switch_rules import (
     FUNCTIONS,
     LAYER_RULES,
     MODEL_FIELDS,
-    OTHER_OUTPUTS,
     LayerChange,
     carry_layer,
     carry_model,
@@ -29,14 +28,7 @@ from .switch_rules import (
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # A forward pass in evaluation mode does not read these fields
-_TRAINING_FIELDS = {
-    "attention_dropout",
-    "classifier_pooling",  # except in a classifier
-    "embedding_dropout",
-    "initializer_range",
-    "residual_dropout",
-    "use_cache",
-}
+_TRAINING_FIELDS = {"attention_dropout", "embedding_dropout", "initializer_range", "residual_dropout", "use_cache"}
 # A part's field has the name of its row
 _FIELDS = NLQConfig.__annotations__.keys() | ATTENTION_PARTS.keys()
 _CHANGEABLE = {
@@ -45,22 +37,8 @@ _CHANGEABLE = {
 }
 
 
-def upcycle(model: PreTrainedModel, switches: dict[str, Any] | None = None) -> PreTrainedModel:
-    """Makes a new model with the same outputs and other fields of `NLQConfig`, by default `upcycled` queries.
-
-    Raises `ValueError` for an unknown field, or a value that would change the outputs.
-    """
-    switches = {"query_projection": "upcycled"} if switches is None else switches
-    if not isinstance(model.config, NLQConfig):
-        raise ValueError(f"a model of type {model.config.model_type!r} is not an NLQ model; convert it first")
-    new, lost = restructure(model, changed(model.config, switches))
-    if lost:
-        raise ValueError("; ".join(lost))
-    return new
-
-
 def changed(config: NLQConfig, switches: dict[str, Any]) -> NLQConfig:
-    """Makes a configuration with other switches, in all layers; raises `ValueError` for an unknown field."""
+    """Makes a configuration with other switches in all layers; raises `ValueError` for an unknown field."""
     check_keys("model", switches, {*_FIELDS, "per_layer_config"})
     values = config.to_dict()
     layers = {}
@@ -76,8 +54,7 @@ def only_adds(before: NLQConfig, after: NLQConfig) -> bool:
         return False
     if any(before.has_bias(part) != after.has_bias(part) for part in BIASED_PARTS):
         return False
-    compared = {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
-    fields = _FIELDS - _TRAINING_FIELDS - compared
+    fields = _FIELDS - _TRAINING_FIELDS - {"rope_parameters", *(f"{part}_bias" for part in BIASED_PARTS)}
     for layers in zip(before.per_layer_config, after.per_layer_config):
         for field in fields:
             old, new = (getattr(layer, field) for layer in layers)
@@ -100,14 +77,12 @@ def restructure(model: PreTrainedModel, config: NLQConfig) -> tuple[PreTrainedMo
         for field in _TOKEN_IDS:
             if getattr(before, field) != getattr(config, field):
                 setattr(new.generation_config, field, getattr(config, field))
-    is_classifier = isinstance(model, NLQForSequenceClassification)
-    lost = refusals(before, config, {"classifier_pooling": OTHER_OUTPUTS} if is_classifier else {})
     with torch.no_grad():
         state = model.state_dict()
         for name, value in new.state_dict().items():
             if name in state and state[name].shape == value.shape:
                 value.copy_(state[name])
-        lost += carry_model(model, new)
+        lost = carry_model(model, new)
         configs = zip(before.per_layer_config, config.per_layer_config)
         layers = zip(model.base_model.layers, new.base_model.layers)
         changes = [LayerChange(*pair, old.self_attn, new.self_attn) for pair, (old, new) in zip(configs, layers)]
@@ -123,6 +98,8 @@ def check_change(before: NLQConfig, after: NLQConfig) -> None:
         reasons[name] = "the weights were trained with other angles"
     if before.has_learned_positions and after.max_position_embeddings < before.max_position_embeddings:
         reasons["max_position_embeddings"] = "learned positions would be lost"
+    if after.tie_word_embeddings:
+        reasons["tie_word_embeddings"] = "the LM head would be lost"
     if after.intermediate_size < before.intermediate_size:
         reasons["intermediate_size"] = "inner units would be lost"
     if after.num_key_value_heads % before.num_key_value_heads:

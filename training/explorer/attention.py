@@ -17,15 +17,14 @@ from .measures import (
     effective_ranks,
     entropies,
     induction_scores,
-    largest_scores,
     own_value_cosines,
     previous_token_scores,
     shares,
 )
 
 
-# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, to
-# `FEWEST_ABLATED` tokens at least. If these cost more than `MOST_ABLATION`, heads are not removed
+# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, but not
+# below `FEWEST_ABLATED` tokens; if these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
@@ -56,8 +55,7 @@ _NO_OWN_KEY = "cross-attention sees the tokens of the source, and no token of it
 class Layer:
     """The weights, `(heads, query, key)`, and the numbers, `(heads,)`, of one attention layer.
 
-    `heads` counts maps: differential attention has one for two heads. `missing` says why a number is not there. `name`
-    is the number of the layer, followed by `cross` for cross-attention.
+    `heads` counts maps: differential attention has one for two heads. `missing` says why a number is not there.
     """
 
     activation: str
@@ -151,7 +149,8 @@ def _measure_weights(layer: NLQAttention, call: AttentionCall, positions: Positi
     measured.add_weights(weights, has_choice)
     if len(weights) == query.shape[1]:
         measured.numbers["effective_rank"] = effective_ranks(query[0].cpu())
-        measured.numbers["largest_score"] = largest_scores(scores[0], visible[0]).cpu()
+        scores = scores[0].masked_fill(~visible[0], -torch.inf)
+        measured.numbers["largest_score"] = scores.flatten(1).amax(dim=-1).cpu()
     else:
         measured.missing |= dict.fromkeys(("effective_rank", "largest_score"), _PAIRS)
     if call.values is not None and value.shape == call.values.shape:

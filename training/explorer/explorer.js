@@ -1,8 +1,5 @@
 "use strict";
 
-if (!("DecompressionStream" in window) || !CSS.supports("color", "color-mix(in srgb, red, blue)")) throw new Error("too old");
-document.getElementById("too-old").remove();
-
 // See page.py for the data
 const byId = (id) => document.getElementById(id);
 const data = JSON.parse(byId("data").textContent);
@@ -79,15 +76,9 @@ function showScale(scale, low, high, zero, unit, strength) {
   scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
 }
 
-const unpacked = new Map();
-
 function unpack(packed) {
-  if (!unpacked.has(packed)) {
-    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
-    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-    unpacked.set(packed, new Response(stream).arrayBuffer());
-  }
-  return unpacked.get(packed);
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
 const selectedLayer = (index) => data.models[index].layers[state.heads[index].layer];
@@ -101,13 +92,14 @@ async function readHead(index) {
   const isLower = data.models[index].is_causal && !layer.is_cross;
   const keys = layer.is_cross ? data.source : data.tokens.slice(0, data.map_tokens);
   const lastKey = (query) => (isLower ? query : keys.length - 1);
-  const rowStart = (query) => (isLower ? (query * (query + 1)) / 2 : query * keys.length);
-  const weight = (query, key) => (key > lastKey(query) ? 0 : (levels[rowStart(query) + key] * largest[query]) / data.levels);
+  const weight = (query, key) => (levels[query * keys.length + key] * largest[query]) / data.levels;
   return { layer, largest, weight, keys, lastKey, isLower };
 }
 
 // Models
 
+byId("models").before(...data.notes.map((note) => element("p", { class: "soft" }, note)));
+byId("together").parentElement.hidden = data.models.length === 1;
 for (const model of data.models) {
   const nats = element("abbr", { title: "-log of the probability that the model gives the token. Guessing among 1,000 tokens costs 6.9." }, "nats");
   const unit = model.is_causal ? "token" : "masked token";
@@ -117,22 +109,19 @@ for (const model of data.models) {
 
 // Text
 
-const colours = [];
-if (differences) colours.push(["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]);
-data.models.forEach((model, index) => colours.push([`loss ${index}`, `loss of ${model.name}`]));
-data.models.forEach((model, index) => colours.push([`attention ${index}`, `attention of the selected token, ${model.name}`]));
-addMenu("colour", colours, paintText);
-
-const tokens = data.tokens.map((token, index) =>
-  element(
-    "span",
-    { class: "token", role: "option", tabindex: -1, "aria-selected": "false", onclick: () => selectQuery(index) },
-    token.replaceAll("\n", "↵\n"),
-  ),
+addMenu(
+  "colour",
+  [
+    ...(differences ? [["difference", `loss of ${data.models[1].name} minus loss of ${data.models[0].name}`]] : []),
+    ...data.models.map((model, index) => [`loss ${index}`, `loss of ${model.name}`]),
+    ...data.models.map((model, index) => [`attention ${index}`, `attention of the selected token, ${model.name}`]),
+  ],
+  paintText,
 );
-byId("text").append(...tokens);
-const source = data.source.map((token) => element("span", { class: "token" }, token.replaceAll("\n", "↵\n")));
-byId("source").append(...source);
+
+const addToken = (id, token, attributes) => byId(id).appendChild(element("span", { class: "token", ...attributes }, token.replaceAll("\n", "↵\n")));
+const tokens = data.tokens.map((token, index) => addToken("text", token, { role: "option", onclick: () => selectQuery(index) }));
+const source = data.source.map((token) => addToken("source", token));
 byId("source").hidden = !source.length;
 byId("text").addEventListener("keydown", (event) => {
   const steps = { ArrowLeft: -1, ArrowUp: -10, ArrowRight: 1, ArrowDown: 10, Home: -length, End: length };
@@ -146,7 +135,7 @@ function selectQuery(query, key = null) {
   state.query = clamp(query, 0, length - 1);
   state.key = key;
   paintText();
-  data.models.forEach((_, index) => paintPanel(index));
+  panels.forEach((_, index) => paintPanel(index));
 }
 
 let textsPainted = 0;
@@ -154,10 +143,8 @@ let textsPainted = 0;
 async function paintText() {
   const turn = ++textsPainted, isCross = selectedLayer(0).is_cross;
   const [kind, index] = state.colour.split(" ");
-  let values, seen = [], unit = "nats";
-  if (kind === "loss") values = data.models[index].losses;
-  else if (kind === "difference") values = differences;
-  else {
+  let values = kind === "loss" ? data.models[index].losses : differences, seen = [], unit = "nats";
+  if (kind === "attention") {
     const { layer, weight, keys, lastKey } = await readHead(index);
     const isSeen = (key) => weight && key <= lastKey(state.query) && state.query < data.map_tokens;
     values = (keys ?? data.tokens).map((_, key) => (isSeen(key) ? weight(state.query, key) : null));
@@ -204,13 +191,13 @@ const grids = data.models.map((model, index) => {
     grid.append(element("span", {}, layer.name), ...heads, ...times(widest - layer.heads, () => element("span")));
     return heads;
   });
-  const scale = element("p", { class: "scale" }), readout = element("p", { class: "readout" });
-  byId("heads").append(element("div", {}, element("h3", {}, model.name), grid, scale, readout));
-  return { buttons, readout, scale };
+  const scale = element("p", { class: "scale" });
+  byId("heads").append(element("div", {}, element("h3", {}, model.name), grid, scale));
+  return { buttons, scale };
 });
 
 function selectHead(index, layer, head) {
-  const together = byId("together")?.checked;
+  const together = byId("together").checked;
   data.models.forEach((model, other) => {
     if (other !== index && !together) return;
     const row = Math.min(layer, model.layers.length - 1);
@@ -225,11 +212,10 @@ function paintHeads() {
   byId("quantity-text").textContent = data.quantities[state.quantity];
   const all = data.models.flatMap((model) => model.layers.flatMap((layer) => layer.numbers[state.quantity] ?? [])).filter(isNumber);
   const low = Math.min(...all), high = Math.max(...all);
-  // Around 0 if there are negative numbers, else from the smallest to the largest
-  const from = low < 0 ? 0 : low;
+  const from = low < 0 ? 0 : low; // the number without colour
   const limit = Math.max(high - from, from - low);
   data.models.forEach((model, index) => {
-    const { buttons, readout, scale } = grids[index], selected = state.heads[index];
+    const { buttons, scale } = grids[index], selected = state.heads[index];
     buttons.forEach((row, layer) =>
       row.forEach((button, head) => {
         const value = model.layers[layer].numbers[state.quantity]?.[head];
@@ -242,10 +228,6 @@ function paintHeads() {
         button.setAttribute("aria-label", button.title);
       }),
     );
-    const layer = selectedLayer(index), name = label(state.quantity), reason = layer.missing[state.quantity];
-    const value = layer.numbers[state.quantity]?.[selected.head];
-    const text = isNumber(value) || !reason ? `${name} ${written(value)}` : `no ${name}: ${reason}`;
-    readout.textContent = `Layer ${layer.name}, head ${selected.head}: ${text}.`;
     if (all.length) showScale(scale, low, high, from, "");
     else scale.replaceChildren("no head has it");
   });
@@ -334,8 +316,5 @@ function paintMap(panel, { largest, weight, keys, lastKey, isLower }) {
   }
 }
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.models.forEach((_, index) => paintPanel(index)));
-
-addEventListener("unhandledrejection", () => byId("token").append(" The data of this page are damaged."));
 paintHeads();
 selectQuery(state.query);

@@ -12,7 +12,7 @@ from modeling_nlq import NLQConfig, NLQForConditionalGeneration
 
 from ..conversion.draft import to_nlq
 from ..disk import read_bytes, read_text, resolve_user_path, write_text
-from ..files import PAGE_FILE
+from ..files import PAGE_FILE, PAGE_MARK
 from ..loading import load_model
 from ..size import empty_model, parts_in, positions_of
 from ..text import check_number
@@ -25,7 +25,6 @@ DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Number of random tokens that the text for induction scores repeats
 INDUCTION_PERIOD = 64
-_PAGE_MARK = b'<meta name="generator" content="nlq explore">'  # in page.html
 
 
 @dataclass
@@ -72,10 +71,9 @@ def explore(
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
-    check_number("max_tokens", max_tokens, 2)
     if file is not None:
         text = read_text(resolve_user_path(file))
-    models, tokenizer = load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
+    models, tokenizer = _load_subjects([str(name) for name in (model, other) if name is not None], trust_remote_code)
     shown = _tokens(tokenizer, text)
     if not shown:
         raise ValueError("the text is empty: it has no token")
@@ -93,9 +91,9 @@ def explore(
         raise ValueError("--target: only an encoder with a decoder has a target")
     exploration = explore_tokens(models, tokenizer, shown, max_tokens, source=source)
     if output is not None:
-        # The user did not type the default name, which may be a link
+        # The user did not type the default name
         path = Path(output) if output == PAGE_FILE else resolve_user_path(output)
-        if path.is_file() and _PAGE_MARK not in read_bytes(path):
+        if path.is_file() and PAGE_MARK not in read_bytes(path):
             raise ValueError(f"{path} exists and is not a page of `nlq explore`; move it, or choose another --output")
         write_text(path, exploration.page)
     return exploration
@@ -106,16 +104,16 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def load_subjects(
-    names: Sequence[str], trust_remote_code: bool = False
+def _load_subjects(
+    names: Sequence[str], trust_remote_code: bool
 ) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
-    """Loads models, by their names on the page, and their tokenizer; raises as `explore`."""
+    """Loads models, by their names on the page, and their tokenizer."""
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if tokenizers[0].get_vocab() != tokenizers[-1].get_vocab():
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers, and cannot be compared")
     subjects = list(map(prepare, models))
     if (subjects[0].pair is None) != (subjects[-1].pair is None):
-        raise ValueError(f"{names[0]!r} and {names[1]!r}: an encoder with a decoder is shown beside another only")
+        raise ValueError(f"{names[0]!r} and {names[1]!r}: an encoder and decoder is shown beside another only")
     labels = [Path(name).resolve().name for name in names]
     if len(set(labels)) < len(labels):
         labels = names
@@ -132,21 +130,18 @@ def explore_tokens(
 ) -> Exploration:
     """Makes the page of one or two models, by their names on the page, for the tokens `shown` of a text.
 
-    Raises `ValueError` if `max_tokens` exceeds the positions, or losses are not finite.
-
-    Args:
-        notes: sentences to add to the page.
-        source: the tokens that encoders read, for decoders with cross-attention.
+    Encoders, if any, read the tokens `source`. Raises `ValueError` if `max_tokens` exceeds the positions, or a loss is
+    not finite.
     """
     configs = [subject.model.config for subject in models.values()]
     positions = min(filter(None, map(positions_of, configs)), default=math.inf)
     check_number("max_tokens", max_tokens, 2, positions)
-    period = int(min(INDUCTION_PERIOD, positions / 2))
     input_ids = torch.tensor([list(shown[: max_tokens or min(DEFAULT_TOKENS, positions)])])
     length = input_ids.shape[1]
-    notes = list(notes)
+    notes = [*notes]
     if length < len(shown):
         notes.append(f"This page shows the first {length:,} of {len(shown):,} tokens.")
+    period = int(min(INDUCTION_PERIOD, positions / 2))
     if period < INDUCTION_PERIOD:
         notes.append(f"Previous-token and induction scores are measured on {period} random tokens, repeated once.")
     vocab_size = min(len(tokenizer), *(config.vocab_size for config in configs))
@@ -198,10 +193,9 @@ def prepare(model: PreTrainedModel) -> Subject:
         decoder.model = model.model.decoder
         decoder.lm_head = model.lm_head
         return Subject(decoder, _describe(model), model)
-    if not isinstance(model.config, NLQConfig):
-        converted = to_nlq(model).to(DEVICE)
-        return Subject(converted, f"{_describe(model)}; shown by its exact conversion to an NLQ model")
-    return Subject(model.to(DEVICE), _describe(model))
+    if isinstance(model.config, NLQConfig):
+        return Subject(model.to(DEVICE), _describe(model))
+    return Subject(to_nlq(model).to(DEVICE), f"{_describe(model)}; shown by its exact conversion to an NLQ model")
 
 
 def _describe(model: PreTrainedModel) -> str:
@@ -221,8 +215,7 @@ def _describe(model: PreTrainedModel) -> str:
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
     """Returns the text that each token adds to the tokens before it.
 
-    If several tokens make one character, the first gets it, and the others are empty. Invalid bytes are written as the
-    tokenizer writes them.
+    If several tokens make one character, the first gets it. Invalid bytes are written as the tokenizer writes them.
     """
     texts = []
     before = ""  # the text of the tokens so far

@@ -69,11 +69,6 @@ def effective_ranks(states: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(values / values.sum(dim=-1, keepdim=True)).sum(dim=-1).exp()
 
 
-def largest_scores(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Returns the largest visible score of each head, `(heads,)`, from `(heads, query, key)`."""
-    return scores.masked_fill(~visible, -torch.inf).flatten(1).amax(dim=-1)
-
-
 def previous_token_scores(weights: torch.Tensor) -> torch.Tensor:
     """Returns the mean of `p_i,i-1` over queries after the first; a row of zeros counts as 0 (arXiv 2209.11895)."""
     return shares(weights).diagonal(offset=-1, dim1=-2, dim2=-1).nan_to_num(nan=0.0).mean(dim=-1)
@@ -87,20 +82,19 @@ def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
     return shares(weights).diagonal(offset=1 - period, dim1=-2, dim2=-1)[..., 1:].nan_to_num(nan=0.0).mean(dim=-1)
 
 
-def repeated_tokens(vocab_size: int, special: Sequence[int], period: int, seed: int = 0) -> torch.Tensor:
+def repeated_tokens(vocab_size: int, special: Sequence[int], period: int) -> torch.Tensor:
     """Draws random tokens, without special tokens, and repeats them once: `(1, 2 * period)`."""
     allowed = torch.tensor(sorted(set(range(vocab_size)) - set(special)))
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tokens = allowed[torch.randint(len(allowed), (1, period), generator=generator)]
     return tokens.repeat(1, 2)
 
 
 @torch.no_grad()
 def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
-    """Computes what removing each head adds to the mean loss, for each layer `(heads,)`, in nats per token.
+    """Computes what removing each head adds to the mean loss of `(1, length)` tokens: nats, `(heads,)` for each layer.
 
-    The input of the output projection is set to 0 there. `heads` counts those of each layer; `input_ids` is
-    `(1, length)`.
+    The input of the output projection is set to 0 there. `heads` counts those of each layer.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
     length = input_ids.shape[1]

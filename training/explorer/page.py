@@ -37,18 +37,14 @@ def pack(numbers: np.ndarray) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes())).decode()
 
 
-def quantize(weights: torch.Tensor, is_causal: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def quantize(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Rounds weights `(heads, length, keys)` to 1/127 of the largest in each row.
 
-    Returns whole numbers from -127 to 127, `(heads, weights)`, of the keys up to each query or of all keys, and the
-    largest absolute weight of each row, `(heads, length)`.
+    Returns whole numbers from -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
     """
     largest = weights.abs().amax(dim=-1)
     levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
-    if is_causal:
-        query, key = torch.tril_indices(*weights.shape[1:])
-        levels = levels[:, query, key]
-    return levels.flatten(1).numpy(), largest.float().numpy()
+    return levels.numpy(), largest.float().numpy()
 
 
 def write_page(
@@ -59,10 +55,13 @@ def write_page(
     source: Sequence[str] = (),
 ) -> str:
     """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps."""
-    map_tokens = _map_tokens(models, len(tokens))
+    map_tokens = len(tokens)
+    while map_tokens > 1 and sum(_map_bytes(model, map_tokens) for model in models) > MAP_BYTES:
+        map_tokens -= 1
     if map_tokens < len(tokens):
         notes = [*notes, f"Maps show the first {map_tokens} of {len(tokens)} tokens only, to keep the page small."]
     content = {
+        "notes": list(notes),
         "tokens": list(tokens),
         "source": list(source),
         "levels": LEVELS,
@@ -75,16 +74,13 @@ def write_page(
                 "is_causal": model.is_causal,
                 "loss": _number(model.losses.double().mean().item()) if len(model.losses) else None,
                 "losses": [None, *map(_number, model.losses.tolist())],
-                "layers": [_layer(layer, map_tokens, model.is_causal) for layer in model.layers],
+                "layers": [_layer(layer, map_tokens) for layer in model.layers],
             }
             for model in models
         ],
     }
-    checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
     return Template(_read("page.html")).substitute(
         title=html.escape(title),
-        notes="".join(f'<p class="soft">{html.escape(note)}</p>\n' for note in notes),
-        together=f"<label>{checkbox} same head in both models</label>\n" if len(models) > 1 else "",
         levels=LEVELS,
         style=_read("explorer.css"),
         script=_read("explorer.js"),
@@ -97,21 +93,15 @@ def _read(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
-def _map_tokens(models: Sequence[ExploredModel], length: int) -> int:
-    """Returns for how many tokens all maps take at most `MAP_BYTES`, even if they cannot be compressed."""
-    layers = [(model, layer) for model in models for layer in model.layers if layer.weights is not None]
-
-    def nbytes(tokens: int) -> float:
-        size = 0.0
-        for model, layer in layers:
+def _map_bytes(model: ExploredModel, tokens: int) -> float:
+    """Returns the size of a model's maps in base64, if nothing but later keys can be compressed."""
+    size = 0.0
+    for layer in model.layers:
+        if layer.weights is not None:
             keys = layer.weights.shape[-1] if layer.is_cross else tokens / (2 if model.is_causal else 1)
             # A byte for each weight, four for the largest of each row, and two headers of zlib
             size += layer.heads * (tokens * (keys + 4) + 48)
-        return size * 4 / 3  # in base64
-
-    while length > 1 and nbytes(length) > MAP_BYTES:
-        length -= 1
-    return length
+    return size * 4 / 3
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
@@ -121,11 +111,11 @@ def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
     return known | dict.fromkeys(sorted(names - known.keys() - {"weights"}), "Measured by a part of the layer.")
 
 
-def _layer(layer: Layer, tokens: int, is_causal: bool) -> dict[str, Any]:
+def _layer(layer: Layer, tokens: int) -> dict[str, Any]:
     maps = largest = None
     if layer.weights is not None:
         weights = layer.weights[:, :tokens] if layer.is_cross else layer.weights[:, :tokens, :tokens]
-        maps, largest = (list(map(pack, each)) for each in quantize(weights, is_causal and not layer.is_cross))
+        maps, largest = (list(map(pack, each)) for each in quantize(weights))
     return {
         "name": layer.name,
         "is_cross": layer.is_cross,

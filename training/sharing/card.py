@@ -103,7 +103,7 @@ def render(
         license=license or ("apache-2.0" if result and not result.data.is_fine_tuned else None),
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=pipeline,
-        tags=[*(["nlq"] if is_nlq else []), *(["custom_code"] if is_nlq and not is_adapter else []), "attention"],
+        tags=["nlq", *([] if is_adapter else ["custom_code"]), "attention"] if is_nlq else ["attention"],
         base_model=base_model,
         datasets=None if not recipe or is_local else [dataset],
         eval_results=results or None,
@@ -134,14 +134,13 @@ def render(
         context=positions_of(config) or context_of(config),
         has_tokenizer=has_tokenizer,
         conversion=conversion,
-        origin=_origin(conversion) if conversion else None,
         base_model=base_model,
         dataset=dataset,
         result=result,
         recipe=code(yaml.safe_dump(recipe, sort_keys=False), "yaml") if recipe and result else None,
         results={f"{split} {texts[metric]}": f"{value:.4f}" for (split, metric), value in measured.items()},
         has_plot=has_plot,
-        comparison=comparison and plain(comparison),
+        comparison=comparison,
     )
 
 
@@ -166,9 +165,7 @@ def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> li
     """Returns the commands that repeat a conversion, and the earlier ones, into the folder `target`."""
     words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
-        is_upcycling = (name, value) == ("query_projection", "upcycled")
-        setting = f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-        words += ["--upcycle"] if is_upcycling else ["--set", setting]
+        words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     words += ["--allow-lossy"] if conversion["lost"] else []
     before = conversion.get("before")
     return [*(_conversion_commands(before, conversion["source"]) if before else []), shlex.join(words)]
@@ -181,13 +178,6 @@ def _auto_class(config: PreTrainedConfig) -> str:
     head = "Seq2SeqLM" if head == "ConditionalGeneration" else head
     auto_class = f"AutoModelFor{head}" if head else "AutoModel"
     return auto_class if auto_class in _PIPELINES else "AutoModelForCausalLM"
-
-
-def _origin(conversion: dict[str, Any]) -> str:
-    if conversion["source_class"] == "checkpoint":
-        return "a checkpoint of the code of arXiv 2603.13381, or of nanoGPT"
-    quantised = f", weights of type {code(conversion['dequantised'])}" if conversion.get("dequantised") else ""
-    return f"{code(conversion['base_model'] or conversion['source'])} ({code(conversion['source_class'])}{quantised})"
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:

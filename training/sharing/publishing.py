@@ -1,16 +1,14 @@
 """Uploads a model, or a page of `nlq explore`, to the Hub, in one commit.
 
 A run folder also contains optimizer states, logs, and files of the user. So a list of allowed files decides what is
-published. These files are copied (weights are linked), checked, and sent.
+published. All but weights are read once, so that what was checked is sent.
 """
 
 import fnmatch
 import html
 import json
-import os
 import re
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,18 +25,18 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
 
-from ..disk import open_file, read_bytes, resolve_user_path, safe_join
+from ..disk import read_bytes, resolve_user_path
 from ..files import (
     ADAPTER,
     CARD_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
     PAGE_FILE,
+    PAGE_MARK,
     PLOT_FILE,
     RECIPE_FILE,
     RECORDS,
@@ -51,6 +49,7 @@ from ..files import (
     read_json,
     read_yaml,
 )
+from ..loading import check_model_folder
 from ..result import RunResult
 from ..size import check_parameters, size_of
 from ..text import Markdown, one_line
@@ -59,7 +58,6 @@ from .card import converted_base, render
 from .scrub import check_for_traces, without_folders
 
 
-_INDEX = WEIGHTS[-1]
 _REPORT = ("comparison/results.md", "comparison/figures/*.png")
 # Fields with the path that a tokenizer or a configuration was loaded from
 _PATH_FIELDS = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file", "cache_dir")
@@ -104,15 +102,10 @@ def publish_model(
     dry_run: bool = False,
 ) -> Publication:
     """Uploads a saved model, as `api.publish` explains."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as open_files:
-        scratch = resolve_user_path(name)
-        copy = scratch / "model"
-        try:
-            _copy(resolve_user_path(folder), copy, open_files)
-            contents = _collect(copy, repo_id, card, scratch / "adapter" if adapter else None)
-            check_for_traces(Path(folder), contents)
-        except ValueError as error:
-            raise ValueError(str(error).replace(str(copy), str(folder))) from error
+    check_model_folder(str(folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        contents = _collect(resolve_user_path(folder), repo_id, card, resolve_user_path(scratch) if adapter else None)
+        check_for_traces(Path(folder), contents)
         return _send(repo_id, contents, private, revision, dry_run)
 
 
@@ -121,53 +114,21 @@ def publish_space(
 ) -> Publication:
     """Uploads a page of `nlq explore`, which quotes its text, as a static Space, in one commit.
 
-    `page` is the file, or the folder that contains it. Raises `ValueError` if there is no page, or it contains a token
-    or a path of this machine, and `PublishingError`.
+    `page` is the file, or its folder. Raises `PublishingError`, and `ValueError` if there is no page, or it contains a
+    token or a path of this machine.
     """
     page = resolve_user_path(page) / PAGE_FILE if Path(page).is_dir() else resolve_user_path(page)
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
     content = read_bytes(page)
-    if (title := _title_of_page(content.decode(errors="replace"))) is None:
-        raise ValueError(f"{page} is not a page of `nlq explore` as this version makes it")
-    settings = {"title": title, "sdk": "static", "app_file": "index.html"}
+    title = re.search(r"<title>(.*?)</title>", content.decode(errors="replace"))
+    if title is None or PAGE_MARK not in content:
+        raise ValueError(f"{page} is not a page of `nlq explore`")
+    settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": content}
     check_for_traces(page.parent, contents)
     return _send(repo_id, contents, private, revision, dry_run, "space")
-
-
-def _title_of_page(text: str) -> str | None:
-    """Returns the title if a text is the page of `nlq explore` with texts and numbers in it, and no other script."""
-    folder = Path(__file__).parents[1] / "explorer"
-    names = {"page": "page.html", "style": "explorer.css", "script": "explorer.js"}
-    forms = {key: re.escape((folder / name).read_text(encoding="utf-8")) for key, name in names.items()}
-    checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
-    forms["together"] = f"(?:<label>{checkbox} same head in both models</label>\n)?"
-    forms["notes"] = r'(?:<p class="soft">[^<]*</p>\n)*'
-    pattern = re.sub(r"\\\$(\w+)", lambda match: forms.get(match[1], "[^<]*"), forms.pop("page"))
-    if re.fullmatch(pattern, text) is None:
-        return None
-    return html.unescape(re.search(r"<title>(.*?)</title>", text)[1])
-
-
-def _copy(folder: Path, target: Path, open_files: ExitStack) -> None:
-    """Copies the files that may be published, and links the weights, which stay open; raises as `open_file`."""
-    patterns = (*SETTINGS, *TOKENIZER, *RECORDS, WEIGHTS[0], _INDEX)
-    names = {path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern)}
-    names |= {path.name for path in code_files(folder) if path.is_file()}
-    if _INDEX in names and WEIGHTS[0] not in names:
-        shards = json.loads(read_bytes(folder / _INDEX)).get("weight_map")
-        names |= {str(name) for name in shards.values()} if isinstance(shards, dict) else set()
-    for name in names:
-        source, copy = safe_join(folder, name), target / name
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".safetensors"):
-            file = open_files.enter_context(open_file(source))
-            descriptor = f"/proc/self/fd/{file.fileno()}"  # stays this file if the name is given to another
-            copy.symlink_to(descriptor if os.path.exists(descriptor) else os.path.realpath(folder / name))
-        else:
-            copy.write_bytes(read_bytes(source))
 
 
 def _send(
@@ -214,7 +175,7 @@ def _send(
 
 
 def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: Path | None) -> dict[str, Path | bytes]:
-    """Returns the files to upload by name, from a copy of the folder: paths, or bytes where paths were cut.
+    """Returns the files to upload by name: paths of weights, and the bytes of others, without absolute paths.
 
     With `adapter_folder`, an adapter is written there and published instead of the model.
     """
@@ -227,16 +188,17 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
     paths = files_in(folder, (*TOKENIZER, *RECORDS))
     if adapter_folder is None:
         code = code_files(folder)
-        _check_code(folder, weights, code)
+        if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
+            raise ValueError(f"{folder} lacks {', '.join(missing)}; save the model anew by save_pretrained")
         paths |= {*weights, *code, *files_in(folder, SETTINGS)}
-    contents: dict[str, Path | bytes] = {path.relative_to(folder).as_posix(): path for path in paths}
+    contents = {path.relative_to(folder).as_posix(): _content(path) for path in paths}
     if adapter_folder is not None:
         if (recipe or {}).get("trainable") != "new" or result is None or conversion is None:
             text = "--adapter publishes what a finished run with `trainable: new` trained"
             raise ValueError(f"{text}, and {folder} is none (`hf upload` takes a LoRA, in the run's folder `adapter`)")
         modules = whole_modules(model, conversion["added"])
         base = converted_base(recipe, result.data.base_model)
-        contents |= {path.name: path for path in write_adapter(folder, adapter_folder, modules, base)}
+        contents |= {path.name: _content(path) for path in write_adapter(folder, adapter_folder, modules, base)}
     for name in {*SETTINGS, "special_tokens_map.json", "tokenizer_config.json"} & contents.keys():
         fields = {key: value for key, value in read_json(folder / name).items() if key not in _PATH_FIELDS}
         contents[name] = _json(fields | ({"auto_map": auto_map} if name == "config.json" else {}))
@@ -264,6 +226,10 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
     return dict(sorted(contents.items()))
 
 
+def _content(path: Path) -> Path | bytes:
+    return path if path.suffix == ".safetensors" else read_bytes(path)
+
+
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns `config.json` and its `auto_map`; raises `ValueError` unless it describes an NLQ model."""
     if not (folder / "config.json").is_file():
@@ -275,16 +241,6 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     if kind not in ("nlq", "nlq_seq2seq") and not is_derived(auto_map["AutoConfig"]):
         raise ValueError(f"{folder} holds a model of type {kind!r}, not an NLQ model; upload it by `hf upload`")
     return settings, auto_map
-
-
-def _check_code(folder: Path, weights: list[Path], code: set[Path]) -> None:
-    """Raises `ValueError` if files do not exist, or the code names files that are not published."""
-    if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
-        raise ValueError(f"{folder} lacks its code, {', '.join(missing)}; save the model anew by save_pretrained")
-    names = set(os.listdir(folder))
-    for path in code:  # Transformers would look for these files on the Hub, too
-        if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - names:
-            raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")
 
 
 def _check_weights(
@@ -316,7 +272,7 @@ def _check_weights(
     else:
         added = sorted(shapes.keys() - model.state_dict().keys())
         model.added = torch.nn.ParameterList(torch.empty(shapes[key], device="meta") for key in added)
-    index = [_INDEX] if metadata.sharded else []
+    index = [WEIGHTS[-1]] if metadata.sharded else []
     return model, [folder / file for file in (*index, *metadata.files_metadata)]
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from huggingface_hub import get_token
 
-from ..disk import read_bytes
 from ..files import VOCABULARIES
 
 
@@ -43,10 +42,10 @@ def _last_component(match: re.Match) -> str:
 
 
 def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
-    """Raises `ValueError` for files, paths or bytes by name, that contain a token, a password, or a path.
+    """Raises `ValueError` for bytes, by the names of files, that contain a token, a password, or a path.
 
-    The paths are the home folder, the working folder, and the published `folder`. Weights are not read. The error
-    names file and line, but neither token nor password.
+    The paths are the home folder, the working folder, and the published `folder`. The error names file and line, but
+    neither token nor password.
     """
     folders = {str(path) for each in (folder, Path.home(), Path.cwd()) for path in (each.absolute(), each.resolve())}
     known = "|".join(map(re.escape, sorted(folders - {"/"})))
@@ -54,10 +53,9 @@ def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
     path = re.compile(rf"(?:(?<![\w./-])|(?<=://))(?:{known})(?![\w-])[^\s\"'`,;<>|]*")
     token = get_token()
     for name, content in contents.items():
-        if name.endswith(".safetensors"):
+        if isinstance(content, Path):  # weights
             continue
-        data = read_bytes(content) if isinstance(content, Path) else content
-        text = data.replace(b"\0", b"").decode(errors="replace")  # UTF-16 has zeros between letters
+        text = content.replace(b"\0", b"").decode(errors="replace")  # UTF-16 has zeros between letters
         for number, line in enumerate(text.splitlines(), start=1):
             problem = None
             line = _ESCAPE.sub(lambda match: chr(int(match[1] or match[2], 16)), line)

@@ -24,13 +24,12 @@ from support.conversion_cases import (
     run_nlq,
     snapshot,
 )
+from support.corpora import byte_tokenizer
 from support.grids import parametrize_grid
 from support.remote_code import WITHOUT_THIS_PACKAGE
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
     GenerationConfig,
     GPT2ForSequenceClassification,
     GPT2Model,
@@ -43,21 +42,9 @@ from modeling_nlq.training.conversion.converting import convert
 from modeling_nlq.training.conversion.draft import to_nlq
 
 
-SENTENCES = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"]
-
-
-def make_tokenizer(sentences=SENTENCES):
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=48, special_tokens=["<|endoftext|>"], show_progress=False)
-    tokenizer.train_from_iterator(sentences * 4, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-
-
 @pytest.fixture(scope="module")
 def gpt2_model():
-    model = make_gpt2(vocab_size=48, scale_attn_by_inverse_layer_idx=True)
+    model = make_gpt2(vocab_size=512, scale_attn_by_inverse_layer_idx=True)
     model.generation_config = GenerationConfig(max_new_tokens=3, do_sample=True, temperature=0.6, eos_token_id=2)
     return model
 
@@ -66,7 +53,7 @@ def gpt2_model():
 def gpt2_folder(gpt2_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sources") / "gpt2"
     gpt2_model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    byte_tokenizer(1).save_pretrained(folder)
     return folder
 
 
@@ -121,21 +108,6 @@ class TestConvert:
         check_folder(tmp_path / "target", is_gpt2=True)
 
 
-def write_folder(name, content):
-    def write(path):
-        path.mkdir()
-        (path / name).write_text(content)
-
-    return write
-
-
-# (what writes the source, what the error names)
-NO_MODELS = {
-    "bert": (BertConfig().save_pretrained, "bert"),
-    "broken_configuration": (write_folder("config.json", "{broken"), "config"),
-}
-
-
 def rename_in_pickle(source):
     state = load_file(source / "model.safetensors")
     state["transformer.h.0.attn.c_typo.weight"] = state.pop("transformer.h.0.attn.c_attn.weight")
@@ -154,6 +126,7 @@ DAMAGES = {
     "exploit": (write_exploit, "source"),
     "renamed_in_a_pickle": (rename_in_pickle, r"(?=.*c_typo\.weight)(?=.*c_attn\.weight)"),
     "configuration_of_a_wrong_type": (lambda source: edit_json(source / "config.json", n_layer="two"), "n_layer"),
+    "broken_configuration": (lambda source: (source / "config.json").write_text("{broken"), "config"),
     "generation_settings": (
         lambda source: (source / "generation_config.json").write_text("{broken"),
         "generation_config",
@@ -162,20 +135,13 @@ DAMAGES = {
 
 
 class TestConvertFaults:
-    @parametrize_cases("write, named", NO_MODELS)
-    def test_no_model(self, tmp_path, capsys, write, named):
-        write(tmp_path / "source")
-        before = snapshot(tmp_path)
-        assert named in nlq_fails(capsys, "convert", tmp_path / "source", tmp_path / "target")
-        assert "nobody/nothing" in nlq_fails(capsys, "convert", "nobody/nothing", tmp_path / "target")
-        assert snapshot(tmp_path) == before
-
     @parametrize_cases("damage, named", DAMAGES)
     def test_damaged_source(self, source, tmp_path, capsys, damage, named):
         damage(source)
         before = snapshot(tmp_path)
         message = nlq_fails(capsys, "convert", source, tmp_path / "target")
         assert re.search(named, message), message
+        assert "nobody/nothing" in nlq_fails(capsys, "convert", "nobody/nothing", tmp_path / "target")
         assert snapshot(tmp_path) == before
 
     @pytest.mark.parametrize("options", [("--to", "gpt2"), ("--upcycle",)], ids=["gpt2", "upcycle"])
@@ -219,16 +185,6 @@ class TestConvertFaults:
         assert [path.name for path in target.glob("*.safetensors*")] == ["model.safetensors"]
         assert_same_function(AutoModelForCausalLM.from_pretrained(target), gpt2_model)
 
-    @pytest.mark.parametrize("name", ["modeling_nlq.py", "additional_chat_templates"])
-    def test_overwriting_refuses_links_to_elsewhere(self, source, nlq_folder, tmp_path, capsys, name):
-        (tmp_path / "victim").mkdir()
-        (tmp_path / "victim" / "a.jinja").write_text("mine")
-        (nlq_folder / name).unlink(missing_ok=True)
-        (nlq_folder / name).symlink_to(tmp_path / "victim" / ("a.jinja" if "." in name else ""))
-        before = snapshot(tmp_path)
-        assert "is a symbolic link" in nlq_fails(capsys, "convert", source, nlq_folder, "--overwrite")
-        assert snapshot(tmp_path) == before
-
     @pytest.mark.parametrize("has_record", [False, True])
     def test_overwriting_keeps_files_of_the_user(self, source, nlq_folder, has_record):
         """What `auto_map` names, and what somebody else wrote into the record, may be the user's."""
@@ -254,13 +210,6 @@ class TestConvertFaults:
             run_nlq("convert", arguments[0], target, *arguments[1:], "--overwrite")
         assert ((target / name).read_text() == "mine") == (name != "README.md")
 
-    def test_weights_outside_the_source(self, nlq_folder, tmp_path, capsys):
-        (nlq_folder / "model.safetensors").rename(tmp_path / "private.safetensors")
-        index = {"metadata": {}, "weight_map": {"lm_head.weight": "../private.safetensors"}}
-        (nlq_folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        for command in (["convert", nlq_folder, tmp_path / "target", "--to", "gpt2"], ["generate", nlq_folder, "a"]):
-            assert "'../private.safetensors' is a path outside" in nlq_fails(capsys, *command)
-
     @pytest.mark.parametrize("name", ["chat_template.jinja", "model.safetensors"])
     def test_links_in_the_source(self, nlq_folder, tmp_path, capsys, name):
         (tmp_path / name).write_bytes((nlq_folder / name).read_bytes() if (nlq_folder / name).exists() else b"secret")
@@ -269,13 +218,6 @@ class TestConvertFaults:
         for command in (["convert", nlq_folder, tmp_path / "target", "--to", "gpt2"], ["generate", nlq_folder, "a"]):
             assert f"{name} is a symbolic link" in nlq_fails(capsys, *command)
         assert not (tmp_path / "target").exists()
-
-    def test_links_beside_a_tokenizer(self, source, tmp_path, capsys):
-        (tmp_path / "secret").write_text("secret")
-        make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-        (tmp_path / "tokenizer" / "chat_template.jinja").symlink_to(tmp_path / "secret")
-        command = ("convert", source, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer")
-        assert "chat_template.jinja is a symbolic link" in nlq_fails(capsys, *command)
 
     @parametrize_grid(
         {
@@ -309,7 +251,6 @@ class TestConvertFaults:
             (["--set", "head_projection"], "head_projection"),
             (["--set", "intermediate_size=wide"], "intermediate_size"),
             (["--set", "head_projection=True", "--set", "head_projection=False"], "given twice"),
-            (["--set", "head_projection=False"], "head_projection=False already"),
         ],
     )
     def test_bad_options(self, gpt2_folder, tmp_path, capsys, options, named):
@@ -321,8 +262,8 @@ class TestConvertFaults:
 def test_tokenizer_of_another_folder_beside_any_head(to, tmp_path):
     for model_class in (GPT2Model, GPT2ForSequenceClassification):
         source, target = (tmp_path / f"{model_class.__name__}-{kind}" for kind in ("source", "target"))
-        make_gpt2(model_class, pad_token_id=3, vocab_size=48).save_pretrained(source)
-        tokenizer = make_tokenizer()
+        make_gpt2(model_class, pad_token_id=3, vocab_size=512).save_pretrained(source)
+        tokenizer = byte_tokenizer(1)
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         convert(source, target, to=to, tokenizer=str(tmp_path / "tokenizer"))
         assert AutoTokenizer.from_pretrained(target).get_vocab() == tokenizer.get_vocab()

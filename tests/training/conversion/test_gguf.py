@@ -104,9 +104,8 @@ def test_quantised_weights_are_those_of_llama_cpp(quantisation, llama, tmp_path,
         assert np.array_equal(model.get_submodule(ours).weight.detach().numpy(), written[f"{theirs}.weight"])
 
 
-def test_the_tokenizer_of_the_folder_is_kept(llama, tmp_path):
-    llama()
-    assert run_nlq("convert", tmp_path, tmp_path / "nlq") == 0
+def test_the_tokenizer_of_the_file_is_kept(llama, tmp_path):
+    assert run_nlq("convert", llama(), tmp_path / "nlq") == 0
     assert_same_tokens(tmp_path / "nlq", TOKENIZER)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "nlq")
     assert tokenizer.chat_template == CHAT_TEMPLATE
@@ -144,10 +143,6 @@ class TestRefused:
         file.write_bytes(content[: int(len(content) * share)])
         assert f"{file} is truncated or damaged; fetch it again" in fails(file)
 
-    def test_several_files(self, llama, fails, tmp_path):
-        (tmp_path / "other.gguf").write_bytes(llama().read_bytes())
-        assert "holds 2 GGUF files (model.gguf, other.gguf); name one of them" in fails(tmp_path)
-
     def test_without_the_package(self, llama, fails, monkeypatch):
         monkeypatch.setattr(gguf_files, "is_gguf_available", lambda: False)
         assert 'needs the package gguf: pip install "modeling-nlq[gguf]"' in fails(llama())
@@ -159,9 +154,10 @@ class TestRefused:
                 {"fields": {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}},
                 "llama.rope.scaling.factor=4.0",
             ),
+            ({"fields": {"llama.attention.causal": False}}, "llama.attention.causal=False"),
             ({"tensors": {"blk.0.attn_q.bias": np.ones(64, np.float32)}}, "blk.0.attn_q.bias"),
         ],
-        ids=["scaling", "bias"],
+        ids=["scaling", "causal", "bias"],
     )
     def test_not_read(self, options, words, llama, fails, tmp_path):
         """The model would compute something else; whoever wants that can have it."""
@@ -175,11 +171,6 @@ class TestRefused:
         [
             ({"architecture": "mamba"}, "general.architecture='mamba' must be one of llama, qwen2, qwen3"),
             ({"without": ("blk.1.ffn_up.weight",)}, "model.layers.1.mlp.up_proj.weight"),
-            ({"fields": {"split.no": 1, "split.count": 3}}, "is one part of several: join them first"),
-            (
-                {"fields": {"llama.attention.causal": False}},
-                "attention.causal=False: encoders are converted from safetensors",
-            ),
             ({"tokenizer": None}, "the tokenizer cannot be rebuilt ("),
         ],
     )

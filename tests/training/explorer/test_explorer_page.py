@@ -56,10 +56,9 @@ def test_maps_and_numbers_are_in_the_page(signed):
     found = content_of(page.write_page("title", [], list("abcdefghi"), [shown([layer], 9)]))["models"][0]["layers"][0]
     for head in range(2):
         largest = unpack(found["largest"][head], np.float32)
-        levels = unpack(found["maps"][head], np.int8)
+        levels = unpack(found["maps"][head], np.int8).reshape(9, 9)
         for query in range(9):
-            own = levels[query * (query + 1) // 2 :][: query + 1] / 127 * largest[query]
-            expected = layer.weights[head, query, : query + 1].numpy()
+            own, expected = levels[query] / 127 * largest[query], layer.weights[head, query].numpy()
             assert np.abs(own - expected).max() <= np.abs(expected).max() / 254 * 1.001
     for name, values in layer.numbers.items():
         assert found["numbers"][name] == pytest.approx(values.tolist(), rel=1e-5)
@@ -73,10 +72,9 @@ def test_too_many_maps_are_cut(monkeypatch):
     assert found["map_tokens"] == 33  # 6 heads of n (n / 2 + 4) + 48 bytes, in base64
     assert "Maps show the first 33 of 64 tokens only" in text
     layers_found = found["models"][0]["layers"]
-    assert 4000 < sum(len(head) for each in layers_found for head in (*each["maps"], *each["largest"])) <= 6000
-    levels = unpack(layers_found[2]["maps"][1], np.int8)
-    whole, _ = page.quantize(layers[2].weights)
-    assert levels.tolist() == whole[1][: len(levels)].tolist()
+    assert 4000 < sum(len(head) for each in layers_found for head in (*each["maps"], *each["largest"])) <= 7000
+    levels = unpack(layers_found[2]["maps"][1], np.int8).reshape(33, 33)
+    assert levels.tolist() == page.quantize(layers[2].weights)[0][1, :33, :33].tolist()
 
 
 def test_a_text_cannot_leave_its_place():

@@ -102,24 +102,19 @@ def comparison(recipe_file, corpus, tmp_path_factory) -> tuple[Path, dict]:
 
 @pytest.fixture(scope="session")
 def converted(nlq, run, tmp_path_factory) -> tuple[Path, Path]:
-    """A GPT-2 whose card says what it was made from, and one without card, both converted; both have the run's
-    tokenizer.
-    """
+    """A GPT-2 whose card names its base, and one without card, both converted, with the run's tokenizer."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("gpt2")
     sizes = {"vocab_size": 512, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}
-    for name in ("with-card", "without"):
+    for name, options in {"with-card": ["--upcycle"], "without": []}.items():
         GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder / name)
         AutoTokenizer.from_pretrained(run[0]).save_pretrained(folder / name)
-        done = nlq("convert", folder / name, folder / f"{name}-nlq")
-        assert done.status == 0, done.err
         if name == "with-card":
-            shutil.rmtree(folder / f"{name}-nlq")
-            (folder / name / "README.md").write_text(
-                "---\nlicense: mit\nbase_model: openai-community/gpt2\n---\n# Mine\n"
-            )
-            assert nlq("convert", folder / name, folder / f"{name}-nlq", "--upcycle").status == 0
+            card = "---\nlicense: mit\nbase_model: openai-community/gpt2\n---\n# Mine\n"
+            (folder / name / "README.md").write_text(card)
+        done = nlq("convert", folder / name, folder / f"{name}-nlq", *options)
+        assert done.status == 0, done.err
     return folder / "with-card-nlq", folder / "without-nlq"
 
 

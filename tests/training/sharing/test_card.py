@@ -47,7 +47,7 @@ def test_parts_are_named_with_their_source():
     )
 
 
-@pytest.mark.parametrize("name", ["<img src=x>", "a` <b> `c", "a\n```\n\n<b> ````", "` ![x](http://a.b/c) `"])
+@pytest.mark.parametrize("name", ["<img src=x>", "a\n```\n\n<b> ````", "` ![x](http://a.b/c) `"])
 def test_names_are_no_html(name):
     config = load_config("tiny-linear")
     losses, data = Losses(False, validation=Evaluation(1.0)), Data(1, 1, "", base_model=name, fingerprint=name)
@@ -58,14 +58,7 @@ def test_names_are_no_html(name):
         card.text
     )
     assert yaml.safe_load(re.search(r"(````*)yaml\n(.*?)\1\n", card.text, flags=re.DOTALL)[2]) == given
-    conversion = {
-        "source": name,
-        "base_model": name,
-        "source_class": "A",
-        "switches": {},
-        "lost": [name],
-        "difference": None,
-    }
+    conversion = {"source": name, "base_model": name, "source_class": "A", "switches": {}, "lost": [name]}
     card = render("a/b", config, measure(config), given, result, conversion, is_adapter=True)
     code = re.search(r"```python\n(.*?)\n```", card.text, flags=re.DOTALL)[1]
     assert html_in(card.text) == [] and repr(name) in ast.unparse(ast.parse(code))
@@ -115,7 +108,7 @@ class TestCard:
         assert "{{" not in card.content and "{%" not in card.content and "None" not in card.text
 
     @pytest.mark.slow
-    def test_of_a_run_of_a_comparison(self, server, nlq, comparison, corpus):
+    def test_of_a_run_of_a_comparison(self, server, nlq, comparison):
         folder, results = comparison
         name, model = "linear queries", results.largest.models["linear queries"]
         nlq.publish(folder / model.runs[1].folder, "anna/compared", "--comparison", folder)
@@ -132,8 +125,6 @@ class TestCard:
         for folder_of, text in (("", card.text), ("comparison/", files["comparison/results.md"].decode())):
             for target in re.findall(r"\]\(([^)#]+)\)", text):
                 assert target.startswith("https://") or f"{folder_of}{target}" in files, target
-        for name, data in files.items():
-            assert not any(str(path).encode() in data for path in (corpus.parent, folder, folder.parent)), name
         losses = {(each.metric_type, each.dataset_split): each.metric_value for each in card.data.eval_results}
         assert losses["loss", "test"] == model.runs[1].test_loss and ("loss", "validation") in losses
 

@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.configuration_nlq import AUTO_MAP
-from modeling_nlq.training.explorer.page import write_page
 from nlq import main
 
 
@@ -71,20 +70,10 @@ class TestRoundTrip:
         nlq.publish(folder, "anna/page", "--space")
         assert len(server.commits("spaces/anna/page")) == 2, "nothing new is no commit"
 
-    def test_no_space(self, nlq, refuses, run, tmp_path):
+    def test_no_space(self, refuses, run, tmp_path):
         (tmp_path / "other.html").write_text("Something")
         refuses(tmp_path, "anna/page", "--space", words=("there is no page", "nlq explore"))
         refuses(tmp_path / "other.html", "anna/page", "--space", words=("is not a page of `nlq explore`",))
-        page = write_page("Attention", ["A note."], ["a"], [])
-        changes = {"<h1>": "<h1><img src=x onerror=evil()>", "</body>": "<script>evil()</script></body>"}
-        changes |= {"</script>\n</body>": "evil()</script>\n</body>", "A note.": "<a href='javascript:evil()'>a</a>"}
-        changes |= {"default-src 'none'": "default-src *", "<title>": '<meta http-equiv="refresh"><title>'}
-        for before, after in changes.items():
-            assert before in page
-            (tmp_path / "other.html").write_text(page.replace(before, after))
-            refuses(tmp_path / "other.html", "anna/page", "--space", words=("is not a page of `nlq explore`",))
-        (tmp_path / "other.html").write_text(page)
-        assert nlq.publish(tmp_path / "other.html", "anna/page", "--space", "--dry-run").sizes
         refuses(
             run[0], "anna/page", "--space", "--license", "mit", words=("--license and --space exclude each other",)
         )
@@ -173,10 +162,8 @@ DAMAGES = {
     "cut": (cut, ("model.safetensors", "truncated")),
     "shard": (lose_a_shard, ("model-00002-of-",)),
     "too few": (change_config(num_hidden_layers=3), ("missing", "model.layers.2.mlp.fc1.weight")),
-    "shape": (change_config(intermediate_size=64), ("mlp.fc1.weight", "(128, 32)", "(64, 32)")),
     "other type": (change_config(model_type="mine"), ("'mine'",)),
     "no attention code": (remove("attention_nlq.py"), ("attention_nlq.py", "save_pretrained")),
-    "metrics": (lambda folder: (folder / "metrics.json").write_text("{"), ("metrics.json", "damaged")),
 }
 
 # The client reads HF_HUB_OFFLINE when it is imported
