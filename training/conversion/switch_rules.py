@@ -213,8 +213,15 @@ def _attention_output_scaling(change: LayerChange) -> str | None:
 
 
 def _head_projection(change: LayerChange) -> str | None:
-    is_lost = change.before.head_projection and not change.after.head_projection
-    return "the learned matrices would be lost" if is_lost else None  # new ones start at the identity
+    before = change.before
+    if not before.head_projection or change.after.head_projection:
+        return None  # new ones start at the identity
+    if before.attention_output_activation is not None or before.attention_gate in ("elementwise", "value"):
+        return "an activation or gate comes between the learned matrices and the output projection"
+    # A head's output x passes (x W_h) W_o
+    heads = change.target.o_proj.weight.unflatten(1, (-1, change.target.head_dim))
+    change.target.o_proj.weight.copy_(torch.einsum("ohe,hde->ohd", heads, change.source.head_proj.weight).flatten(1))
+    return None
 
 
 def _attention_sink(change: LayerChange) -> str | None:

@@ -1,7 +1,7 @@
 """Uploads a model, or a page of `nlq explore`, to the Hub, in one commit.
 
 A run folder also contains optimizer states, logs, and files of the user. So a list of allowed files decides what is
-published. All but weights are read once, so that what was checked is sent.
+published. Each is opened once, so that what was checked is sent.
 """
 
 import fnmatch
@@ -9,6 +9,7 @@ import html
 import json
 import re
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,18 +26,18 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
 from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
 
-from ..disk import read_bytes, resolve_user_path
+from ..disk import open_file, read_bytes, resolve_user_path
 from ..files import (
     ADAPTER,
     CARD_FILE,
     CONVERSION_FILE,
     METRICS_FILE,
     PAGE_FILE,
-    PAGE_MARK,
     PLOT_FILE,
     RECIPE_FILE,
     RECORDS,
@@ -103,8 +104,9 @@ def publish_model(
 ) -> Publication:
     """Uploads a saved model, as `api.publish` explains."""
     check_model_folder(str(folder))
-    with tempfile.TemporaryDirectory() as scratch:
-        contents = _collect(resolve_user_path(folder), repo_id, card, resolve_user_path(scratch) if adapter else None)
+    with tempfile.TemporaryDirectory() as name, ExitStack() as open_files:
+        scratch = resolve_user_path(name) if adapter else None
+        contents = _collect(resolve_user_path(folder), repo_id, card, scratch, open_files)
         check_for_traces(Path(folder), contents)
         return _send(repo_id, contents, private, revision, dry_run)
 
@@ -121,14 +123,27 @@ def publish_space(
     if not page.is_file():
         raise ValueError(f"there is no page {str(page)!r}; make one by `nlq explore`")
     content = read_bytes(page)
-    title = re.search(r"<title>(.*?)</title>", content.decode(errors="replace"))
-    if title is None or PAGE_MARK not in content:
-        raise ValueError(f"{page} is not a page of `nlq explore`")
-    settings = {"title": html.unescape(title[1]), "sdk": "static", "app_file": "index.html"}
+    if (title := _title_of_page(content.decode(errors="replace"))) is None:
+        raise ValueError(f"{page} is not a page of `nlq explore` as this version makes it")
+    settings = {"title": title, "sdk": "static", "app_file": "index.html"}
     card = f"---\n{yaml.safe_dump(settings, sort_keys=False)}---\n\nMade by `nlq explore` of modeling-nlq.\n"
     contents = {"README.md": card.encode(), "index.html": content}
     check_for_traces(page.parent, contents)
     return _send(repo_id, contents, private, revision, dry_run, "space")
+
+
+def _title_of_page(text: str) -> str | None:
+    """Returns the title if a text is the page of `nlq explore` with texts and numbers in it, and no other script."""
+    folder = Path(__file__).parents[1] / "explorer"
+    names = {"page": "page.html", "style": "explorer.css", "script": "explorer.js"}
+    forms = {key: re.escape((folder / name).read_text(encoding="utf-8")) for key, name in names.items()}
+    checkbox = '<input type="checkbox" id="together" autocomplete="off" checked>'
+    forms["together"] = f"(?:<label>{checkbox} same head in both models</label>\n)?"
+    forms["notes"] = r'(?:<p class="soft">[^<]*</p>\n)*'
+    pattern = re.sub(r"\\\$(\w+)", lambda match: forms.get(match[1], "[^<]*"), forms.pop("page"))
+    if re.fullmatch(pattern, text) is None:
+        return None
+    return html.unescape(re.search(r"<title>(.*?)</title>", text)[1])
 
 
 def _send(
@@ -174,7 +189,9 @@ def _send(
     return Publication(sizes, commit.commit_url, commit.oid)
 
 
-def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: Path | None) -> dict[str, Path | bytes]:
+def _collect(
+    folder: Path, repo_id: str, options: CardOptions, adapter_folder: Path | None, open_files: ExitStack
+) -> dict[str, Path | bytes]:
     """Returns the files to upload by name: paths of weights, and the bytes of others, without absolute paths.
 
     With `adapter_folder`, an adapter is written there and published instead of the model.
@@ -190,15 +207,20 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
         code = code_files(folder)
         if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
             raise ValueError(f"{folder} lacks {', '.join(missing)}; save the model anew by save_pretrained")
+        names = {path.name for path in folder.iterdir()}
+        for path in code:  # Transformers would look for these files on the Hub, too
+            if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - names:
+                raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")
         paths |= {*weights, *code, *files_in(folder, SETTINGS)}
-    contents = {path.relative_to(folder).as_posix(): _content(path) for path in paths}
+    contents = {path.relative_to(folder).as_posix(): _content(path, open_files) for path in paths}
     if adapter_folder is not None:
         if (recipe or {}).get("trainable") != "new" or result is None or conversion is None:
             text = "--adapter publishes what a finished run with `trainable: new` trained"
             raise ValueError(f"{text}, and {folder} is none (`hf upload` takes a LoRA, in the run's folder `adapter`)")
         modules = whole_modules(model, conversion["added"])
         base = converted_base(recipe, result.data.base_model)
-        contents |= {path.name: _content(path) for path in write_adapter(folder, adapter_folder, modules, base)}
+        adapter = write_adapter(folder, adapter_folder, modules, base)
+        contents |= {path.name: _content(path, open_files) for path in adapter}
     for name in {*SETTINGS, "special_tokens_map.json", "tokenizer_config.json"} & contents.keys():
         fields = {key: value for key, value in read_json(folder / name).items() if key not in _PATH_FIELDS}
         contents[name] = _json(fields | ({"auto_map": auto_map} if name == "config.json" else {}))
@@ -226,8 +248,12 @@ def _collect(folder: Path, repo_id: str, options: CardOptions, adapter_folder: P
     return dict(sorted(contents.items()))
 
 
-def _content(path: Path) -> Path | bytes:
-    return path if path.suffix == ".safetensors" else read_bytes(path)
+def _content(path: Path, open_files: ExitStack) -> Path | bytes:
+    if path.suffix != ".safetensors":
+        return read_bytes(path)
+    # Stays this file if its name is given to another
+    descriptor = Path(f"/proc/self/fd/{open_files.enter_context(open_file(path)).fileno()}")
+    return descriptor if descriptor.exists() else path
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:

@@ -85,6 +85,15 @@ SIMPLE_SOURCES = ("gpt2", "linear", "grouped_queries", "sigmoid", "qk_norm_rms",
 # (source, switches) beyond the two products
 OTHERS = {
     "sink_zero_to_learned": ({"attention_sink": "zero"}, {"attention_sink": "learned"}),
+    "head_projection_folded": (
+        {
+            "head_projection": True,
+            "attention_gate": "headwise",
+            "attention_output_scaling": 0.7,
+            "num_key_value_heads": 2,
+        },
+        {"head_projection": False},
+    ),
     "bottleneck_to_upcycled": ({"query_projection": "bottleneck", "use_bias": True}, {"query_projection": "upcycled"}),
     "wider_bottleneck": ({"query_projection": "nonlinear", "use_bias": True}, {"projection_bottleneck_size": 11}),
     "parallax_scaling": ({"parallax": True}, {"attention_scaling": 0.25}),  # half of it, which is not rounded
@@ -238,7 +247,6 @@ REFUSED = {
             ("attention_activation", "sigmoid", "softmax"),
             ("query_projection", "upcycled", "linear"),
             ("attention_gate", "headwise", None),
-            ("head_projection", True, False),
             ("tie_word_embeddings", False, True),
             ("value_residual", "fixed", "learned"),
             ("sliding_window", 4, 5),

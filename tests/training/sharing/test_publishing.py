@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.configuration_nlq import AUTO_MAP
+from modeling_nlq.training.explorer.page import write_page
 from nlq import main
 
 
@@ -70,10 +71,20 @@ class TestRoundTrip:
         nlq.publish(folder, "anna/page", "--space")
         assert len(server.commits("spaces/anna/page")) == 2, "nothing new is no commit"
 
-    def test_no_space(self, refuses, run, tmp_path):
+    def test_no_space(self, nlq, refuses, run, tmp_path):
         (tmp_path / "other.html").write_text("Something")
         refuses(tmp_path, "anna/page", "--space", words=("there is no page", "nlq explore"))
         refuses(tmp_path / "other.html", "anna/page", "--space", words=("is not a page of `nlq explore`",))
+        page = write_page("Attention", ["A note."], ["a"], [])
+        changes = {"<h1>": "<h1><img src=x onerror=evil()>", "</body>": "<script>evil()</script></body>"}
+        changes |= {"</script>\n</body>": "evil()</script>\n</body>", "A note.": "<a href='javascript:evil()'>a</a>"}
+        changes |= {"default-src 'none'": "default-src *", "<title>": '<meta http-equiv="refresh"><title>'}
+        for before, after in changes.items():
+            assert before in page
+            (tmp_path / "other.html").write_text(page.replace(before, after))
+            refuses(tmp_path / "other.html", "anna/page", "--space", words=("is not a page of `nlq explore`",))
+        (tmp_path / "other.html").write_text(page)
+        assert nlq.publish(tmp_path / "other.html", "anna/page", "--space", "--dry-run").sizes
         refuses(
             run[0], "anna/page", "--space", "--license", "mit", words=("--license and --space exclude each other",)
         )
