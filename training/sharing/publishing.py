@@ -207,7 +207,7 @@ def _collect(
         code = code_files(folder)
         if missing := sorted(path.name for path in (*weights, *code) if not path.is_file()):
             raise ValueError(f"{folder} lacks {', '.join(missing)}; save the model anew by save_pretrained")
-        names = {path.name for path in folder.iterdir()}
+        names = {path.name for path in code}
         for path in code:  # Transformers would look for these files on the Hub, too
             if imported := {f"{name}.py" for name in get_relative_imports(path) if name.isidentifier()} - names:
                 raise ValueError(f"{path}: a text looks like an import of {', '.join(imported)}, which is not sent")

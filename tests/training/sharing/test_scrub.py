@@ -158,17 +158,32 @@ def test_a_snapshot_of_the_hub(copy_run, tmp_path):
 
 def test_what_was_checked_is_sent(copy_run, monkeypatch):
     folder, sent = copy_run(), {}
-    expected = {name: (folder / name).read_bytes() for name in ("modeling_nlq.py", "tokenizer.json")}
+    expected = {
+        name: (folder / name).read_bytes() for name in ("modeling_nlq.py", "model.safetensors", "tokenizer.json")
+    }
 
     def swap(repo_id, contents, *_):
         for name in expected:
             (folder / "new").write_text("secret")
             (folder / "new").rename(folder / name)
-        sent.update({name: contents[name] for name in expected})
+        for name in expected:
+            sent[name] = contents[name] if isinstance(contents[name], bytes) else contents[name].read_bytes()
 
     monkeypatch.setattr(publishing, "_send", swap)
     publish(folder, "anna/x")
     assert sent == expected
+
+
+def test_a_text_is_no_import(copy_run):
+    """A file that only a docstring names stays here; as Transformers' loader would miss it, its author is told."""
+    folder = copy_run()
+    (folder / "settings.py").write_text("KEY = 'secret'\n")
+    code = folder / "modeling_nlq.py"
+    code.write_text(f'{code.read_text()}\n_TEXT = """\nfrom .settings import KEY\n"""\n')
+    with pytest.raises(ValueError, match=f"^{code}: a text looks like an import of settings.py, which is not sent"):
+        publish(folder, "anna/x", dry_run=True)
+    code.write_text(f"{code.read_text()}\nfrom .settings import KEY\n")
+    assert "settings.py" in publish(folder, "anna/x", dry_run=True).files
 
 
 def test_paths_are_cut_wherever_they_stand():
