@@ -91,11 +91,11 @@ class Machine(Value):
 
     seconds: float | None = None
     tokens_per_second: float | None = None
-    mfu: float | None = None
     peak_memory: int | None = None
     processes: int = 1
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    mfu: float | None = None
 
 
 @dataclass(frozen=True)
