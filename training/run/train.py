@@ -22,6 +22,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.utils import logging
 
 import modeling_nlq
+from modeling_nlq.backends_nlq import find_backend
+from modeling_nlq.modeling_nlq import NLQAttention
 from modeling_nlq.ops_nlq import forget_used_kernels, used_kernels
 
 from ..disk import atomic_dir, write_text
@@ -89,7 +91,8 @@ def train_recipe(
         trainer.add_callback(callback)
     if is_main_process:
         text = "a stream" if blocks["train"].tokens is None else f"{blocks['train'].tokens:,} tokens"
-        print(f"{size.total:,} parameters, {text} of training text, on {arguments.device}", flush=True)
+        where = _describe_attention(model, recipe)
+        print(f"{size.total:,} parameters, {text} of training text, on {where}", flush=True)
 
     _train(trainer, place, recipe.to_dict())
     evaluated = _evaluate_and_save(trainer, recipe, blocks) if trainer.record.diverged_at is None else {}
@@ -171,6 +174,16 @@ def make_trainer(
         positions = probe.get("position_ids")
         trainer.add_callback(StabilityCallback(trainer, probe["input_ids"], recipe.stability_steps, positions))
     return trainer
+
+
+def _describe_attention(model: PreTrainedModel, recipe: Recipe) -> str:
+    device, length = recipe.arguments.device, max(recipe.sample_lengths)
+    backends = {}
+    for layer in (module for module in model.modules() if isinstance(module, NLQAttention)):
+        request = layer.attention_request(False, device, next(layer.parameters()).dtype, length, layer.head_dim)
+        backends[find_backend(layer.config._attn_implementation, [layer.layer_idx], request)] = None
+    cpus = f" ({torch.get_num_threads()} threads)" if device.type == "cpu" else ""
+    return f"{device}{cpus}; attention by {', '.join(backends) or model.config._attn_implementation}"
 
 
 def _train(trainer: RecordingTrainer, place: RunFolder, given: dict[str, Any]) -> None:
