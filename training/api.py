@@ -98,8 +98,8 @@ def compare(
         overrides: fields of the recipe that all models share, as for `train`.
 
     Raises:
-        ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot
-            be written or holds something else.
+        ValueError: for a wrong field, a cluster that cannot make the runs, or a folder that cannot be written or holds
+            something else.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     from .comparison.config import default_folder
@@ -114,7 +114,7 @@ def compare(
 def load_plan(
     source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
 ) -> "Comparison | Screening":
-    """Reads the file of a comparison, or of a screening if it has `factors`."""
+    """Reads a comparison, or a screening if the file has `factors`."""
     from .comparison.comparison import read_comparison
     from .comparison.config import read_file
 
@@ -139,19 +139,16 @@ def publish(
 ) -> "Publication":
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
 
-    Repository and branch are created if they do not exist. Files that only an earlier publication uploaded are
-    deleted.
+    Creates a missing repository or branch, and deletes files that only an earlier publication uploaded.
 
     Args:
-        folder: folder of a run, a conversion, or any saved NLQ model.
-        repo_id: `owner/name`.
-        private: make a new repository private; by default the owner's setting decides.
-        comparison: folder of `nlq compare`; the card reports its verdicts.
+        folder: a run, a conversion, or any saved NLQ model.
+        private: of a new repository; by default the owner's setting decides.
+        comparison: folder of `nlq compare`, whose verdicts go into the card.
         card: a Markdown file; by default the card is generated.
         license: of the weights, for the card.
-        adapter: upload only the parameters that a run with `trainable: new` trained, as an adapter of PEFT.
+        adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT.
         revision: the branch; by default the main one.
-        dry_run: stop before anything is sent.
 
     Raises:
         ValueError: for an incomplete model or adapter, a file with a token or a path of this machine, or a wrong name.

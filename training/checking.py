@@ -102,10 +102,8 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
         encoders = [name for name in models if name not in decoders]
         for title, invariant in INVARIANTS.items():
             names = decoders if invariant.needs_decoder else list(models)
-            cases = []
-            for length, name in itertools.product(invariant.lengths, names):
-                if length <= LONG or name in (*decoders[:1], *encoders[:1]):
-                    cases.append((length, name))
+            cases = itertools.product(invariant.lengths, names)
+            cases = [case for case in cases if case[0] <= LONG or case[1] in (*decoders[:1], *encoders[:1])]
             if LONGEST in invariant.lengths and drawn in names:
                 most = LONGEST // max(1, switches["num_attention_heads"] // 4)  # many heads take more time
                 cases.append((draws.randint(SHORT + 1, most), drawn))
@@ -161,7 +159,6 @@ def _try(differences: Differences, cases: Sequence[tuple[int, str]], models: Mod
 
 
 def _try_one(differences: Differences, name: str, model: NLQForCausalLM, length: int) -> tuple[float, str | None]:
-    """Does so for one case."""
     largest = 0.0
     model.set_attn_implementation("eager")
     try:
@@ -177,6 +174,10 @@ def _try_one(differences: Differences, name: str, model: NLQForCausalLM, length:
 
 def _layers(model: NLQForCausalLM) -> list[NLQAttention]:
     return [layer.self_attn for layer in model.model.layers]
+
+
+def _parts(model: NLQForCausalLM) -> list[AttentionPart]:
+    return [part for layer in _layers(model) for part in layer.parts.values()]
 
 
 def _has_window(model: NLQForCausalLM) -> bool:
@@ -259,7 +260,7 @@ def _padding(model: NLQForCausalLM, length: int) -> Cases:
 
 
 def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch and its mask: every other text is shorter, and padded at the left."""
+    """Returns a batch and its mask; every other text is padded at the left."""
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(0, rows, 2):
         mask[row, : length // (2 + row)] = 0
@@ -327,8 +328,9 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Cases:
 
 
 def _taken_back(model: NLQForCausalLM, length: int) -> Cases:
-    parts = [part for layer in _layers(model) for part in layer.parts.values()]
-    if _has_window(model) or _has_linear_attention(model) or not all(part.supports_crop for part in parts):
+    if _has_window(model) or _has_linear_attention(model):
+        return
+    if not all(part.supports_crop for part in _parts(model)):
         return
     tokens = _tokens(1, length)
     expected = _logits(model, tokens)
@@ -399,10 +401,9 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Cases:
         return result
 
     with ExitStack() as stack:
-        for layer in _layers(model):
-            for part, hook in itertools.product(layer.parts.values(), HOOKS):
-                if part.has_hook(hook):
-                    stack.enter_context(patch.object(part, hook, partial(watch, getattr(part, hook))))
+        for part, hook in itertools.product(_parts(model), HOOKS):
+            if part.has_hook(hook):
+                stack.enter_context(patch.object(part, hook, partial(watch, getattr(part, hook))))
         model(_tokens(2, length), use_cache=False)
     if changes:
         yield f"{count(length, 'token')}: {changes[0]} changes a tensor in place", math.nan
@@ -429,15 +430,13 @@ def _devices(model: NLQForCausalLM, length: int) -> Cases:
 
 
 def _initial(model: NLQForCausalLM, length: int) -> Cases:
-    fresh = type(model)(model.config)
-    for layer in _layers(fresh):
-        for part in layer.parts.values():
-            if type(part).initialize is not AttentionPart.initialize:
-                continue  # `initialize` sets other values
-            once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
-            for name, value in part.state_dict().items():
-                if torch.equal(once[name], again[name]) and not torch.equal(value, once[name]):
-                    yield f"{name} begins with other values than `__init__` sets", _difference(value, once[name])
+    for part in _parts(type(model)(model.config)):
+        if type(part).initialize is not AttentionPart.initialize:
+            continue  # `initialize` sets other values
+        once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
+        for name, value in part.state_dict().items():
+            if torch.equal(once[name], again[name]) and not torch.equal(value, once[name]):
+                yield f"{name} begins with other values than `__init__` sets", _difference(value, once[name])
 
 
 def _saved(model: NLQForCausalLM, length: int) -> Cases:

@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
@@ -40,10 +34,7 @@ def is_saved_model(name: str) -> bool:
 
 
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """Loads a shipped configuration, a config.json or the configuration of a saved model, and sets switches.
-
-    Raises `ValueError` for what is unknown or not allowed.
-    """
+    """Loads a configuration by name, and sets switches; raises `ValueError` for what is unknown or not allowed."""
     path = name if is_saved_model(name) else str(find("models", name))
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
@@ -202,7 +193,7 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
 def load_model(
     name: str, trust_remote_code: bool = False, kinds: Collection[ModelKind] = ModelKind, purpose: str = ""
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a saved language model, a folder or a Hub name, and its tokenizer.
+    """Loads a saved language model and its tokenizer.
 
     `trust_remote_code` runs the code beside the model, if Transformers does not know its type. Raises `ValueError` if
     the model is missing, not a language model, needs code that is not trusted, or is not of `kinds`, where `purpose`

@@ -65,7 +65,7 @@ class Data(Value):
         tokens_seen, token_stream: see `RunRecord`.
         train_tokens, validation_tokens, test_tokens: of the splits; `None` if unknown.
         trained_on: see `read_trained_on`; this run's own data are the last.
-        is_fine_tuned: whether the run began with the weights of a saved model.
+        is_fine_tuned: whether the run began with saved weights.
         base_model: the model on the Hub from which they come.
     """
 
@@ -86,7 +86,7 @@ class Machine(Value):
     """Where the model was trained, and the time of the training steps in `seconds`.
 
     `mfu` is the model FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311): the share of the devices' peak that
-    the model's own operations take. It is `None` in float32, and on a device without an entry in `PEAK_TFLOPS`.
+    the model takes. It is `None` in float32, and on a device that `PEAK_TFLOPS` lacks.
     """
 
     seconds: float | None = None

@@ -23,8 +23,8 @@ from .measures import (
 )
 
 
-# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, but not
-# below `FEWEST_ABLATED` tokens; if these cost more than `MOST_ABLATION`, heads are not removed
+# FLOPs for removing all heads, half a minute on two cores. The text is cut to fit them, but not below `FEWEST_ABLATED`
+# tokens; if these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
@@ -67,7 +67,7 @@ class Layer:
     is_cross: bool = False
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
-        """Adds the means of `(heads, query)` over the queries in a mask."""
+        """Adds means of `(heads, query)` over the queries of a mask."""
         self.numbers |= {name: values[:, has_choice].nanmean(dim=-1) for name, values in rows.items()}
 
     def add_weights(self, weights: torch.Tensor, has_choice: torch.Tensor) -> None:

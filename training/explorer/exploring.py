@@ -23,13 +23,12 @@ from .page import ExploredModel, write_page
 
 DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Number of random tokens that the text for induction scores repeats
-INDUCTION_PERIOD = 64
+INDUCTION_PERIOD = 64  # random tokens, repeated once
 
 
 @dataclass
 class Exploration:
-    """The HTML page, what it shows of each model, and the text of each token."""
+    """The HTML page and what it shows."""
 
     page: str
     models: list[ExploredModel]
@@ -104,10 +103,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def _load_subjects(
-    names: Sequence[str], trust_remote_code: bool
-) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
-    """Loads models, by their names on the page, and their tokenizer."""
+def _load_subjects(names: list[str], trust_remote_code: bool) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if tokenizers[0].get_vocab() != tokenizers[-1].get_vocab():
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers, and cannot be compared")
@@ -128,9 +124,9 @@ def explore_tokens(
     notes: Sequence[str] = (),
     source: Sequence[int] | None = None,
 ) -> Exploration:
-    """Makes the page of one or two models, by their names on the page, for the tokens `shown` of a text.
+    """Makes the page of one or two models, by their names on it, for the tokens `shown` of a text.
 
-    Encoders, if any, read the tokens `source`. Raises `ValueError` if `max_tokens` exceeds the positions, or a loss is
+    Encoders of pairs read the tokens `source`. Raises `ValueError` if `max_tokens` exceeds the positions, or a loss is
     not finite.
     """
     configs = [subject.model.config for subject in models.values()]

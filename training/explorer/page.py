@@ -33,7 +33,6 @@ class ExploredModel:
 
 
 def pack(numbers: np.ndarray) -> str:
-    """Deflates the bytes of an array, and encodes them in base64."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes())).decode()
 
 
@@ -94,7 +93,7 @@ def _read(name: str) -> str:
 
 
 def _map_bytes(model: ExploredModel, tokens: int) -> float:
-    """Returns the size of a model's maps in base64, if nothing but later keys can be compressed."""
+    """Returns the size of a model's maps if nothing but later keys can be compressed."""
     size = 0.0
     for layer in model.layers:
         if layer.weights is not None:
@@ -105,7 +104,6 @@ def _map_bytes(model: ExploredModel, tokens: int) -> float:
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
-    """Returns the quantities that some layer has, with their descriptions."""
     names = {name for model in models for layer in model.layers for name in (*layer.numbers, *layer.missing)}
     known = {name: text for name, text in (ROWS | HEADS).items() if name in names}
     return known | dict.fromkeys(sorted(names - known.keys() - {"weights"}), "Measured by a part of the layer.")
@@ -129,5 +127,5 @@ def _layer(layer: Layer, tokens: int) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """Rounds to six digits; returns `None` for NaN and infinity, which JSON does not have."""
+    """Rounds to six digits; `None` stands for NaN and infinity."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
