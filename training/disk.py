@@ -33,7 +33,7 @@ _HUB_LINK = re.compile(
 
 
 def resolve_user_path(path: str | Path) -> Path:
-    """Follows the links in a path that the user typed."""
+    """Follows the links of a typed path."""
     resolved = Path(os.path.realpath(path))
     return Path(path) if resolved == Path(os.path.abspath(path)) else resolved
 
@@ -83,7 +83,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text in UTF-8; raises as `open_file`, and `ValueError` for other encodings."""
+    """Reads UTF-8; raises as `open_file`, and `ValueError` for other encodings."""
     return read_bytes(path).decode("utf-8")
 
 
@@ -136,7 +136,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_empty_folder(path: Path) -> None:
-    """Creates an empty folder, and replaces one that this package created."""
+    """Creates an empty folder, or replaces one of this package."""
     delete(path)
     _register(path.parent, [path.name])
     make_folder(path)
@@ -179,13 +179,13 @@ def read_manifest(folder: Path) -> list[str] | None:
 
 
 def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names of which neither themselves nor a parent are in a folder's manifest."""
+    """Returns the names that a folder's manifest lacks, with their parents."""
     known = set(read_manifest(folder) or ())
     return [name for name in names if known.isdisjoint((name, *map(str, PurePosixPath(name).parents)))]
 
 
 def check_not_taken(folder: Path, existing: Iterable[str]) -> None:
-    """Raises `ValueError` for a file that is not in the manifest, and would be replaced."""
+    """Raises `ValueError` for an existing file that is not in the manifest."""
     if taken := not_in_manifest(folder, existing):
         raise ValueError(f"{folder / taken[0]} exists and was not written by nlq; move it, or choose another folder")
 
@@ -201,7 +201,7 @@ def _register(folder: Path, names: Sequence[str]) -> None:
 
 
 def _manifest_folder(folder: Path) -> Path | None:
-    """Returns the nearest folder with a manifest of this user or of the folder's owner; `None` for a temporary one."""
+    """Returns the nearest folder with a manifest of this user or its owner; `None` for a temporary one."""
     for root in (folder, *folder.parents):
         if root.name.endswith(UNFINISHED):
             return None
@@ -254,7 +254,6 @@ def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, 
 
 
 def _reraise(error: OSError, path: Path) -> NoReturn:
-    """Raises `ValueError` for a link, otherwise the same error with the whole path."""
     if path.is_symlink():
         raise ValueError(_LINK.format(path)) from None
     raise type(error)(error.errno, error.strerror, str(path)) from None

@@ -27,7 +27,7 @@ from .trust import run_parts
 
 
 def is_saved_model(name: str) -> bool:
-    """Tells whether a name is that of a folder or on the Hub, instead of a configuration."""
+    """Tells whether a name is a folder or on the Hub, not a configuration."""
     if name in names("models"):
         return False
     return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
@@ -75,10 +75,7 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
 
 @torch.no_grad()
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
-    """Initializes each module from a random stream of its own, seeded by its name and the seed.
-
-    Models of one seed then begin with the same values in all modules that they share.
-    """
+    """Initializes each module from a stream seeded by its name and the seed, so that models share equal modules."""
     with torch.random.fork_rng(devices=[]):
         owners = {"": model}
         # A model inside another initializes its modules itself, as in Transformers
@@ -91,7 +88,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
 
 
 def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields in which two configurations differ, as far as both have them."""
+    """Lists the fields of both configurations that differ."""
     known = before.keys() & now.keys()
     return differences({name: before[name] for name in known}, {name: now[name] for name in known})
 
@@ -125,7 +122,7 @@ def _find_beside(name: str, file: str) -> Path | None:
 
 
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
-    """Returns the parameters that a conversion added to a trained model; raises `ValueError` if it added none."""
+    """Returns the parameters that a conversion added; raises `ValueError` for none."""
     if conversion is None:
         raise ValueError(
             f"trainable='new' trains what `nlq convert` added, but model {model!r} has no {CONVERSION_FILE}"
@@ -218,7 +215,7 @@ def load_model(
 
 
 def load_weights(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Loads a language model of a configuration; raises `ValueError` if weights are damaged or missing."""
+    """Loads a language model; raises `ValueError` if weights are damaged or missing."""
     with source_named(name):
         model, info = kind_of(config).auto_class.from_pretrained(
             name, config=config, output_loading_info=True, **options

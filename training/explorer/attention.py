@@ -97,7 +97,7 @@ def measure_attention(
 
 
 def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
-    """Returns on how many tokens of a text `ABLATION_BUDGET` allows ablation; 0 if the model is too large."""
+    """Returns on how many tokens heads are removed; 0 if the model is too large."""
     heads = model.config.num_hidden_layers * model.config.num_attention_heads
     cost = 2.0 * model.num_parameters() * heads  # per token
     if not model.config.is_causal:
@@ -138,9 +138,8 @@ def _measure_weights(layer: NLQAttention, call: AttentionCall, positions: Positi
     visible, counts = visibility.dense(), visibility.visible_count
     key = repeat_kv(key, layer.num_key_value_groups)
     query, columns = query[..., : key.shape[-1]], query[..., key.shape[-1] :]
-    scores, weights = scores_and_weights(
-        layer, query, columns, key, visible, counts[:, None], layer.scaling, bias, call
-    )
+    inputs = (query, columns, key, visible, counts[:, None])
+    scores, weights = scores_and_weights(layer, *inputs, layer.scaling, bias, call)
     for part in layer.parts_with("change_returned_weights"):
         weights = part("change_returned_weights", call, weights)
     weights = weights[0].cpu()

@@ -171,7 +171,7 @@ def explore_tokens(
 
 @torch.no_grad()
 def show_source(subject: Subject, source: Sequence[int]) -> None:
-    """Makes each later call of a subject's decoder attend to the source."""
+    """Makes later calls of a decoder attend to the source."""
     states = subject.pair.get_encoder()(torch.tensor([list(source)], device=DEVICE)).last_hidden_state
 
     def add_states(_, inputs: tuple, keywords: dict) -> tuple[tuple, dict]:

@@ -83,7 +83,7 @@ def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
 
 
 def repeated_tokens(vocab_size: int, special: Sequence[int], period: int) -> torch.Tensor:
-    """Draws random tokens, without special tokens, and repeats them once: `(1, 2 * period)`."""
+    """Draws random tokens that are not special, and repeats them once: `(1, 2 * period)`."""
     allowed = torch.tensor(sorted(set(range(vocab_size)) - set(special)))
     generator = torch.Generator().manual_seed(0)
     tokens = allowed[torch.randint(len(allowed), (1, period), generator=generator)]

@@ -14,7 +14,7 @@ from ..size import auto_class_of, listed
 
 
 def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Returns the modules that consist of the named parameters; raises `ValueError` if a parameter remains."""
+    """Returns the modules made of the named parameters; raises `ValueError` if one remains."""
     modules = []
     remaining = set(names)
     for path, module in model.named_modules():  # a module comes before its children

@@ -24,7 +24,7 @@ _LISTS_OF_TOKENS = {*VOCABULARIES, "added_tokens.json", "merges.txt"}
 
 
 def without_folders(value: Any) -> Any:
-    """Cuts absolute paths in a text, or in nested mappings and lists of texts, to their last component."""
+    """Cuts absolute paths in nested texts to their last component."""
     if isinstance(value, dict):
         return {without_folders(key): without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
