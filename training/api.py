@@ -31,11 +31,11 @@ def train(
     trust_parts: bool = False,
     **overrides: Any,
 ) -> RunResult:
-    """Trains a model from a recipe, evaluates it and saves it. A second call resumes an interrupted run.
+    """Trains a model from a recipe, evaluates and saves it. A second call resumes an interrupted run.
 
     Args:
         recipe: name of a shipped recipe, or a YAML file.
-        engine: `local`, this process, or `ray`, which takes the next four options: see `train_on_ray`.
+        engine: `local`, or `ray`, which takes the next four options: see `train_on_ray`.
         trust_parts: run the parts whose code is in the recipe.
         overrides: fields of `Recipe` and `transformers.TrainingArguments`, and `switches`, a mapping.
 

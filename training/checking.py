@@ -1,4 +1,4 @@
-"""`nlq check`: tests the invariants of all models on a user's attention parts, in small random models.
+"""`nlq check`: tests the invariants of all models on attention parts, in small random models.
 
 Short texts come first. If a long text fails, shorter texts are tried, to report the smallest case.
 """
@@ -86,7 +86,7 @@ class Invariant(NamedTuple):
 
 
 def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
-    """Checks the parts of a file until an invariant fails, and returns the report's lines and whether all hold.
+    """Checks the parts of a file until an invariant fails; returns the report's lines and whether all hold.
 
     Raises `ValueError` for a file without parts, or a part that refuses all models.
     """
@@ -143,7 +143,7 @@ def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) 
 
 
 def _try(differences: Differences, cases: Sequence[tuple[int, str]], models: Models) -> tuple[float, str | None]:
-    """Returns the largest difference and `None`, or the difference and description of the smallest failing case."""
+    """Returns the largest difference and `None`, or those of the smallest failing case."""
     largest = 0.0
     passed = dict.fromkeys(models)
     for length, name in cases:
@@ -214,7 +214,7 @@ def _difference(values: Results, expected: Results) -> float:
 
 
 def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> list[torch.Tensor | None]:
-    """Returns the logits and the gradient of each parameter, or `None` for those that do not affect the logits."""
+    """Returns the logits and each parameter's gradient, or `None` if it does not affect the logits."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         logits = _logits(model, tokens, **kwargs)

@@ -115,10 +115,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def delete(path: Path, force: bool = False) -> None:
-    """Deletes a file, a folder with its content, or a link itself, if it exists.
-
-    Unless `force` is set, what a manifest above it does not name stays.
-    """
+    """Deletes a file, a folder or a link, if it exists, and without `force` only if a manifest above names it."""
     root = _manifest_folder(path.parent)
     if root is not None and not force and not_in_manifest(root, [path.relative_to(root).as_posix()]):
         return
@@ -152,7 +149,7 @@ def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
 
 
 def paths_below(folder: Path) -> list[Path]:
-    """Lists files, folders and links, some of which another process may delete."""
+    """Lists files, folders and links, which another process may delete."""
     return [Path(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
@@ -214,7 +211,7 @@ def _manifest_folder(folder: Path) -> Path | None:
 
 
 def _default_mode(folder: Path) -> int:
-    """Returns the permissions of a new file; Python reads the umask only by changing it."""
+    """Returns the mode of a new file; Python reads the umask only by changing it."""
     probe = os.open(folder / UNFINISHED, os.O_CREAT | os.O_WRONLY, 0o666)
     try:
         return stat.S_IMODE(os.fstat(probe).st_mode)
@@ -224,9 +221,9 @@ def _default_mode(folder: Path) -> int:
 
 @contextmanager
 def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
-    """Yields the descriptor of a path's parent, opened without following links, and the file's name.
+    """Yields the descriptor of a path's parent, which `makes` creates, and the file's name.
 
-    `makes` creates parents. Raises `ValueError` if one is a link, and `OSError` if it cannot be opened.
+    Raises `ValueError` if a parent is a link, and `OSError` if it cannot be opened.
     """
     if os.open not in os.supports_dir_fd:  # on Windows
         check_no_symlinks(path.parents)
@@ -260,7 +257,7 @@ def _reraise(error: OSError, path: Path) -> NoReturn:
 
 
 def _hub_blob(path: Path) -> Path | None:
-    """Returns the target of a link in the cache of huggingface_hub, `None` for any other."""
+    """Returns the target of a link in huggingface_hub's cache, `None` for others."""
     source = os.path.abspath(path)
     target = os.path.normpath(os.path.join(os.path.dirname(source), os.readlink(source)))
     return Path(target) if _HUB_LINK.fullmatch(f"{source}\0{target}") else None

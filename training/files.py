@@ -105,7 +105,7 @@ class YamlLoader(yaml.SafeLoader):
         return node
 
     def _size(self, node, sizes):
-        """Returns the numbers of values and levels; an alias counts as what it repeats."""
+        """Returns the numbers of values and levels; aliases count."""
         if node in sizes:
             return sizes[node]
         sizes[node] = (10**6, 0)  # until counted: children may repeat it

@@ -1,4 +1,4 @@
-"""Loads models by name: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
+"""Loads models by name: a shipped configuration, a config.json, or a folder or Hub name."""
 
 import hashlib
 import os
@@ -26,6 +26,9 @@ from .text import first_line, one_line
 from .trust import run_parts
 
 
+_NOT_LOADED = " is not a local folder and cannot be loaded from the Hub"
+
+
 def is_saved_model(name: str) -> bool:
     """Tells whether a name is a folder or on the Hub, not a configuration."""
     if name in names("models"):
@@ -39,7 +42,7 @@ def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrained
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, RecursionError) as error:
-        where = "" if Path(path).exists() else " is not a local folder and cannot be loaded from the Hub"
+        where = "" if Path(path).exists() else _NOT_LOADED
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
     check_kernels(values, path)
     model_type = values.get("model_type")
@@ -75,7 +78,7 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
 
 @torch.no_grad()
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
-    """Initializes each module from a stream seeded by its name and the seed, so that models share equal modules."""
+    """Initializes each module from a stream seeded by its name and the seed; models that share it begin alike."""
     with torch.random.fork_rng(devices=[]):
         owners = {"": model}
         # A model inside another initializes its modules itself, as in Transformers
@@ -134,10 +137,9 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
 
 
 def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = False) -> None:
-    """Runs files of attention parts, and the files beside saved models that their `parts_nlq.py` imports.
+    """Runs files of attention parts, and those beside saved models; raises as `load_attention_parts`.
 
-    Without `trust`, of the latter only those in folders, which this user has run before. Raises as
-    `load_attention_parts`.
+    Without `trust`, of the latter only those in folders, which this user has run before.
     """
     for file in files:
         run_parts(file)
@@ -149,7 +151,7 @@ def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = F
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads a saved tokenizer; raises `ValueError` where it would run code."""
+    """Loads a tokenizer; raises `ValueError` where it would run code."""
     with source_named(name, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
@@ -168,7 +170,7 @@ def check_model_folder(name: str) -> None:
 
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of libraries; raises as `check_model_folder`."""
+    """Names a model or tokenizer in errors of libraries; raises as `check_model_folder`."""
     check_model_folder(name)
     try:
         yield
@@ -209,9 +211,7 @@ def load_model(
     except OSError as error:
         if Path(name).is_dir():
             raise
-        raise ValueError(
-            f"model {name!r} is not a local folder and cannot be loaded from the Hub: {one_line(error)}"
-        ) from error
+        raise ValueError(f"model {name!r}{_NOT_LOADED}: {one_line(error)}") from error
 
 
 def load_weights(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

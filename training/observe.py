@@ -31,8 +31,7 @@ def attention_layers(model: nn.Module) -> list[NLQAttention]:
 def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Tensor, **inputs) -> ModelOutput:
     """Runs a model in evaluation mode, calls `receive` before each layer, and restores the model's state.
 
-    `input_ids` are `(batch, length)`, without padding; `inputs` are other arguments of `forward`. Raises `ValueError`
-    without NLQ attention layers.
+    `input_ids` are `(batch, length)`, without padding. Raises `ValueError` without NLQ attention layers.
     """
     layers = attention_layers(model)
 

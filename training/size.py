@@ -1,4 +1,4 @@
-"""Counts the parameters and FLOPs of a model, and checks weights against its parameters, on the meta device."""
+"""Counts the parameters and FLOPs of a model, and checks weights against it, on the meta device."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ from .text import check_number, one_line
 
 @dataclass
 class Size:
-    """The number of a model's parameters, where tied ones count once, and their cost.
+    """The number of a model's parameters, tied ones once, and their cost.
 
     Attributes:
         non_embedding: without token embeddings, learned positions, and LM head.
@@ -215,8 +215,8 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     )
 
 
-# Matrices that multiply tokens of the source: the encoder, and the projections to keys and values in cross-attention.
-# The names are from NLQ, T5Gemma, BERT, Bart and T5
+# Matrices that multiply tokens of the source: the encoder, and keys and values in cross-attention, as NLQ, T5Gemma,
+# BERT, Bart and T5 name them
 _OF_SOURCE = re.compile(
     r"^(?!.*\.decoder\.).*\.encoder\."
     r"|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."

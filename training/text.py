@@ -27,7 +27,7 @@ def check_name(source: str, name: Any) -> None:
 
 
 def unescape(text: str) -> str:
-    r"""Reads `\n`, `\t` and `\\`, which a shell leaves as they are, as YAML does in double quotes."""
+    r"""Reads `\n`, `\t` and `\\`, which a shell leaves, as YAML does."""
     return re.sub(r"\\[nt\\]", lambda match: _ESCAPES[match[0]], text)
 
 
@@ -64,7 +64,7 @@ def code(text: Any, language: str = "") -> Markdown:
 
 
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
-    """Returns the lines of a table, whose columns but the first are aligned at the right if `right`."""
+    """Returns the lines of a table; all columns but the first are at the right if `right`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:

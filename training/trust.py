@@ -52,7 +52,7 @@ def _known() -> list[str]:
 
 
 def _open(mode: str) -> IO[bytes]:
-    """Raises `OSError` if another user could have written it, and `ValueError` if it is a link."""
+    """Raises `OSError` if another user could write it, and `ValueError` for a link."""
     file = open_file(TRUSTED_PARTS, mode, 0o600)
     if is_private(file.fileno()) and is_private(TRUSTED_PARTS.parent):
         return file

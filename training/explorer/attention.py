@@ -79,9 +79,9 @@ class Layer:
 def measure_attention(
     model: PreTrainedModel, input_ids: torch.Tensor, random_ids: torch.Tensor, ablated_tokens: int = 0
 ) -> list[Layer]:
-    """Measures the attention of each layer of an NLQ model on a text, `(1, length)`, and on `repeated_tokens`.
+    """Measures the attention of each layer on a text, `(1, length)`, and on `repeated_tokens`.
 
-    Heads are removed on the first `ablated_tokens` of the text, if these are at least 2.
+    Heads are removed on the first `ablated_tokens`, if these are at least 2.
     """
     layers = _measure_layers(model, input_ids)
     period = random_ids.shape[1] // 2

@@ -1,4 +1,4 @@
-"""`nlq explore`: measures what the attention of one or two models does with a text, and writes the page."""
+"""`nlq explore`: measures the attention of one or two models on a text, and writes the page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,18 +55,17 @@ def explore(
     max_tokens: int | None = None,
     trust_remote_code: bool = False,
 ) -> Exploration:
-    """Shows on a page what the attention of one model, or of two side by side, does with a text.
+    """Shows on a page what the attention of one or two models does with a text.
 
     Args:
         model, other: folders or Hub names of models with one tokenizer, NLQ or of a family that converts to it.
         file: a UTF-8 text file instead of `text`.
-        target: for an encoder and decoder, which reads the text as its source; by default the text that the first
-            model generates.
+        target: of an encoder and decoder, whose source is the text; by default what the first model generates.
         output: the HTML file to write, if any.
-        max_tokens: number of tokens to show; by default 512, or as many as the models have positions for.
+        max_tokens: tokens to show; by default 512, or as many as the models have positions for.
 
     Raises:
-        ValueError: if a model cannot be loaded or converted, the tokenizers differ, or the text is empty.
+        ValueError: if a model cannot be loaded or converted, tokenizers differ, or the text is empty.
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
@@ -209,10 +208,7 @@ def _describe(model: PreTrainedModel) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Returns the text that each token adds to the tokens before it.
-
-    If several tokens make one character, the first gets it. Invalid bytes are written as the tokenizer writes them.
-    """
+    """Returns the text that each token adds. If several make one character, the first gets it."""
     texts = []
     before = ""  # the text of the tokens so far
     parts = 0  # tokens since then, which may make one character

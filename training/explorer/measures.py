@@ -94,7 +94,7 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int) -> tor
 def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
     """Computes what removing each head adds to the mean loss of `(1, length)` tokens: nats, `(heads,)` for each layer.
 
-    The input of the output projection is set to 0 there. `heads` counts those of each layer.
+    The input of the output projection is set to 0 there.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
     length = input_ids.shape[1]

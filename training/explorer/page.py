@@ -1,4 +1,4 @@
-"""Writes the page of the explorer: one HTML file, without requests, which unpacks a map when its head is selected."""
+"""Writes the page of the explorer: one HTML file, which unpacks a map when its head is selected."""
 
 import base64
 import html
@@ -23,7 +23,7 @@ LEVELS = 127  # steps of a weight between 0 and the largest in its row
 
 @dataclass
 class ExploredModel:
-    """A model on a page, with the loss of each token after the first, `(length - 1,)`."""
+    """A model on a page; `losses` are of the tokens after the first, `(length - 1,)`."""
 
     name: str
     description: str
@@ -53,7 +53,7 @@ def write_page(
     models: Sequence[ExploredModel],
     source: Sequence[str] = (),
 ) -> str:
-    """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps."""
+    """Returns the page of one or two models. If the maps do not fit, only first tokens have them."""
     map_tokens = len(tokens)
     while map_tokens > 1 and sum(_map_bytes(model, map_tokens) for model in models) > MAP_BYTES:
         map_tokens -= 1
@@ -83,7 +83,7 @@ def write_page(
         levels=LEVELS,
         style=_read("explorer.css"),
         script=_read("explorer.js"),
-        # Without `<`, a text can neither end the element nor start another
+        # Without `<`, a text cannot end the element
         data=json.dumps(content, allow_nan=False).replace("<", "\\u003c"),
     )
 

@@ -23,8 +23,8 @@ def explore_runs(
 ) -> bool:
     """Writes the page of one or two runs into `target`, and returns whether it did; a failure is a warning.
 
-    It shows the first block or pair of a split of the recipe's dataset; with `packing: documents`, the longest
-    document in the first block. `runs` are folders of models, by the names on the page.
+    It shows the first block or pair of a split; with `packing: documents`, the longest document in the first block.
+    `runs` are folders of models, by the names on the page.
     """
     try:
         loaded = {name: load_model(str(folder)) for name, folder in runs.items()}

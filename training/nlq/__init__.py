@@ -55,7 +55,7 @@ _SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "-
 
 
 class _Command(TyperCommand):
-    """A command that imports its `module`, loads parts, and lists the `shipped` configurations in its help."""
+    """Imports the `module` of a command, loads parts, and lists `shipped` configurations in its help."""
 
     def __init__(self, *, module: str, shipped: str | None = None, **options: Any):
         super().__init__(**options)

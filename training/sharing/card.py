@@ -64,7 +64,7 @@ def render(
     has_tokenizer: bool = True,
     is_adapter: bool = False,
 ) -> ModelCard:
-    """Renders the card of a model, to be loaded from `location`, from the template `model_card.md`.
+    """Renders the card of a model, to be loaded from `location`.
 
     The license is by default Apache-2.0 for weights trained from scratch, otherwise none.
     """
@@ -171,7 +171,6 @@ def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> li
 
 
 def _auto_class(config: PreTrainedConfig) -> str:
-    """Returns the Auto class that loads the model with its saved head."""
     name = (config.architectures or ["NLQForCausalLM"])[0].removeprefix("FSDP")
     head = "CausalLM" if name.endswith("LMHeadModel") else name.partition("For")[2]
     head = "Seq2SeqLM" if head == "ConditionalGeneration" else head
