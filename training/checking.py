@@ -1,6 +1,6 @@
 """`nlq check`: tests the invariants of all models on attention parts, in small random models.
 
-Short texts come first. If a long text fails, shorter texts are tried, to report the smallest case.
+Short texts come first. If a long text fails, shorter ones are tried, to report the smallest case.
 """
 
 import copy

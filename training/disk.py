@@ -127,7 +127,7 @@ def delete(path: Path, force: bool = False) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder and its parents; raises `ValueError` if one of them is a link."""
+    """Creates a folder and its parents; raises `ValueError` if one is a link."""
     with _open_parent(path / UNFINISHED, makes=True):
         pass
 
@@ -160,7 +160,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
-    """Adds names of files to a folder's manifest; raises `ValueError` for one with a control character."""
+    """Adds names to a folder's manifest; raises `ValueError` for a control character."""
     for name in names:
         if not name.isprintable():
             raise ValueError(f"{folder}: {name!r} has characters that names of files may not have")
@@ -169,7 +169,7 @@ def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
 
 
 def read_manifest(folder: Path) -> list[str] | None:
-    """Returns the names in a folder's manifest, except those outside it; `None` without one."""
+    """Returns the names in a manifest that are inside its folder; `None` without one."""
     if not os.path.lexists(folder / MANIFEST):
         return None
     return list(filter(_is_inside, read_text(folder / MANIFEST).split("\n")))

@@ -92,10 +92,7 @@ def is_nonempty(path: Path) -> bool:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number, which YAML 1.1 reads as text.
-
-    Refuses repeated keys, of which PyYAML keeps the last, and documents that would fill the memory.
-    """
+    """Reads `2e-5` as a number; refuses repeated keys, and documents that would fill the memory."""
 
     def compose_document(self):
         node = super().compose_document()
@@ -185,7 +182,7 @@ def read_section(section: Any, source: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the mapping in a JSON file; raises `ValueError` for anything else."""
+    """Reads the mapping in a JSON file; raises as `read_yaml`."""
     data = read_bytes(path)
     try:
         content = json.loads(data)

@@ -302,7 +302,7 @@ def matching_intermediate_size(
 
 
 def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` if parameters have other shapes. Tied ones may be left out."""
+    """Raises as `check_shapes`; tied parameters may be left out."""
     missing = model.all_tied_weights_keys.keys() - shapes.keys()
     check_shapes({name: tensor.shape for name, tensor in model.state_dict().items() if name not in missing}, shapes)
 

@@ -43,7 +43,7 @@ def printable(text: str) -> str:
 
 
 class Markdown(str):
-    """Text that is Markdown already; reports and cards escape any other text."""
+    """Text that is Markdown already; any other is escaped."""
 
 
 def plain(text: str) -> Markdown:

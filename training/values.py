@@ -1,4 +1,4 @@
-"""Frozen dataclasses that check the types of their fields, and JSON read as such dataclasses."""
+"""Frozen dataclasses that check the types of their fields, and their JSON."""
 
 import json
 import reprlib

@@ -180,7 +180,7 @@ def show_source(subject: Subject, source: Sequence[int]) -> None:
 
 
 def prepare(model: PreTrainedModel) -> Subject:
-    """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it does not convert."""
+    """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it cannot."""
     model = model.float().eval()
     if isinstance(model, NLQForConditionalGeneration):
         model.to(DEVICE)

@@ -37,10 +37,7 @@ def pack(numbers: np.ndarray) -> str:
 
 
 def quantize(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds weights `(heads, length, keys)` to 1/127 of the largest in each row.
-
-    Returns whole numbers from -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
-    """
+    """Rounds weights `(heads, length, keys)` to whole 1/127 of the largest in each row, `(heads, length)`."""
     largest = weights.abs().amax(dim=-1)
     levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
     return levels.numpy(), largest.float().numpy()

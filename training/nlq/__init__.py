@@ -112,7 +112,7 @@ def _escape_logs() -> None:
 
 
 def _say(*lines: str, **options: Any) -> None:
-    """Prints lines with control characters escaped, because a part may come from somebody else's file."""
+    """Prints lines with control characters escaped, because a part may be somebody else's."""
     from modeling_nlq.training.text import printable
 
     print(printable("\n".join(lines)), **options)
@@ -447,13 +447,15 @@ def main(words: list[str] | None = None) -> int:
 
     An error is printed in one line; NLQ_TRACEBACK=1 raises it.
     """
-    before = os.environ.get("PYTHONSAFEPATH", "")  # Python reads an empty value as none
+    before = os.environ.get("PYTHONSAFEPATH")
     # Processes of this package and of libraries run `python -c`, which would import from the working directory
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         return _run(words)
     finally:
-        os.environ["PYTHONSAFEPATH"] = before
+        os.environ.pop("PYTHONSAFEPATH", None)
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _run(words: list[str] | None) -> int:
