@@ -40,8 +40,7 @@ def train(
         overrides: fields of `Recipe` and `transformers.TrainingArguments`, and `switches`, a mapping.
 
     Raises:
-        ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder
-            that holds another run.
+        ValueError: for wrong or conflicting fields, data that cannot be loaded, or a folder of another run.
         ChildProcessError: if the run failed on the engine `ray`.
     """
     options = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
@@ -87,13 +86,13 @@ def compare(
 ) -> "Outcome | ScreeningOutcome":
     """Trains the models of a comparison and reports which differ from the baseline. A second call resumes it.
 
-    Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
+    Runs are processes, so a script must call this under `if __name__ == "__main__":`.
 
     Args:
         comparison: name of a shipped comparison, or a YAML file.
         output_dir: results folder, which all nodes of a cluster must see; by default `runs/compare-NAME`.
         engine: `local`, with the options of `LocalEngine`, or `ray`, with those of `RayWorkers`.
-        cpus_per_run: threads of a run, by default as many as PyTorch takes here.
+        cpus_per_run: threads of a run, by default PyTorch's number.
         trust_parts: run the parts whose code is in the file.
         overrides: fields of the recipe that all models share, as for `train`.
 
@@ -151,7 +150,7 @@ def publish(
         revision: the branch; by default the main one.
 
     Raises:
-        ValueError: for an incomplete model or adapter, a file with a token or a path of this machine, or a wrong name.
+        ValueError: for an incomplete model, a file with a token or a path of this machine, or a wrong name.
         ImportError: for an adapter without PEFT.
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """

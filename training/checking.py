@@ -78,7 +78,7 @@ Models = dict[str, NLQForCausalLM]
 
 
 class Invariant(NamedTuple):
-    """What must hold for texts of some lengths; encoders, which see later tokens and do not cache, may be exempt."""
+    """What must hold for texts of some lengths, perhaps of decoders only."""
 
     differences: Differences
     lengths: Sequence[int] = LENGTHS
@@ -189,7 +189,7 @@ def _has_linear_attention(model: NLQForCausalLM) -> bool:
 
 
 def _cuts(length: int) -> Sequence[int]:
-    """Returns where a text is cut in two: everywhere, or in a long text at and inside a block and near the end."""
+    """Returns where a text is cut: everywhere, or if it is long, at and inside a block and near the end."""
     return range(1, length) if length <= SHORT else sorted({min(64, length // 3), length // 2 + 1, length - 1})
 
 

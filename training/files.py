@@ -182,7 +182,7 @@ def read_section(section: Any, source: str) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads the mapping in a JSON file; raises as `read_yaml`."""
+    """Reads the mapping in a JSON file; raises `ValueError` for anything else."""
     data = read_bytes(path)
     try:
         content = json.loads(data)
