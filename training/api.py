@@ -31,17 +31,16 @@ def train(
     trust_parts: bool = False,
     **overrides: Any,
 ) -> RunResult:
-    """Trains a model from a recipe, evaluates it and saves it. A second call resumes an interrupted run.
+    """Trains a model from a recipe, evaluates and saves it. A second call resumes an interrupted run.
 
     Args:
         recipe: name of a shipped recipe, or a YAML file.
-        engine: `local`, this process, or `ray`, which takes the next four options: see `train_on_ray`.
+        engine: `local`, or `ray`, which takes the next four options: see `train_on_ray`.
         trust_parts: run the parts whose code is in the recipe.
         overrides: fields of `Recipe` and `transformers.TrainingArguments`, and `switches`, a mapping.
 
     Raises:
-        ValueError: for unknown fields, conflicting settings, data or a tokenizer that cannot be loaded, or a folder
-            that holds another run.
+        ValueError: for wrong or conflicting fields, data that cannot be loaded, or a folder of another run.
         ChildProcessError: if the run failed on the engine `ray`.
     """
     options = {"workers": workers, "cpus_per_worker": cpus_per_worker, "gpus_per_worker": gpus_per_worker}
@@ -87,19 +86,19 @@ def compare(
 ) -> "Outcome | ScreeningOutcome":
     """Trains the models of a comparison and reports which differ from the baseline. A second call resumes it.
 
-    Each run is a process of its own, so a script must call this under `if __name__ == "__main__":`.
+    Runs are processes, so a script must call this under `if __name__ == "__main__":`.
 
     Args:
         comparison: name of a shipped comparison, or a YAML file.
         output_dir: results folder, which all nodes of a cluster must see; by default `runs/compare-NAME`.
         engine: `local`, with the options of `LocalEngine`, or `ray`, with those of `RayWorkers`.
-        cpus_per_run: threads of a run, by default as many as PyTorch takes here.
+        cpus_per_run: threads of a run, by default PyTorch's number.
         trust_parts: run the parts whose code is in the file.
         overrides: fields of the recipe that all models share, as for `train`.
 
     Raises:
-        ValueError: for an unknown field, name or value, a cluster that cannot make the runs, or a folder that cannot
-            be written or holds something else.
+        ValueError: for a wrong field, a cluster that cannot make the runs, or a folder that cannot be written or holds
+            something else.
         ChildProcessError: if a run failed for another reason than its loss; finished runs stay.
     """
     from .comparison.config import default_folder
@@ -114,7 +113,7 @@ def compare(
 def load_plan(
     source: str | Path, overrides: Mapping[str, Any] | None = None, trust_parts: bool = False
 ) -> "Comparison | Screening":
-    """Reads the file of a comparison, or of a screening if it has `factors`."""
+    """Reads a comparison, or a screening if the file has `factors`."""
     from .comparison.comparison import read_comparison
     from .comparison.config import read_file
 
@@ -139,22 +138,19 @@ def publish(
 ) -> "Publication":
     """Uploads a trained or converted model with its code, tokenizer, results and card, in one commit.
 
-    Repository and branch are created if they do not exist. Files that only an earlier publication uploaded are
-    deleted.
+    Creates a missing repository or branch, and deletes files that only an earlier publication uploaded.
 
     Args:
-        folder: folder of a run, a conversion, or any saved NLQ model.
-        repo_id: `owner/name`.
-        private: make a new repository private; by default the owner's setting decides.
-        comparison: folder of `nlq compare`; the card reports its verdicts.
+        folder: a run, a conversion, or any saved NLQ model.
+        private: of a new repository; by default the owner's setting decides.
+        comparison: folder of `nlq compare`, whose verdicts go into the card.
         card: a Markdown file; by default the card is generated.
         license: of the weights, for the card.
-        adapter: upload only the parameters that a run with `trainable: new` trained, as an adapter of PEFT.
+        adapter: upload only what a run with `trainable: new` trained, as an adapter of PEFT.
         revision: the branch; by default the main one.
-        dry_run: stop before anything is sent.
 
     Raises:
-        ValueError: for an incomplete model or adapter, a file with a token or a path of this machine, or a wrong name.
+        ValueError: for an incomplete model, a file with a token or a path of this machine, or a wrong name.
         ImportError: for an adapter without PEFT.
         PublishingError: if the Hub refuses, or cannot be reached. The repository is then unchanged.
     """

@@ -1,6 +1,6 @@
-"""`nlq check`: tests the invariants of all models on a user's attention parts, in small random models.
+"""`nlq check`: tests the invariants of all models on attention parts, in small random models.
 
-Short texts come first. If a long text fails, shorter texts are tried, to report the smallest case.
+Short texts come first. If a long text fails, shorter ones are tried, to report the smallest case.
 """
 
 import copy
@@ -78,7 +78,7 @@ Models = dict[str, NLQForCausalLM]
 
 
 class Invariant(NamedTuple):
-    """What must hold for texts of some lengths; encoders, which see later tokens and do not cache, may be exempt."""
+    """What must hold for texts of some lengths, perhaps of decoders only."""
 
     differences: Differences
     lengths: Sequence[int] = LENGTHS
@@ -86,7 +86,7 @@ class Invariant(NamedTuple):
 
 
 def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool]:
-    """Checks the parts of a file until an invariant fails, and returns the report's lines and whether all hold.
+    """Checks the parts of a file until an invariant fails; returns the report's lines and whether all hold.
 
     Raises `ValueError` for a file without parts, or a part that refuses all models.
     """
@@ -102,10 +102,8 @@ def describe(file: str | Path, seed: int | None = None) -> tuple[list[str], bool
         encoders = [name for name in models if name not in decoders]
         for title, invariant in INVARIANTS.items():
             names = decoders if invariant.needs_decoder else list(models)
-            cases = []
-            for length, name in itertools.product(invariant.lengths, names):
-                if length <= LONG or name in (*decoders[:1], *encoders[:1]):
-                    cases.append((length, name))
+            cases = itertools.product(invariant.lengths, names)
+            cases = [case for case in cases if case[0] <= LONG or case[1] in (*decoders[:1], *encoders[:1])]
             if LONGEST in invariant.lengths and drawn in names:
                 most = LONGEST // max(1, switches["num_attention_heads"] // 4)  # many heads take more time
                 cases.append((draws.randint(SHORT + 1, most), drawn))
@@ -145,7 +143,7 @@ def _models(part: type[AttentionPart], surroundings: dict[str, dict[str, Any]]) 
 
 
 def _try(differences: Differences, cases: Sequence[tuple[int, str]], models: Models) -> tuple[float, str | None]:
-    """Returns the largest difference and `None`, or the difference and description of the smallest failing case."""
+    """Returns the largest difference and `None`, or those of the smallest failing case."""
     largest = 0.0
     passed = dict.fromkeys(models)
     for length, name in cases:
@@ -161,7 +159,6 @@ def _try(differences: Differences, cases: Sequence[tuple[int, str]], models: Mod
 
 
 def _try_one(differences: Differences, name: str, model: NLQForCausalLM, length: int) -> tuple[float, str | None]:
-    """Does so for one case."""
     largest = 0.0
     model.set_attn_implementation("eager")
     try:
@@ -179,6 +176,10 @@ def _layers(model: NLQForCausalLM) -> list[NLQAttention]:
     return [layer.self_attn for layer in model.model.layers]
 
 
+def _parts(model: NLQForCausalLM) -> list[AttentionPart]:
+    return [part for layer in _layers(model) for part in layer.parts.values()]
+
+
 def _has_window(model: NLQForCausalLM) -> bool:
     return any(layer.sliding_window is not None for layer in _layers(model))
 
@@ -188,7 +189,7 @@ def _has_linear_attention(model: NLQForCausalLM) -> bool:
 
 
 def _cuts(length: int) -> Sequence[int]:
-    """Returns where a text is cut in two: everywhere, or in a long text at and inside a block and near the end."""
+    """Returns where a text is cut: everywhere, or if it is long, at and inside a block and near the end."""
     return range(1, length) if length <= SHORT else sorted({min(64, length // 3), length // 2 + 1, length - 1})
 
 
@@ -213,7 +214,7 @@ def _difference(values: Results, expected: Results) -> float:
 
 
 def _with_gradients(model: NLQForCausalLM, tokens: torch.Tensor, **kwargs) -> list[torch.Tensor | None]:
-    """Returns the logits and the gradient of each parameter, or `None` for those that do not affect the logits."""
+    """Returns the logits and each parameter's gradient, or `None` if it does not affect the logits."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         logits = _logits(model, tokens, **kwargs)
@@ -259,7 +260,7 @@ def _padding(model: NLQForCausalLM, length: int) -> Cases:
 
 
 def _texts(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a batch and its mask: every other text is shorter, and padded at the left."""
+    """Returns a batch and its mask; every other text is padded at the left."""
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(0, rows, 2):
         mask[row, : length // (2 + row)] = 0
@@ -327,8 +328,9 @@ def _several_caches(model: NLQForCausalLM, length: int) -> Cases:
 
 
 def _taken_back(model: NLQForCausalLM, length: int) -> Cases:
-    parts = [part for layer in _layers(model) for part in layer.parts.values()]
-    if _has_window(model) or _has_linear_attention(model) or not all(part.supports_crop for part in parts):
+    if _has_window(model) or _has_linear_attention(model):
+        return
+    if not all(part.supports_crop for part in _parts(model)):
         return
     tokens = _tokens(1, length)
     expected = _logits(model, tokens)
@@ -399,10 +401,9 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Cases:
         return result
 
     with ExitStack() as stack:
-        for layer in _layers(model):
-            for part, hook in itertools.product(layer.parts.values(), HOOKS):
-                if part.has_hook(hook):
-                    stack.enter_context(patch.object(part, hook, partial(watch, getattr(part, hook))))
+        for part, hook in itertools.product(_parts(model), HOOKS):
+            if part.has_hook(hook):
+                stack.enter_context(patch.object(part, hook, partial(watch, getattr(part, hook))))
         model(_tokens(2, length), use_cache=False)
     if changes:
         yield f"{count(length, 'token')}: {changes[0]} changes a tensor in place", math.nan
@@ -429,15 +430,13 @@ def _devices(model: NLQForCausalLM, length: int) -> Cases:
 
 
 def _initial(model: NLQForCausalLM, length: int) -> Cases:
-    fresh = type(model)(model.config)
-    for layer in _layers(fresh):
-        for part in layer.parts.values():
-            if type(part).initialize is not AttentionPart.initialize:
-                continue  # `initialize` sets other values
-            once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
-            for name, value in part.state_dict().items():
-                if torch.equal(once[name], again[name]) and not torch.equal(value, once[name]):
-                    yield f"{name} begins with other values than `__init__` sets", _difference(value, once[name])
+    for part in _parts(type(model)(model.config)):
+        if type(part).initialize is not AttentionPart.initialize:
+            continue  # `initialize` sets other values
+        once, again = (type(part)(part.config, part.layer_idx).state_dict() for _ in range(2))
+        for name, value in part.state_dict().items():
+            if torch.equal(once[name], again[name]) and not torch.equal(value, once[name]):
+                yield f"{name} begins with other values than `__init__` sets", _difference(value, once[name])
 
 
 def _saved(model: NLQForCausalLM, length: int) -> Cases:

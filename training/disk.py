@@ -33,7 +33,7 @@ _HUB_LINK = re.compile(
 
 
 def resolve_user_path(path: str | Path) -> Path:
-    """Follows the links in a path that the user typed."""
+    """Follows the links of a typed path."""
     resolved = Path(os.path.realpath(path))
     return Path(path) if resolved == Path(os.path.abspath(path)) else resolved
 
@@ -83,7 +83,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text in UTF-8; raises as `open_file`, and `ValueError` for other encodings."""
+    """Reads UTF-8; raises as `open_file`, and `ValueError` for other encodings."""
     return read_bytes(path).decode("utf-8")
 
 
@@ -115,10 +115,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def delete(path: Path, force: bool = False) -> None:
-    """Deletes a file, a folder with its content, or a link itself, if it exists.
-
-    Unless `force` is set, what a manifest above it does not name stays.
-    """
+    """Deletes a file, a folder or a link, if it exists, and without `force` only if a manifest above names it."""
     root = _manifest_folder(path.parent)
     if root is not None and not force and not_in_manifest(root, [path.relative_to(root).as_posix()]):
         return
@@ -130,13 +127,13 @@ def delete(path: Path, force: bool = False) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Creates a folder and its parents; raises `ValueError` if one of them is a link."""
+    """Creates a folder and its parents; raises `ValueError` if one is a link."""
     with _open_parent(path / UNFINISHED, makes=True):
         pass
 
 
 def make_empty_folder(path: Path) -> None:
-    """Creates an empty folder, and replaces one that this package created."""
+    """Creates an empty folder, or replaces one of this package."""
     delete(path)
     _register(path.parent, [path.name])
     make_folder(path)
@@ -152,7 +149,7 @@ def check_no_symlinks(paths: Iterable[Path], allow_hub: bool = False) -> None:
 
 
 def paths_below(folder: Path) -> list[Path]:
-    """Lists files, folders and links, some of which another process may delete."""
+    """Lists files, folders and links, which another process may delete."""
     return [Path(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
@@ -163,7 +160,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
-    """Adds names of files to a folder's manifest; raises `ValueError` for one with a control character."""
+    """Adds names to a folder's manifest; raises `ValueError` for a control character."""
     for name in names:
         if not name.isprintable():
             raise ValueError(f"{folder}: {name!r} has characters that names of files may not have")
@@ -172,20 +169,20 @@ def add_to_manifest(folder: Path, names: Sequence[str] = ()) -> None:
 
 
 def read_manifest(folder: Path) -> list[str] | None:
-    """Returns the names in a folder's manifest, except those outside it; `None` without one."""
+    """Returns the names in a manifest that are inside its folder; `None` without one."""
     if not os.path.lexists(folder / MANIFEST):
         return None
     return list(filter(_is_inside, read_text(folder / MANIFEST).split("\n")))
 
 
 def not_in_manifest(folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names of which neither themselves nor a parent are in a folder's manifest."""
+    """Returns the names that a folder's manifest lacks, with their parents."""
     known = set(read_manifest(folder) or ())
     return [name for name in names if known.isdisjoint((name, *map(str, PurePosixPath(name).parents)))]
 
 
 def check_not_taken(folder: Path, existing: Iterable[str]) -> None:
-    """Raises `ValueError` for a file that is not in the manifest, and would be replaced."""
+    """Raises `ValueError` for an existing file that is not in the manifest."""
     if taken := not_in_manifest(folder, existing):
         raise ValueError(f"{folder / taken[0]} exists and was not written by nlq; move it, or choose another folder")
 
@@ -201,7 +198,7 @@ def _register(folder: Path, names: Sequence[str]) -> None:
 
 
 def _manifest_folder(folder: Path) -> Path | None:
-    """Returns the nearest folder with a manifest of this user or of the folder's owner; `None` for a temporary one."""
+    """Returns the nearest folder with a manifest of this user or its owner; `None` for a temporary one."""
     for root in (folder, *folder.parents):
         if root.name.endswith(UNFINISHED):
             return None
@@ -214,7 +211,7 @@ def _manifest_folder(folder: Path) -> Path | None:
 
 
 def _default_mode(folder: Path) -> int:
-    """Returns the permissions of a new file; Python reads the umask only by changing it."""
+    """Returns the mode of a new file; Python reads the umask only by changing it."""
     probe = os.open(folder / UNFINISHED, os.O_CREAT | os.O_WRONLY, 0o666)
     try:
         return stat.S_IMODE(os.fstat(probe).st_mode)
@@ -224,9 +221,9 @@ def _default_mode(folder: Path) -> int:
 
 @contextmanager
 def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, str]]:
-    """Yields the descriptor of a path's parent, opened without following links, and the file's name.
+    """Yields the descriptor of a path's parent, which `makes` creates, and the file's name.
 
-    `makes` creates parents. Raises `ValueError` if one is a link, and `OSError` if it cannot be opened.
+    Raises `ValueError` if a parent is a link, and `OSError` if it cannot be opened.
     """
     if os.open not in os.supports_dir_fd:  # on Windows
         check_no_symlinks(path.parents)
@@ -254,14 +251,13 @@ def _open_parent(path: Path, makes: bool = False) -> Iterator[tuple[int | None, 
 
 
 def _reraise(error: OSError, path: Path) -> NoReturn:
-    """Raises `ValueError` for a link, otherwise the same error with the whole path."""
     if path.is_symlink():
         raise ValueError(_LINK.format(path)) from None
     raise type(error)(error.errno, error.strerror, str(path)) from None
 
 
 def _hub_blob(path: Path) -> Path | None:
-    """Returns the target of a link in the cache of huggingface_hub, `None` for any other."""
+    """Returns the target of a link in huggingface_hub's cache, `None` for others."""
     source = os.path.abspath(path)
     target = os.path.normpath(os.path.join(os.path.dirname(source), os.readlink(source)))
     return Path(target) if _HUB_LINK.fullmatch(f"{source}\0{target}") else None

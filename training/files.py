@@ -92,10 +92,7 @@ def is_nonempty(path: Path) -> bool:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """Reads `2e-5` as a number, which YAML 1.1 reads as text.
-
-    Refuses repeated keys, of which PyYAML keeps the last, and documents that would fill the memory.
-    """
+    """Reads `2e-5` as a number; refuses repeated keys, and documents that would fill the memory."""
 
     def compose_document(self):
         node = super().compose_document()
@@ -105,7 +102,7 @@ class YamlLoader(yaml.SafeLoader):
         return node
 
     def _size(self, node, sizes):
-        """Returns the numbers of values and levels, where an alias repeats what it stands for."""
+        """Returns the numbers of values and levels; aliases count."""
         if node in sizes:
             return sizes[node]
         sizes[node] = (10**6, 0)  # until counted: children may repeat it
@@ -132,8 +129,8 @@ class YamlLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _YamlDumper(yaml.SafeDumper):
-    """Quotes texts that `YamlLoader` would read as numbers."""
+class _YamlDumper(yaml.SafeDumper):  # quotes texts that `YamlLoader` would read as numbers
+    pass
 
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -166,7 +163,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges two mappings of fields, and those of an encoder and a decoder in them."""
+    """Merges two mappings of fields, and their halves."""
     result = {**fields, **more}
     for half in ("encoder", "decoder"):
         if isinstance(fields.get(half), dict) and isinstance(more.get(half), dict):
@@ -175,7 +172,7 @@ def merged(fields: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_section(section: Any, source: str) -> dict[str, Any]:
-    """Copies a mapping inside a YAML file, which may be missing; raises `ValueError` for any other value or name."""
+    """Copies a mapping of YAML, which may be missing; raises `ValueError` for another value or name."""
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"{source} must hold fields and values, not {section!r}")
     for name in section or {}:
@@ -203,7 +200,6 @@ def check_keys(source: str, keys, known) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields that differ between what a folder holds and the current plan."""
 
     def short(value: Any) -> str:
         is_file = isinstance(value, str) and "\n" in value
@@ -229,10 +225,7 @@ def files_in(folder: Path, patterns: Sequence[str]) -> set[Path]:
 
 
 def code_files(folder: Path) -> set[Path]:
-    """Returns the files that the Auto classes load from a folder, and their imports, even if missing.
-
-    Raises `ValueError` for a link, or what is not Python.
-    """
+    """Returns the files that the Auto classes load, and their imports; raises `ValueError` for a link or no Python."""
     settings = folder / "config.json"
     fields = read_json(settings) if settings.is_file() else {}
     classes = (*default_auto_map(fields).values(), *saved_auto_map(folder, fields).values())
@@ -246,7 +239,7 @@ def code_files(folder: Path) -> set[Path]:
 
 
 def relative_imports(path: Path) -> set[str]:
-    """Returns the modules beside a file that it imports; raises `ValueError` for a link or no Python."""
+    """Returns the modules beside a file that it imports; raises as `code_files`."""
     try:
         nodes = ast.walk(ast.parse(read_bytes(path)))
     except SyntaxError as error:

@@ -21,7 +21,7 @@ IDEAS = sorted(
 def new_idea(file: str | Path, source: str = "bias") -> tuple[Path, Path]:
     """Copies one of the `IDEAS` to a Python file, and writes a comparison beside it; returns both paths.
 
-    The file's stem names the part. Raises `ValueError` for an unknown idea, an existing file, or an impossible name.
+    Raises `ValueError` for an unknown idea, an existing file, or an impossible name.
     """
     file = resolve_user_path(file)
     if source not in IDEAS:

@@ -1,4 +1,4 @@
-"""Loads models by name: a shipped configuration, a config.json, or a saved model (folder or Hub name)."""
+"""Loads models by name: a shipped configuration, a config.json, or a folder or Hub name."""
 
 import hashlib
 import os
@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
@@ -32,23 +26,23 @@ from .text import first_line, one_line
 from .trust import run_parts
 
 
+_NOT_LOADED = " is not a local folder and cannot be loaded from the Hub"
+
+
 def is_saved_model(name: str) -> bool:
-    """Tells whether a name is that of a folder or on the Hub, instead of a configuration."""
+    """Tells whether a name is a folder or on the Hub, not a configuration."""
     if name in names("models"):
         return False
     return Path(name).is_dir() or ("/" in name and not Path(name).is_file() and not name.endswith(".json"))
 
 
 def load_config(name: str, switches: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """Loads a shipped configuration, a config.json or the configuration of a saved model, and sets switches.
-
-    Raises `ValueError` for what is unknown or not allowed.
-    """
+    """Loads a configuration by name, and sets switches; raises `ValueError` for what is unknown or not allowed."""
     path = name if is_saved_model(name) else str(find("models", name))
     try:
         values, _ = PreTrainedConfig.get_config_dict(path)
     except (OSError, RecursionError) as error:
-        where = "" if Path(path).exists() else " is not a local folder and cannot be loaded from the Hub"
+        where = "" if Path(path).exists() else _NOT_LOADED
         raise ValueError(f"model {name!r}{where}: {first_line(error)}") from error
     check_kernels(values, path)
     model_type = values.get("model_type")
@@ -84,10 +78,7 @@ def _check_switches(name: str, config: PreTrainedConfig, switches: dict[str, Any
 
 @torch.no_grad()
 def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
-    """Initializes each module from a random stream of its own, seeded by its name and the seed.
-
-    Models of one seed then begin with the same values in all modules that they share.
-    """
+    """Initializes each module from a stream seeded by its name and the seed; models that share it begin alike."""
     with torch.random.fork_rng(devices=[]):
         owners = {"": model}
         # A model inside another initializes its modules itself, as in Transformers
@@ -100,7 +91,7 @@ def initialize_by_name(model: PreTrainedModel, seed: int) -> None:
 
 
 def config_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Lists the fields in which two configurations differ, as far as both have them."""
+    """Lists the fields of both configurations that differ."""
     known = before.keys() & now.keys()
     return differences({name: before[name] for name in known}, {name: now[name] for name in known})
 
@@ -134,7 +125,7 @@ def _find_beside(name: str, file: str) -> Path | None:
 
 
 def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]:
-    """Returns the parameters that a conversion added to a trained model; raises `ValueError` if it added none."""
+    """Returns the parameters that a conversion added; raises `ValueError` for none."""
     if conversion is None:
         raise ValueError(
             f"trainable='new' trains what `nlq convert` added, but model {model!r} has no {CONVERSION_FILE}"
@@ -146,10 +137,9 @@ def added_parameters(model: str, conversion: dict[str, Any] | None) -> list[str]
 
 
 def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = False) -> None:
-    """Runs files of attention parts, and the files beside saved models that their `parts_nlq.py` imports.
+    """Runs files of attention parts, and those beside saved models; raises as `load_attention_parts`.
 
-    Without `trust`, of the latter only those in folders, which this user has run before. Raises as
-    `load_attention_parts`.
+    Without `trust`, of the latter only those in folders, which this user has run before.
     """
     for file in files:
         run_parts(file)
@@ -161,7 +151,7 @@ def load_parts(files: Iterable[str], models: Iterable[str] = (), trust: bool = F
 
 
 def load_tokenizer(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads a saved tokenizer; raises `ValueError` where it would run code."""
+    """Loads a tokenizer; raises `ValueError` where it would run code."""
     with source_named(name, "the tokenizer of "):
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
@@ -180,7 +170,7 @@ def check_model_folder(name: str) -> None:
 
 @contextmanager
 def source_named(name: str, what: str = "") -> Iterator[None]:
-    """Names a model or tokenizer in the errors of libraries; raises as `check_model_folder`."""
+    """Names a model or tokenizer in errors of libraries; raises as `check_model_folder`."""
     check_model_folder(name)
     try:
         yield
@@ -202,7 +192,7 @@ def source_named(name: str, what: str = "") -> Iterator[None]:
 def load_model(
     name: str, trust_remote_code: bool = False, kinds: Collection[ModelKind] = ModelKind, purpose: str = ""
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a saved language model, a folder or a Hub name, and its tokenizer.
+    """Loads a saved language model and its tokenizer.
 
     `trust_remote_code` runs the code beside the model, if Transformers does not know its type. Raises `ValueError` if
     the model is missing, not a language model, needs code that is not trusted, or is not of `kinds`, where `purpose`
@@ -221,13 +211,11 @@ def load_model(
     except OSError as error:
         if Path(name).is_dir():
             raise
-        raise ValueError(
-            f"model {name!r} is not a local folder and cannot be loaded from the Hub: {one_line(error)}"
-        ) from error
+        raise ValueError(f"model {name!r}{_NOT_LOADED}: {one_line(error)}") from error
 
 
 def load_weights(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Loads a language model of a configuration; raises `ValueError` if weights are damaged or missing."""
+    """Loads a language model; raises `ValueError` if weights are damaged or missing."""
     with source_named(name):
         model, info = kind_of(config).auto_class.from_pretrained(
             name, config=config, output_loading_info=True, **options

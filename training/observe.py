@@ -20,7 +20,7 @@ Receive = Callable[[NLQAttention, AttentionCall, Positions], None]
 
 
 def attention_layers(model: nn.Module) -> list[NLQAttention]:
-    """Returns the attention layers of an NLQ model; raises `ValueError` for another model."""
+    """Returns the attention layers; raises `ValueError` for a model that is not NLQ."""
     layers = [module for module in model.modules() if isinstance(module, NLQAttention)]
     if not layers:
         raise ValueError(f"{type(model).__name__} has no NLQ attention layers that could be shown or recorded")
@@ -31,8 +31,7 @@ def attention_layers(model: nn.Module) -> list[NLQAttention]:
 def observe_calls(model: PreTrainedModel, receive: Receive, input_ids: torch.Tensor, **inputs) -> ModelOutput:
     """Runs a model in evaluation mode, calls `receive` before each layer, and restores the model's state.
 
-    `input_ids` are `(batch, length)`, without padding; `inputs` are other arguments of `forward`. Raises `ValueError`
-    without NLQ attention layers.
+    `input_ids` are `(batch, length)`, without padding. Raises `ValueError` without NLQ attention layers.
     """
     layers = attention_layers(model)
 
@@ -68,13 +67,6 @@ def visibility_of(
     `query` and `key` are `(batch, heads, length, head_dim)`; `segments`, `(batch, length)`, marks packed documents.
     """
     window, sees_own_key = layer.visible_keys
-    visibility = make_visibility(
-        query.shape[2],
-        key.shape[2],
-        0,
-        query.device,
-        segments=segments,
-        sliding_window=window,
-        is_causal=layer.is_causal,
-    )
+    options = {"segments": segments, "sliding_window": window, "is_causal": layer.is_causal}
+    visibility = make_visibility(query.shape[2], key.shape[2], 0, query.device, **options)
     return visibility if sees_own_key else visibility.excluding_self()

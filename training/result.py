@@ -43,11 +43,11 @@ class Evaluation(Value):
 
 @dataclass(frozen=True)
 class Losses(Value):
-    """The losses of a run: the last finite training loss, in nats per token, and the evaluations at the end.
+    """The last finite training loss, in nats per token, and the evaluations at the end.
 
     Attributes:
         diverged: whether the validation loss is worse than that of an untrained model.
-        diverged_at: the step after which the loss was infinite or NaN, which ended the run.
+        diverged_at: the step after which an infinite or NaN loss ended the run.
     """
 
     diverged: bool
@@ -63,9 +63,8 @@ class Data(Value):
 
     Attributes:
         tokens_seen, token_stream: see `RunRecord`.
-        train_tokens, validation_tokens, test_tokens: of the splits; `None` if unknown.
-        trained_on: see `read_trained_on`; this run's own data are the last.
-        is_fine_tuned: whether the run began with the weights of a saved model.
+        trained_on: see `read_trained_on`; this run's data are the last.
+        is_fine_tuned: whether the run began with saved weights.
         base_model: the model on the Hub from which they come.
     """
 
@@ -86,7 +85,7 @@ class Machine(Value):
     """Where the model was trained, and the time of the training steps in `seconds`.
 
     `mfu` is the model FLOPs utilisation (Chowdhery et al. 2022, arXiv 2204.02311): the share of the devices' peak that
-    the model's own operations take. It is `None` in float32, and on a device without an entry in `PEAK_TFLOPS`.
+    the model takes. It is `None` in float32, and on a device that `PEAK_TFLOPS` lacks.
     """
 
     seconds: float | None = None
@@ -100,7 +99,7 @@ class Machine(Value):
 
 @dataclass(frozen=True)
 class Attention(Value):
-    """The attention backend, and the code and kernels in one line."""
+    """The attention backend, and its kernels in one line."""
 
     attn_implementation: str = ""
     kernels: str = ""
@@ -133,7 +132,7 @@ class RunResult(Value):
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a file, in groups, which files without a version lack."""
+        """Returns the fields in groups, which files without a version lack."""
         if "version" in content:
             return content
         nested: dict[str, Any] = {}
@@ -147,7 +146,7 @@ class RunResult(Value):
         return nested
 
 
-# The names of fields in files without a version: the `metrics.json` of a run, and a run in `results.json`
+# Fields of files without a version: `metrics.json`, and a run in `results.json`
 _FLAT = {
     f"{prefix}_{item.name}": f"losses.{split}.{item.name}"
     for prefix, split in (("eval", "validation"), ("test", "test"))

@@ -1,4 +1,4 @@
-"""Counts the parameters and FLOPs of a model, and checks weights against its parameters, on the meta device."""
+"""Counts the parameters and FLOPs of a model, and checks weights against it, on the meta device."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ from .text import check_number, one_line
 
 @dataclass
 class Size:
-    """The number of a model's parameters, where tied ones count once, and their cost.
+    """The number of a model's parameters, tied ones once, and their cost.
 
     Attributes:
         non_embedding: without token embeddings, learned positions, and LM head.
@@ -73,13 +73,12 @@ def kind_of(config: PreTrainedConfig) -> ModelKind:
 
 
 def text_config_of(config: PreTrainedConfig, half: str = "decoder") -> PreTrainedConfig:
-    """Returns the configuration of a half's text model, also beside an image model."""
     part = getattr(config, half) if half in config.sub_configs else config
     return part.get_text_config(decoder=True) if part.sub_configs else part
 
 
 def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
-    """Returns the context length of a model or a half; `None` without such a field (T5, Mamba)."""
+    """Returns the context length of a model or a half; `None` without one (T5, Mamba)."""
     part = text_config_of(config, half)
     for name in ("max_position_embeddings", f"max_{half}_position_embeddings", "max_seq_len", "max_target_positions"):
         if (length := getattr(part, name, None)) is not None:
@@ -88,7 +87,7 @@ def context_of(config: PreTrainedConfig, half: str = "decoder") -> int | None:
 
 
 def vocabulary_of(config: PreTrainedConfig) -> int:
-    """Returns the size of the vocabulary, the smaller of two halves."""
+    """Returns the smaller vocabulary size of the halves."""
     return min(text_config_of(config, half).vocab_size or 0 for half in ("encoder", "decoder"))
 
 
@@ -114,7 +113,7 @@ def empty_model(
     attn_implementation: str | None = "eager",
     model_class: type[PreTrainedModel] | None = None,
 ) -> PreTrainedModel:
-    """Makes a model on the meta device, by default a language model; raises `ValueError` if Transformers cannot."""
+    """Makes a (language) model on the meta device; raises `ValueError` if Transformers cannot."""
     config = copy.deepcopy(config)  # it may belong to a model in use
     try:
         with torch.device("meta"):
@@ -142,8 +141,8 @@ def measure(
     it. Norms, activations and the softmax are not counted. All experts of a mixture count.
 
     `context` is in tokens, of source and target for a pair, and by default `context_of` the model. `prepare` changes
-    the model first, for example freezes parameters. Raises `ValueError` or `ImportError` if the model cannot be made,
-    or does not say its context length.
+    the model first. Raises `ValueError` or `ImportError` if the model cannot be made, or does not say its context
+    length.
     """
     for length in context if isinstance(context, Sequence) else [context]:
         check_number("context", length, 1)
@@ -162,7 +161,7 @@ def shapes_of(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
-    """Returns the attention parts of all layers, in the order of their application."""
+    """Returns the attention parts of all layers, in order."""
     found = {}
     for half in [getattr(config, name) for name in config.sub_configs] or [config]:
         for layer in half.attention_configs if isinstance(half, NLQConfig) else ():
@@ -171,7 +170,7 @@ def parts_in(config: PreTrainedConfig) -> list[type[AttentionPart]]:
 
 
 def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Freezes all other parameters; raises `ValueError` if the model lacks one of the names."""
+    """Freezes all other parameters; raises `ValueError` if the model lacks a name."""
     parameters = dict(model.named_parameters())
     if unknown := sorted(set(names) - parameters.keys()):
         raise ValueError(f"{type(model).__name__} has no parameter {unknown[0]!r} that could be trained")
@@ -180,7 +179,7 @@ def freeze_all_but(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) -> Size:
-    """Measures as `measure` does. Without a context length, attention is not counted."""
+    """Measures as `measure`, but attention only with a context length."""
     config, head = model.config, model.get_output_embeddings()
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     if head is not None:
@@ -216,8 +215,8 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     )
 
 
-# Matrices that multiply tokens of the source: the encoder, and the projections to keys and values in cross-attention.
-# The names are from NLQ, T5Gemma, BERT, Bart and T5
+# Matrices that multiply tokens of the source: the encoder, and keys and values in cross-attention, as NLQ, T5Gemma,
+# BERT, Bart and T5 name them
 _OF_SOURCE = re.compile(
     r"^(?!.*\.decoder\.).*\.encoder\."
     r"|\.(cross_attn|crossattention|encoder_attn|EncDecAttention)\.(self\.)?(k|v|key|value)(_proj|_bottleneck)?\."
@@ -225,7 +224,7 @@ _OF_SOURCE = re.compile(
 
 
 def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
-    """Returns the configurations of encoder and decoder by name, or one by an empty name."""
+    """Returns the configurations of the halves by name, or one by an empty name."""
     if not config.is_encoder_decoder:
         return {"": text_config_of(config)}
     halves = {
@@ -239,7 +238,6 @@ def _halves(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
 
 
 def _attention_products(half: str, config: PreTrainedConfig, length: int, source: int) -> int:
-    """Returns the number of products with keys and values, also in cross-attention."""
     layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
     if not any(getattr(layer, "num_attention_heads", None) for layer in layers):
         return 0  # Mamba does not have attention
@@ -287,10 +285,7 @@ def matching_intermediate_size(
     match: Literal["parameters", "flops"] = "parameters",
     context: int | None = None,
 ) -> int:
-    """Returns the MLP width that brings the non-embedding parameters or the FLOPs of a model nearest to a budget.
-
-    Raises `ValueError` if none does.
-    """
+    """Returns the MLP width that brings a model nearest to a budget; raises `ValueError` without one."""
     if not getattr(config, "intermediate_size", None):
         name = type(config).__name__
         raise ValueError(f"match={match!r} widens intermediate_size, and {name} has none; leave match out")
@@ -307,7 +302,7 @@ def matching_intermediate_size(
 
 
 def check_parameters(model: PreTrainedModel, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `ValueError` if parameters have other shapes. Tied ones may be left out."""
+    """Raises as `check_shapes`; tied parameters may be left out."""
     missing = model.all_tied_weights_keys.keys() - shapes.keys()
     check_shapes({name: tensor.shape for name, tensor in model.state_dict().items() if name not in missing}, shapes)
 

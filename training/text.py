@@ -27,7 +27,7 @@ def check_name(source: str, name: Any) -> None:
 
 
 def unescape(text: str) -> str:
-    r"""Reads `\n`, `\t` and `\\`, which a shell leaves as they are, as YAML does in double quotes."""
+    r"""Reads `\n`, `\t` and `\\`, which a shell leaves, as YAML does."""
     return re.sub(r"\\[nt\\]", lambda match: _ESCAPES[match[0]], text)
 
 
@@ -43,11 +43,11 @@ def printable(text: str) -> str:
 
 
 class Markdown(str):
-    """Text that is Markdown already; reports and cards escape any other text."""
+    """Text that is Markdown already; any other is escaped."""
 
 
 def plain(text: str) -> Markdown:
-    """Returns Markdown, in one line, that shows a text literally; Markdown stays."""
+    """Returns one line of Markdown that shows a text literally."""
     if isinstance(text, Markdown):
         return text
     return Markdown(_MARKUP.sub(r"\\\g<0>", printable(" ".join(text.split()))))
@@ -64,7 +64,7 @@ def code(text: Any, language: str = "") -> Markdown:
 
 
 def align(rows: Sequence[Sequence[str]], right: bool = True) -> list[str]:
-    """Returns the lines of a table, whose columns but the first are aligned at the right if `right`."""
+    """Returns the lines of a table; all columns but the first are at the right if `right`."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for first, *others in rows:
@@ -78,7 +78,7 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in suitable units: 12 s, 2 h 10 min, 4 d 3 h."""
+    """Returns a text such as 12 s, 2 h 10 min, 4 d 3 h."""
     if seconds < 9.95:
         return f"{max(seconds, 0.1):.1f} s"
     if seconds < 99.5:
@@ -115,7 +115,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the message of an error, or of its cause in libraries of Hugging Face, in one line."""
+    """Returns in one line the message of an error, or of its cause in Hugging Face's libraries."""
     while error.__cause__ is not None and type(error).__module__.startswith(("huggingface_hub", "datasets")):
         error = error.__cause__
     prefix = "the disk is full: " if is_disk_full(error) else ""

@@ -22,7 +22,7 @@ TRUSTED_PARTS = resolve_user_path(constants.HF_HOME) / "nlq" / "trusted_parts"
 
 
 def run_parts(source: str | Path, text: str | None = None, only_known: bool = False) -> list[type[AttentionPart]]:
-    """Runs a file of parts, if it ran before or not `only_known`, and remembers it."""
+    """Runs a file of parts, and remembers it; `only_known` runs no new one."""
     if text is None:
         text = text_of(source)  # read once, so that the text which is hashed runs
     # Of the published text, because publishing changes the import lines
@@ -52,7 +52,7 @@ def _known() -> list[str]:
 
 
 def _open(mode: str) -> IO[bytes]:
-    """Raises `OSError` if another user could have written it, and `ValueError` if it is a link."""
+    """Raises `OSError` if another user could write it, and `ValueError` for a link."""
     file = open_file(TRUSTED_PARTS, mode, 0o600)
     if is_private(file.fileno()) and is_private(TRUSTED_PARTS.parent):
         return file

@@ -1,4 +1,4 @@
-"""Frozen dataclasses that check the types of their fields, and JSON read as such dataclasses."""
+"""Frozen dataclasses that check the types of their fields, and their JSON."""
 
 import json
 import reprlib
@@ -60,8 +60,8 @@ def to_json(value: Any, indent: int | None = None) -> str:
 def from_json(kind: Any, value: Any, path: str = "") -> Any:
     """Converts JSON to a type, which may contain dataclasses.
 
-    Raises `ValueError` for a missing field, a value of another type, or a number that is not finite. The message
-    begins with `path`, such as `metrics.json: versions.`
+    Raises `ValueError` for a missing field, another type, or a number that is not finite; the message begins with
+    `path`, such as `metrics.json: versions.`
     """
     origin, parts = get_origin(kind) or kind, get_args(kind)
     if origin in (UnionType, Union):

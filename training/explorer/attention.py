@@ -23,8 +23,8 @@ from .measures import (
 )
 
 
-# Floating-point operations for removing all heads, half a minute on two cores. The text is cut to fit them, but not
-# below `FEWEST_ABLATED` tokens; if these cost more than `MOST_ABLATION`, heads are not removed
+# FLOPs for removing all heads, half a minute on two cores. The text is cut to fit them, but not below `FEWEST_ABLATED`
+# tokens; if these cost more than `MOST_ABLATION`, heads are not removed
 ABLATION_BUDGET = 4e12
 FEWEST_ABLATED = 64
 MOST_ABLATION = 4e13
@@ -67,7 +67,7 @@ class Layer:
     is_cross: bool = False
 
     def add_rows(self, has_choice: torch.Tensor, **rows: torch.Tensor) -> None:
-        """Adds the means of `(heads, query)` over the queries in a mask."""
+        """Adds means of `(heads, query)` over the queries of a mask."""
         self.numbers |= {name: values[:, has_choice].nanmean(dim=-1) for name, values in rows.items()}
 
     def add_weights(self, weights: torch.Tensor, has_choice: torch.Tensor) -> None:
@@ -79,9 +79,9 @@ class Layer:
 def measure_attention(
     model: PreTrainedModel, input_ids: torch.Tensor, random_ids: torch.Tensor, ablated_tokens: int = 0
 ) -> list[Layer]:
-    """Measures the attention of each layer of an NLQ model on a text, `(1, length)`, and on `repeated_tokens`.
+    """Measures the attention of each layer on a text, `(1, length)`, and on `repeated_tokens`.
 
-    Heads are removed on the first `ablated_tokens` of the text, if these are at least 2.
+    Heads are removed on the first `ablated_tokens`, if these are at least 2.
     """
     layers = _measure_layers(model, input_ids)
     period = random_ids.shape[1] // 2
@@ -97,7 +97,7 @@ def measure_attention(
 
 
 def tokens_to_ablate(model: PreTrainedModel, length: int) -> int:
-    """Returns on how many tokens of a text `ABLATION_BUDGET` allows ablation; 0 if the model is too large."""
+    """Returns on how many tokens heads are removed; 0 if the model is too large."""
     heads = model.config.num_hidden_layers * model.config.num_attention_heads
     cost = 2.0 * model.num_parameters() * heads  # per token
     if not model.config.is_causal:
@@ -138,9 +138,8 @@ def _measure_weights(layer: NLQAttention, call: AttentionCall, positions: Positi
     visible, counts = visibility.dense(), visibility.visible_count
     key = repeat_kv(key, layer.num_key_value_groups)
     query, columns = query[..., : key.shape[-1]], query[..., key.shape[-1] :]
-    scores, weights = scores_and_weights(
-        layer, query, columns, key, visible, counts[:, None], layer.scaling, bias, call
-    )
+    inputs = (query, columns, key, visible, counts[:, None])
+    scores, weights = scores_and_weights(layer, *inputs, layer.scaling, bias, call)
     for part in layer.parts_with("change_returned_weights"):
         weights = part("change_returned_weights", call, weights)
     weights = weights[0].cpu()

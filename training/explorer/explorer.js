@@ -14,13 +14,14 @@ const state = {
   key: null,
   colour: differences ? "difference" : "loss 0",
   quantity: Object.keys(data.quantities)[0],
-  heads: data.models.map((model) => firstHead(model)),
+  heads: data.models.map(firstHead),
 };
 
 // The page opens on the head with the clearest of two patterns, and on the token with the largest loss or difference
 function firstHead(model) {
   const shareOf = ({ numbers }, head) => Math.max(numbers.induction?.[head] ?? 0, numbers.previous_token?.[head] ?? 0);
-  const heads = model.layers.flatMap((each, layer) => (each.maps ? times(each.heads, (head) => ({ layer, head, share: shareOf(each, head) })) : []));
+  const headsOf = (each, layer) => times(each.maps ? each.heads : 0, (head) => ({ layer, head, share: shareOf(each, head) }));
+  const heads = model.layers.flatMap(headsOf);
   return heads.sort((first, second) => second.share - first.share)[0] ?? { layer: 0, head: 0 };
 }
 
@@ -70,7 +71,8 @@ function shown(token) {
 }
 
 // A legend from the lowest to the highest number; `zero` has no colour
-function showScale(scale, low, high, zero, unit, strength) {
+function showScale(scale, numbers, zero, unit, strength) {
+  const low = Math.min(...numbers), high = Math.max(...numbers);
   const limit = Math.max(high - zero, zero - low);
   const stops = times(9, (step) => colour(low + ((high - low) * step) / 8 - zero, limit, strength));
   scale.replaceChildren(written(low), element("i", { style: `background: linear-gradient(to right, ${stops.join(", ")})` }), `${written(high)} ${unit}`);
@@ -164,7 +166,7 @@ async function paintText() {
     token.tabIndex = index === state.query ? 0 : -1;
   });
   source.forEach((token, index) => paint(token, seen[index], isCross && index === state.key));
-  if (numbers.length) showScale(byId("text-scale"), Math.min(0, ...numbers), Math.max(0, ...numbers), 0, unit, "var(--behind-text)");
+  if (numbers.length) showScale(byId("text-scale"), [0, ...numbers], 0, unit, "var(--behind-text)");
   else byId("text-scale").replaceChildren("This head has no weights to show here.");
   const parts = [`Token ${state.query}: “${shown(data.tokens[state.query])}”`];
   for (const model of isNumber(losses[state.query]) ? data.models : []) {
@@ -211,9 +213,8 @@ function selectHead(index, layer, head) {
 function paintHeads() {
   byId("quantity-text").textContent = data.quantities[state.quantity];
   const all = data.models.flatMap((model) => model.layers.flatMap((layer) => layer.numbers[state.quantity] ?? [])).filter(isNumber);
-  const low = Math.min(...all), high = Math.max(...all);
-  const from = low < 0 ? 0 : low; // the number without colour
-  const limit = Math.max(high - from, from - low);
+  const from = Math.max(Math.min(...all), 0); // the number without colour
+  const limit = Math.max(...all.map((value) => Math.abs(value - from)));
   data.models.forEach((model, index) => {
     const { buttons, scale } = grids[index], selected = state.heads[index];
     buttons.forEach((row, layer) =>
@@ -228,7 +229,7 @@ function paintHeads() {
         button.setAttribute("aria-label", button.title);
       }),
     );
-    if (all.length) showScale(scale, low, high, from, "");
+    if (all.length) showScale(scale, all, from, "");
     else scale.replaceChildren("no head has it");
   });
 }
@@ -305,7 +306,7 @@ function paintMap(panel, { largest, weight, keys, lastKey, isLower }) {
   }
   context.putImageData(image, 0, 0);
   const row = state.query < size ? keys.map((_, key) => weight(state.query, key)) : [];
-  showScale(panel.scale, Math.min(0, ...row), Math.max(0, ...row), 0, "in the selected row");
+  showScale(panel.scale, [0, ...row], 0, "in the selected row");
   if (state.query < size) {
     context.globalAlpha = 0.35;
     context.fillStyle = style.getPropertyValue("--mark");

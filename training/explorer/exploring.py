@@ -1,4 +1,4 @@
-"""`nlq explore`: measures what the attention of one or two models does with a text, and writes the page."""
+"""`nlq explore`: measures the attention of one or two models on a text, and writes the page."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,12 @@ from .page import ExploredModel, write_page
 
 DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Number of random tokens that the text for induction scores repeats
-INDUCTION_PERIOD = 64
+INDUCTION_PERIOD = 64  # random tokens, repeated once
 
 
 @dataclass
 class Exploration:
-    """The HTML page, what it shows of each model, and the text of each token."""
+    """The HTML page and what it shows."""
 
     page: str
     models: list[ExploredModel]
@@ -56,18 +55,17 @@ def explore(
     max_tokens: int | None = None,
     trust_remote_code: bool = False,
 ) -> Exploration:
-    """Shows on a page what the attention of one model, or of two side by side, does with a text.
+    """Shows on a page what the attention of one or two models does with a text.
 
     Args:
         model, other: folders or Hub names of models with one tokenizer, NLQ or of a family that converts to it.
         file: a UTF-8 text file instead of `text`.
-        target: for an encoder and decoder, which reads the text as its source; by default the text that the first
-            model generates.
+        target: of an encoder and decoder, whose source is the text; by default what the first model generates.
         output: the HTML file to write, if any.
-        max_tokens: number of tokens to show; by default 512, or as many as the models have positions for.
+        max_tokens: tokens to show; by default 512, or as many as the models have positions for.
 
     Raises:
-        ValueError: if a model cannot be loaded or converted, the tokenizers differ, or the text is empty.
+        ValueError: if a model cannot be loaded or converted, tokenizers differ, or the text is empty.
     """
     if (text is None) == (file is None):
         raise ValueError("give either --text TEXT or --file FILE")
@@ -104,10 +102,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
-def _load_subjects(
-    names: Sequence[str], trust_remote_code: bool
-) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
-    """Loads models, by their names on the page, and their tokenizer."""
+def _load_subjects(names: list[str], trust_remote_code: bool) -> tuple[dict[str, Subject], PreTrainedTokenizerBase]:
     models, tokenizers = zip(*(load_model(name, trust_remote_code) for name in names))
     if tokenizers[0].get_vocab() != tokenizers[-1].get_vocab():
         raise ValueError(f"models {names[0]!r} and {names[1]!r} have different tokenizers, and cannot be compared")
@@ -128,9 +123,9 @@ def explore_tokens(
     notes: Sequence[str] = (),
     source: Sequence[int] | None = None,
 ) -> Exploration:
-    """Makes the page of one or two models, by their names on the page, for the tokens `shown` of a text.
+    """Makes the page of one or two models, by their names on it, for the tokens `shown` of a text.
 
-    Encoders, if any, read the tokens `source`. Raises `ValueError` if `max_tokens` exceeds the positions, or a loss is
+    Encoders of pairs read the tokens `source`. Raises `ValueError` if `max_tokens` exceeds the positions, or a loss is
     not finite.
     """
     configs = [subject.model.config for subject in models.values()]
@@ -175,7 +170,7 @@ def explore_tokens(
 
 @torch.no_grad()
 def show_source(subject: Subject, source: Sequence[int]) -> None:
-    """Makes each later call of a subject's decoder attend to the source."""
+    """Makes later calls of a decoder attend to the source."""
     states = subject.pair.get_encoder()(torch.tensor([list(source)], device=DEVICE)).last_hidden_state
 
     def add_states(_, inputs: tuple, keywords: dict) -> tuple[tuple, dict]:
@@ -185,7 +180,7 @@ def show_source(subject: Subject, source: Sequence[int]) -> None:
 
 
 def prepare(model: PreTrainedModel) -> Subject:
-    """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it does not convert."""
+    """Converts a model to float32, in place, and to NLQ; raises `ValueError` if it cannot."""
     model = model.float().eval()
     if isinstance(model, NLQForConditionalGeneration):
         model.to(DEVICE)
@@ -213,10 +208,7 @@ def _describe(model: PreTrainedModel) -> str:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """Returns the text that each token adds to the tokens before it.
-
-    If several tokens make one character, the first gets it. Invalid bytes are written as the tokenizer writes them.
-    """
+    """Returns the text that each token adds. If several make one character, the first gets it."""
     texts = []
     before = ""  # the text of the tokens so far
     parts = 0  # tokens since then, which may make one character

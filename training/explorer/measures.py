@@ -83,7 +83,7 @@ def induction_scores(weights: torch.Tensor, period: int) -> torch.Tensor:
 
 
 def repeated_tokens(vocab_size: int, special: Sequence[int], period: int) -> torch.Tensor:
-    """Draws random tokens, without special tokens, and repeats them once: `(1, 2 * period)`."""
+    """Draws random tokens that are not special, and repeats them once: `(1, 2 * period)`."""
     allowed = torch.tensor(sorted(set(range(vocab_size)) - set(special)))
     generator = torch.Generator().manual_seed(0)
     tokens = allowed[torch.randint(len(allowed), (1, period), generator=generator)]
@@ -94,7 +94,7 @@ def repeated_tokens(vocab_size: int, special: Sequence[int], period: int) -> tor
 def ablations(model: PreTrainedModel, input_ids: torch.Tensor, heads: Sequence[int]) -> list[torch.Tensor]:
     """Computes what removing each head adds to the mean loss of `(1, length)` tokens: nats, `(heads,)` for each layer.
 
-    The input of the output projection is set to 0 there. `heads` counts those of each layer.
+    The input of the output projection is set to 0 there.
     """
     whole = losses_of_tokens(model, input_ids).double().mean()
     length = input_ids.shape[1]

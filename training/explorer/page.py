@@ -1,4 +1,4 @@
-"""Writes the page of the explorer: one HTML file, without requests, which unpacks a map when its head is selected."""
+"""Writes the page of the explorer: one HTML file, which unpacks a map when its head is selected."""
 
 import base64
 import html
@@ -23,7 +23,7 @@ LEVELS = 127  # steps of a weight between 0 and the largest in its row
 
 @dataclass
 class ExploredModel:
-    """A model on a page, with the loss of each token after the first, `(length - 1,)`."""
+    """A model on a page; `losses` are of the tokens after the first, `(length - 1,)`."""
 
     name: str
     description: str
@@ -33,15 +33,11 @@ class ExploredModel:
 
 
 def pack(numbers: np.ndarray) -> str:
-    """Deflates the bytes of an array, and encodes them in base64."""
     return base64.b64encode(zlib.compress(np.ascontiguousarray(numbers).tobytes())).decode()
 
 
 def quantize(weights: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Rounds weights `(heads, length, keys)` to 1/127 of the largest in each row.
-
-    Returns whole numbers from -127 to 127, and the largest absolute weight of each row, `(heads, length)`.
-    """
+    """Rounds weights `(heads, length, keys)` to whole 1/127 of the largest in each row, `(heads, length)`."""
     largest = weights.abs().amax(dim=-1)
     levels = (weights * (LEVELS / largest.where(largest > 0, 1.0))[..., None]).round().to(torch.int8)
     return levels.numpy(), largest.float().numpy()
@@ -54,7 +50,7 @@ def write_page(
     models: Sequence[ExploredModel],
     source: Sequence[str] = (),
 ) -> str:
-    """Returns the page of one or two models. If the maps do not fit, only the first tokens have maps."""
+    """Returns the page of one or two models. If the maps do not fit, only first tokens have them."""
     map_tokens = len(tokens)
     while map_tokens > 1 and sum(_map_bytes(model, map_tokens) for model in models) > MAP_BYTES:
         map_tokens -= 1
@@ -84,7 +80,7 @@ def write_page(
         levels=LEVELS,
         style=_read("explorer.css"),
         script=_read("explorer.js"),
-        # Without `<`, a text can neither end the element nor start another
+        # Without `<`, a text cannot end the element
         data=json.dumps(content, allow_nan=False).replace("<", "\\u003c"),
     )
 
@@ -94,7 +90,7 @@ def _read(name: str) -> str:
 
 
 def _map_bytes(model: ExploredModel, tokens: int) -> float:
-    """Returns the size of a model's maps in base64, if nothing but later keys can be compressed."""
+    """Returns the size of a model's maps if nothing but later keys can be compressed."""
     size = 0.0
     for layer in model.layers:
         if layer.weights is not None:
@@ -105,7 +101,6 @@ def _map_bytes(model: ExploredModel, tokens: int) -> float:
 
 
 def _quantities(models: Sequence[ExploredModel]) -> dict[str, str]:
-    """Returns the quantities that some layer has, with their descriptions."""
     names = {name for model in models for layer in model.layers for name in (*layer.numbers, *layer.missing)}
     known = {name: text for name, text in (ROWS | HEADS).items() if name in names}
     return known | dict.fromkeys(sorted(names - known.keys() - {"weights"}), "Measured by a part of the layer.")
@@ -129,5 +124,5 @@ def _layer(layer: Layer, tokens: int) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    """Rounds to six digits; returns `None` for NaN and infinity, which JSON does not have."""
+    """Rounds to six digits; `None` stands for NaN and infinity."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

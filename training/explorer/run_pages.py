@@ -21,10 +21,10 @@ logger = logging.get_logger(__name__)
 def explore_runs(
     recipe: Recipe, runs: Mapping[str, Path], split: str, target: Path, notes: Sequence[str] = ()
 ) -> bool:
-    """Writes the page of one or two runs into `target`, and returns whether it did. A failure is only a warning.
+    """Writes the page of one or two runs into `target`, and returns whether it did; a failure is a warning.
 
-    It shows the first block or pair of a split of the recipe's dataset; with `packing: documents`, the longest
-    document in the first block. `runs` are folders of models, by the names on the page.
+    It shows the first block or pair of a split; with `packing: documents`, the longest document in the first block.
+    `runs` are folders of models, by the names on the page.
     """
     try:
         loaded = {name: load_model(str(folder)) for name, folder in runs.items()}

@@ -1,7 +1,6 @@
 """The command `nlq`, by Typer: a function for each command.
 
-Importing `modeling_nlq` takes seconds. Help, completion and wrong arguments do not wait for that, because this is a
-package of its own and every function imports what it needs.
+Every function imports what it needs, so help and completion do not wait seconds for `modeling_nlq`.
 """
 
 import logging
@@ -56,7 +55,7 @@ _SWITCHES = _option("Set a switch; refused if the outputs would change.", [], "-
 
 
 class _Command(TyperCommand):
-    """A command that imports its `module`, loads parts, and lists the `shipped` configurations in its help."""
+    """Imports the `module` of a command, loads parts, and lists `shipped` configurations in its help."""
 
     def __init__(self, *, module: str, shipped: str | None = None, **options: Any):
         super().__init__(**options)
@@ -100,25 +99,23 @@ class _Command(TyperCommand):
 
 
 def _escape_logs() -> None:
-    """Escapes control characters in log lines, for the same reason as `_say`."""
+    """Escapes control characters in log lines, as `_say` does."""
     from modeling_nlq.training.text import printable
 
     class Formatter(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return printable(re.sub(r"\x1b\[[0-9;]*m", "", super().format(record)))  # without Transformers' colors
 
-    handlers = [logging.lastResort]
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        handlers += getattr(logger, "handlers", ())
-    for handler in handlers:
-        handler.setFormatter(Formatter())
+        for handler in (logging.lastResort, *getattr(logger, "handlers", ())):
+            handler.setFormatter(Formatter())
 
 
-def _say(text: str, **options: Any) -> None:
-    """Prints a text with control characters escaped, because a part may come from somebody else's file."""
+def _say(*lines: str, **options: Any) -> None:
+    """Prints lines with control characters escaped, because a part may be somebody else's."""
     from modeling_nlq.training.text import printable
 
-    print(printable(text), **options)
+    print(printable("\n".join(lines)), **options)
 
 
 def _command(panel: str, module: str, shipped: str | None = None) -> Any:
@@ -152,7 +149,7 @@ def check(
     logging.disable_progress_bar()
     torch.set_num_threads(1)  # the models are so small that threads would wait for each other
     lines, holds = describe(file, seed)
-    _say("\n".join(lines))
+    _say(*lines)
     return 0 if holds else 1
 
 
@@ -196,10 +193,10 @@ def train(
     if loaded.arguments.process_index > 0:
         return
     losses, size = result.losses, result.size
-    text = f"diverged: the loss was infinite or not a number after step {losses.diverged_at}"
-    if losses.diverged_at is None:
-        text = _describe_evaluation(losses.validation, "held-out ")
-    if size.trained < size.total and not text.startswith("diverged"):
+    text = _describe_evaluation(losses.validation, "held-out ")
+    if losses.diverged_at is not None:
+        text = f"diverged: the loss was infinite or not a number after step {losses.diverged_at}"
+    elif size.trained < size.total and not text.startswith("diverged"):
         text += f", {size.trained:,} of {size.total:,} parameters were trained"
     _say(f"{loaded.output_dir}: {text}")
 
@@ -237,7 +234,7 @@ def compare(
     if status:
         from modeling_nlq.training.comparison.status import describe_status
 
-        _say("\n".join(describe_status(results_folder(output_dir or read_default_folder(comparison)))))
+        _say(*describe_status(results_folder(output_dir or read_default_folder(comparison))))
         return
     from modeling_nlq.training.api import load_plan
     from modeling_nlq.training.comparison.estimate import describe_estimate
@@ -249,7 +246,7 @@ def compare(
     folder = results_folder(output_dir or default_folder(plan.name))
     made = make_engine(engine, cpus_per_run=cpus_per_run, jobs=jobs, **_options_of(context, "With --engine ray"))
     if is_main_process():
-        _say("\n".join(plan.describe()), flush=True)
+        _say(*plan.describe(), flush=True)
         if dry_run:
             for line in describe_estimate(plan, cpus_per_run, noise_floor):
                 _say(line, flush=True)
@@ -333,7 +330,7 @@ def evaluate(
         return
     _refuse("{} is for text, and cannot be given with --tasks", **text_options)
     results = evaluate_tasks(model, tasks, num_fewshot=num_fewshot, limit=limit, **options)
-    _say("\n".join(align(tabulate_tasks(results))))
+    _say(*align(tabulate_tasks(results)))
     if output is not None:
         write_task_results(results, output)
 
@@ -362,8 +359,7 @@ def explore(
 
     options = {"text": text, "file": file, "target": target, "output": output, "max_tokens": max_tokens}
     exploration = explore(model, other, **options, trust_remote_code=trust_remote_code)
-    for explored in exploration.models:
-        _say(f"{explored.name}: {explored.description}")
+    _say(*(f"{explored.name}: {explored.description}" for explored in exploration.models))
     _say(f"page: {output} ({len(exploration.page.encode()):,} bytes)")
 
 
@@ -391,7 +387,7 @@ def params(
         if match is not None:
             numbers.append(matching_intermediate_size(config, budget))
         rows.append([name, *(f"{number:,}" for number in numbers)])
-    _say("\n".join(align(rows)))
+    _say(*align(rows))
 
 
 @_command("Convert and share", "conversion.converting")
@@ -442,7 +438,7 @@ def publish(
     else:
         publication = publish(folder, repo_id, **options, **model_options)
     sizes = publication.files
-    _say("\n".join(f"{size:>14,}  {name}" for name, size in sizes.items()))
+    _say(*(f"{size:>14,}  {name}" for name, size in sizes.items()))
     _say(f"{sum(sizes.values()):,} bytes in {len(sizes)} files: {publication.url or 'nothing was sent'}")
 
 

@@ -14,7 +14,7 @@ from ..size import auto_class_of, listed
 
 
 def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
-    """Returns the modules that consist of the named parameters; raises `ValueError` if a parameter remains."""
+    """Returns the modules made of the named parameters; raises `ValueError` if one remains."""
     modules = []
     remaining = set(names)
     for path, module in model.named_modules():  # a module comes before its children
@@ -30,11 +30,11 @@ def whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
 
 
 def write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
-    """Writes modules, by their paths, as an adapter of `base` on the Hub, if it is there, and returns its files."""
+    """Writes modules as an adapter of `base`, if it is on the Hub, and returns its files."""
     from peft import LoraConfig, get_peft_model
     from peft.utils.constants import DUMMY_TARGET_MODULES
 
-    # Without target modules, no layer gets a LoRA: the adapter is a copy of each module
+    # Without target modules, the adapter is a copy of each module
     model = auto_class_of(NLQConfig.from_pretrained(run)).from_pretrained(run)
     config = LoraConfig(task_type=peft_task(model), target_modules=DUMMY_TARGET_MODULES, modules_to_save=list(modules))
     model.name_or_path = ""  # PEFT would write the path of the run into the adapter

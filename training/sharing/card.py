@@ -21,7 +21,6 @@ from .scrub import without_folders
 
 TEMPLATE = Path(__file__).parents[2] / "model_card.md"
 
-_SPLITS = ("validation", "test")
 _METRICS = {
     "loss": "loss (nats per token)",
     "perplexity": "perplexity",
@@ -65,7 +64,7 @@ def render(
     has_tokenizer: bool = True,
     is_adapter: bool = False,
 ) -> ModelCard:
-    """Renders the card of a model, to be loaded from `location`, from the template `model_card.md`.
+    """Renders the card of a model, to be loaded from `location`.
 
     The license is by default Apache-2.0 for weights trained from scratch, otherwise none.
     """
@@ -80,7 +79,7 @@ def render(
     trained_base = without_folders(result.data.base_model) if result else None
     base_model = trained_base or conversion.get("base_model")
     measured = {}
-    for split, metric in itertools.product(_SPLITS if result else (), _METRICS):
+    for split, metric in itertools.product(("validation", "test") if result else (), _METRICS):
         value = getattr(getattr(result.losses, split), metric)
         if value is not None:
             measured[split, metric] = value
@@ -145,7 +144,7 @@ def render(
 
 
 def base_model_of(model: str | Path) -> str | None:
-    """Returns the model on the Hub that weights come from: the model, or the base in the card of its folder."""
+    """Returns a model on the Hub, or for a folder the base in its card."""
     if not Path(model).exists():
         return str(model)
     card = Path(model) / CARD_FILE
@@ -162,7 +161,7 @@ def converted_base(recipe: dict[str, Any], base_model: str | None) -> str | None
 
 
 def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> list[str]:
-    """Returns the commands that repeat a conversion, and the earlier ones, into the folder `target`."""
+    """Returns the commands that repeat a conversion and earlier ones."""
     words = ["nlq", "convert", conversion["source"], target]
     for name, value in conversion["switches"].items():
         words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
@@ -172,7 +171,6 @@ def _conversion_commands(conversion: dict[str, Any], target: str = "base") -> li
 
 
 def _auto_class(config: PreTrainedConfig) -> str:
-    """Returns the Auto class that loads the model with its saved head."""
     name = (config.architectures or ["NLQForCausalLM"])[0].removeprefix("FSDP")
     head = "CausalLM" if name.endswith("LMHeadModel") else name.partition("For")[2]
     head = "Seq2SeqLM" if head == "ConditionalGeneration" else head
@@ -181,7 +179,7 @@ def _auto_class(config: PreTrainedConfig) -> str:
 
 
 def _switches(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns the switches that differ from their defaults, and the settings of single layers."""
+    """Returns switches that differ from their defaults, and settings of single layers."""
     if config.sub_configs:
         halves = {half: _switches(getattr(config, half)) for half in config.sub_configs}
         return {f"{half}: {name}": value for half, switches in halves.items() for name, value in switches.items()}

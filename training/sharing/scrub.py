@@ -24,7 +24,7 @@ _LISTS_OF_TOKENS = {*VOCABULARIES, "added_tokens.json", "merges.txt"}
 
 
 def without_folders(value: Any) -> Any:
-    """Cuts absolute paths in a text, or in nested mappings and lists of texts, to their last component."""
+    """Cuts absolute paths in nested texts to their last component."""
     if isinstance(value, dict):
         return {without_folders(key): without_folders(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -42,10 +42,9 @@ def _last_component(match: re.Match) -> str:
 
 
 def check_for_traces(folder: Path, contents: dict[str, Path | bytes]) -> None:
-    """Raises `ValueError` for bytes, by the names of files, that contain a token, a password, or a path.
+    """Raises `ValueError` for files with a token, a password, or the home, the working or the published `folder`.
 
-    The paths are the home folder, the working folder, and the published `folder`. The error names file and line, but
-    neither token nor password.
+    The error names file and line, but neither token nor password.
     """
     folders = {str(path) for each in (folder, Path.home(), Path.cwd()) for path in (each.absolute(), each.resolve())}
     known = "|".join(map(re.escape, sorted(folders - {"/"})))
