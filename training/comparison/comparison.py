@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def tokens(self) -> int:
-        """The training tokens of a run, with full batches on one device."""
+        """The training tokens of a run on one device."""
         arguments = self.recipe.arguments
         rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         return arguments.max_steps * rows * sum(self.recipe.sample_lengths)
@@ -75,7 +75,6 @@ class Scale:
 
     @property
     def stop(self) -> str | None:
-        """`"early"` if models leave at their verdicts (see `progress_of`)."""
         return self.config.stop
 
     @property
@@ -89,10 +88,6 @@ class Scale:
     @property
     def steps_per_run(self) -> int:
         return self.variants[self.baseline].steps
-
-    @property
-    def baseline_flops(self) -> int:
-        return self.flops_of(self.baseline)
 
     def flops_of(self, model: str) -> int:
         return self.variants[model].size.flops_per_token * self.tokens_per_run
@@ -168,11 +163,11 @@ class ScaleProgress:
         return [model for model, tunings in self.tunings.items() if any(tuning.boundary for tuning in tunings)]
 
     def reported(self, model: str) -> list[Run]:
-        """Returns the finished runs of a model that are reported; one for each seed in the end."""
+        """Returns the finished runs that are reported; one for each seed in the end."""
         return [tuning.reported for tuning in self.tunings[model] if not tuning.ready]
 
     def tried(self, model: str) -> list[Run]:
-        """Returns the finished runs that choose a model's learning rate and are not reported."""
+        """Returns the finished runs that only choose the learning rate."""
         reported = self.reported(model)
         runs = (Run(model, rate, tuning.seed) for tuning in self.tunings[model] for rate in sorted(tuning.losses))
         return [run for run in runs if run not in reported]
@@ -285,7 +280,7 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
 
 
 def read_comparison(file: ComparisonFile) -> Comparison:
-    """Makes the plan of a comparison, and checks that every run of it can be made; raises as `read_file` does."""
+    """Makes the plan of a comparison, and checks that every run of it can be made."""
     config, scales = file.config, {}
     for name, scale in outline(config, file.source).scales.items():
         entry, source = config.scale_configs[name], config.source_of(name, file.source)
@@ -294,7 +289,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         recipe = with_sections(file.recipe, entry, file.recipe_source)
         recipe_source = file.recipe_source if config.scales is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
-    scales = dict(sorted(scales.items(), key=lambda item: item[1].baseline_flops))
+    scales = dict(sorted(scales.items(), key=lambda item: item[1].flops_of(config.baseline)))
     if config.scales is None:
         config = scales[SINGLE].config
     else:
@@ -305,7 +300,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
 
 
 def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig, source: str) -> None:
-    """Raises `ValueError` for a field of the command line that a model sets, and which would not change it."""
+    """Raises `ValueError` for a field of the command line that a model sets itself."""
     names = overrides.keys() & {*config.recipe_fields(), *(config.training or {})}
     names |= overrides.get("switches", {}).keys() & (config.switches or {}).keys()
     if names:
@@ -343,7 +338,7 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
 
 
 def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:
-    """Gives a model of an outline its recipe, where null stands for a default, and its size, matched to a budget."""
+    """Gives a model its recipe, where null stands for a default, and its size, matched to a budget."""
     defaults = {item.name: item.default for item in dataclasses.fields(Recipe)} | {"model": shared.model}
     cleared = {name: defaults[name] for name, value in variant.config.recipe_fields().items() if value is None}
     try:
@@ -389,6 +384,7 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
     first = next(iter(baselines))
     for smaller, larger in itertools.pairwise(scales):
         _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
-        if (flops := scales[larger].baseline_flops) == scales[smaller].baseline_flops:
+        flops, before = (scale.flops_of(scale.baseline) for scale in (scales[larger], scales[smaller]))
+        if flops == before:
             compute = f"{flops:.3g} FLOPs a run"
             raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {compute}")
