@@ -31,8 +31,6 @@ _MOST_FACTORS = 15
 
 @dataclass(frozen=True)
 class Screening:
-    """The plan of a screening."""
-
     config: ComparisonConfig
     design: Design
     runs: Comparison  # of the rows of the design, in order
