@@ -78,8 +78,10 @@ class Scale:
         return self.config.stop
 
     @property
-    def is_open(self) -> bool:
-        return any(variant.rates.is_search for variant in self.variants.values())
+    def or_more(self) -> str:
+        """What a sentence adds to the number of runs."""
+        is_search = any(variant.rates.is_search for variant in self.variants.values())
+        return ", more if a search goes on" if is_search else ""
 
     @property
     def tokens_per_run(self) -> int:
@@ -115,8 +117,7 @@ class Scale:
         hidden = {"trained"} if all(row["trained"] == row["parameters"] for row in rows) else set()
         columns = [column for column in rows[0] if column not in hidden and any(row[column] for row in rows)]
         yield from align([columns, *([row[column] for column in columns] for row in rows)])
-        more = ", more if a search goes on" if self.is_open else ""
-        counts = f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{more}"
+        counts = f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{self.or_more}"
         yield f"{counts}; seeds {' '.join(map(str, self.seeds))}"
         if self.stop:
             yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
@@ -143,7 +144,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ScaleProgress:
-    """The progress of a scale: the choices of each model, by seed. A model that leaves early has fewer."""
+    """The choices of each model, by seed. A model that leaves early has fewer."""
 
     scale: Scale
     tunings: dict[str, list[Tuning]]
@@ -240,7 +241,7 @@ class Comparison:
         return progress
 
     def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
-        """Yields lines about each scale, below its name if there are several."""
+        """Yields lines below the names of scales if there are several."""
         for name, about in lines.items():
             if len(self.scales) == 1:
                 yield from about
@@ -357,7 +358,7 @@ def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | N
 
 
 def _check_can_compare(recipe: Recipe, source: str) -> None:
-    """Raises `ValueError` if runs of a recipe cannot be compared, or not be resumed to the same results."""
+    """Raises `ValueError` if runs cannot be compared, or not be resumed to the same results."""
     arguments = recipe.arguments
     if arguments.max_steps <= 0:
         raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")

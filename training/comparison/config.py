@@ -112,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_set_by_run(source: str, fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a field that differs between the runs of one model."""
+    """Raises `ValueError` for a field that differs between runs of one model."""
     if fixed := [name for name in _SET_BY_RUN if name in fields]:
         raise ValueError(f"{source}{', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
 
@@ -372,9 +372,9 @@ def read_file(
 def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
     """Reads the `comparison.yaml` of a results folder, without defaults that older versions wrote."""
     config = ComparisonConfig.read(content, source)
-    if isinstance(config.recipe, dict):
-        config = replace(config, recipe=without_defaults(config.recipe))
-    return config
+    if not isinstance(config.recipe, dict):
+        return config
+    return replace(config, recipe=without_defaults(config.recipe))
 
 
 def with_sections(recipe: Mapping[str, Any], section: _Section, source: str) -> dict[str, Any]:
@@ -391,7 +391,7 @@ def default_folder(name: str) -> Path:
 
 
 def read_default_folder(source: str) -> Path:
-    """Returns a comparison's default results folder, from the name in its file."""
+    """Returns the results folder by the name in a file."""
     path = find("comparisons", source)
     return default_folder(_name_in(read_yaml(resolve_user_path(path)), path))
 

@@ -54,7 +54,7 @@ def describe_estimate(
         total += seconds
         yield (
             f"time on this machine{where[name]}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
-            f"{duration(seconds)} in all{', more if a search goes on' if scale.is_open else ''}"
+            f"{duration(seconds)} in all{scale.or_more}"
         )
     if len(plan.scales) > 1:
         yield f"time on this machine, all scales: about {duration(total)}"

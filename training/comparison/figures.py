@@ -49,7 +49,7 @@ QUANTITIES = {
 
 
 def figure_section(folder: Path, name: str, title: str, caption: str, figure: Figure) -> Section:
-    """Writes a figure as `figures/NAME.png`, whole or not at all, and returns its section."""
+    """Writes `figures/NAME.png`, whole or not at all, and returns its section."""
     with atomic_dir(folder / "figures") as unfinished:
         figure.savefig(path := unfinished / f"{name}.png", dpi=150)
         drawn = read_bytes(path)
@@ -302,7 +302,7 @@ def _begin_improvements(
 
 
 def _model_styles(results: Outcome | ScaleOutcome) -> dict[str, Style]:
-    """The style of each model's line, the same in every figure; the baseline is the first."""
+    """The style of each model, the same in every figure; the baseline is first."""
     models = results.trend.models if isinstance(results, Outcome) else results.models
     styles = {results.baseline: BASELINE}
     for index, name in enumerate(name for name in models if name != results.baseline):
@@ -342,7 +342,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _show_late_range(axes: Axes, points: Points) -> None:
-    """Sets the range of the axis by all but the first tenth of training."""
+    """Leaves out the first tenth of training."""
     last = max((step for step, _ in points), default=0)
     values = [value for step, value in points if step >= 0.1 * last]
     if values:
@@ -351,7 +351,7 @@ def _show_late_range(axes: Axes, points: Points) -> None:
 
 
 def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None:
-    """Makes the axis logarithmic beyond the median magnitude, and returns it, if a value is over `ratio` times it."""
+    """Makes the axis logarithmic beyond the median magnitude, and returns it, if a value is `ratio` times larger."""
     magnitudes = [abs(value) for value in values if value]
     if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
         return None
@@ -362,7 +362,7 @@ def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None
 
 
 def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
-    """Formats the y axis as signed percent, logarithmic beyond a limit if values lie far apart."""
+    """Formats the y axis as signed percent."""
     if limit := _compress(axes, values, 30.0):
         label += f"\n(logarithmic beyond ±{limit:.2g})"
     axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")
@@ -373,7 +373,7 @@ def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
 def _add_legend(
     figure: Figure, results: Outcome | ScaleOutcome, labels: Sequence[Line2D | Patch] = (), has_baseline: bool = True
 ) -> Figure:
-    """Adds a legend below, with the number of runs of each model that diverged, and returns the figure."""
+    """Adds a legend with the number of runs of each model that diverged, and returns the figure."""
     scales = results.scales.values() if isinstance(results, Outcome) else [results]
     handles = []
     for name, style in _model_styles(results).items():

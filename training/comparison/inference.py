@@ -147,8 +147,8 @@ def analyse(
     """Compares every model with the baseline over the seeds they share.
 
     A model is not tested if it or the baseline diverged on one of its seeds, or if the best rate of either is at
-    the boundary. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within noise",
-    or "too few seeds" if the smallest detectable effect exceeds `PLAUSIBLE_EFFECT`. Without any noise p is 1 for equal
+    the boundary. "Better" and "worse" need a corrected p below `alpha`. Otherwise the verdict is "within noise",
+    or "too few seeds" if the smallest detectable effect exceeds `PLAUSIBLE_EFFECT`. Without noise p is 1 for equal
     losses and 0 for others.
 
     Args:
@@ -255,9 +255,9 @@ def alpha_spent(seeds: int, most: int) -> float:
     return 0.5 if seeds >= most else 0.5 / (most - FIRST_INTERIM)
 
 
-def alpha_of_last(seeds: int, has_interim: bool, alpha: float = 0.05) -> float:
-    """Returns the part of `alpha` that the last analysis spends."""
-    return alpha * alpha_spent(seeds, seeds) if has_interim else alpha
+def alpha_of_last(seeds: int, has_interim: bool) -> float:
+    """Returns what the last analysis spends of 0.05."""
+    return 0.05 * alpha_spent(seeds, seeds) if has_interim else 0.05
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:

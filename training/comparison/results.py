@@ -154,10 +154,6 @@ class ScaleOutcome:
         return [*model.tried, *model.runs][0].result
 
     @property
-    def at_boundary(self) -> list[str]:
-        return [name for name, model in self.models.items() if model.boundaries]
-
-    @property
     def losses(self) -> dict[str, dict[int, float | None]]:
         return {name: {run.seed: run.test_loss for run in model.runs} for name, model in self.models.items()}
 
@@ -274,10 +270,11 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     """Returns the trend of the test losses, with the intervals of each scale's analysis."""
     if len(scales) < 2:
         return None
-    losses = [
-        ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
-        for name, scale in scales.items()
-    ]
+    losses = []
+    for name, scale in scales.items():
+        flops = {model: scale.flops(model) for model in scale.models}
+        at_boundary = [model for model, outcome in scale.models.items() if outcome.boundaries]
+        losses.append(ScaleLosses(name, flops, scale.losses, at_boundary))
     trend = analyse_trend(losses, next(iter(scales.values())).baseline)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():

@@ -16,7 +16,7 @@ from .trend import ModelTrend, Trend
 
 NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
-# Width of an interval in percent from which on it says nothing
+# A wider interval in percent says nothing
 _ABSURD = 100.0
 
 # With interim analyses: p times the number of models over the share of alpha that the analysis spends
@@ -71,7 +71,7 @@ def _verdict_cells(analysis: Analysis, model: str, runs: int) -> tuple[str, str,
 
 
 def rate_rows(results: ScaleOutcome) -> Rows:
-    """Mean validation loss of each model at each learning rate tried; empty if there was no choice."""
+    """The mean validation loss by model and rate; empty if there was no choice."""
     swept = {name: model for name, model in results.models.items() if len(model.learning_rates) > 1}
     rates = sorted({rate for model in swept.values() for rate in model.learning_rates})
     rows = []
@@ -240,7 +240,7 @@ def with_interval(value: float | None, interval: Interval | None, form: str) -> 
 
 
 def p_value(p: float | None) -> str:
-    """Formats a p-value: tiny ones as a bound, those near 0.05 with one more digit."""
+    """Formats tiny p-values as a bound, those near 0.05 with one more digit."""
     if p is not None and p < 1e-4:
         return "< 0.0001"
     return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")

@@ -177,7 +177,7 @@ class Estimate:
     degrees_of_freedom: float
 
     def p(self) -> float:
-        """The two-sided p-value of a sum of 0; without any noise its limit, 0 or 1."""
+        """The two-sided p-value; without any noise its limit, 0 or 1."""
         if self.standard_error <= _ROUNDING:
             return float(abs(self.value) <= _ROUNDING)
         return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))

@@ -1,4 +1,4 @@
-"""The report of a screening, made from its results alone: sections, figures, and the outcome for terminals."""
+"""The report of a screening, made from its results alone."""
 
 import math
 from dataclasses import dataclass
