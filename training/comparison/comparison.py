@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def tokens(self) -> int:
-        """The training tokens of a run, with full batches on one device."""
+        """The training tokens of a run on one device."""
         arguments = self.recipe.arguments
         rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         return arguments.max_steps * rows * sum(self.recipe.sample_lengths)
@@ -75,12 +75,13 @@ class Scale:
 
     @property
     def stop(self) -> str | None:
-        """`"early"` if models leave at their verdicts (see `progress_of`)."""
         return self.config.stop
 
     @property
-    def is_open(self) -> bool:
-        return any(variant.rates.is_search for variant in self.variants.values())
+    def or_more(self) -> str:
+        """What a sentence adds to the number of runs."""
+        is_search = any(variant.rates.is_search for variant in self.variants.values())
+        return ", more if a search goes on" if is_search else ""
 
     @property
     def tokens_per_run(self) -> int:
@@ -89,10 +90,6 @@ class Scale:
     @property
     def steps_per_run(self) -> int:
         return self.variants[self.baseline].steps
-
-    @property
-    def baseline_flops(self) -> int:
-        return self.flops_of(self.baseline)
 
     def flops_of(self, model: str) -> int:
         return self.variants[model].size.flops_per_token * self.tokens_per_run
@@ -120,8 +117,7 @@ class Scale:
         hidden = {"trained"} if all(row["trained"] == row["parameters"] for row in rows) else set()
         columns = [column for column in rows[0] if column not in hidden and any(row[column] for row in rows)]
         yield from align([columns, *([row[column] for column in columns] for row in rows)])
-        more = ", more if a search goes on" if self.is_open else ""
-        counts = f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{more}"
+        counts = f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{self.or_more}"
         yield f"{counts}; seeds {' '.join(map(str, self.seeds))}"
         if self.stop:
             yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
@@ -148,7 +144,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ScaleProgress:
-    """The progress of a scale: the choices of each model, by seed. A model that leaves early has fewer."""
+    """The choices of each model, by seed. A model that leaves early has fewer."""
 
     scale: Scale
     tunings: dict[str, list[Tuning]]
@@ -168,11 +164,11 @@ class ScaleProgress:
         return [model for model, tunings in self.tunings.items() if any(tuning.boundary for tuning in tunings)]
 
     def reported(self, model: str) -> list[Run]:
-        """Returns the finished runs of a model that are reported; one for each seed in the end."""
+        """Returns the finished runs that are reported; one for each seed in the end."""
         return [tuning.reported for tuning in self.tunings[model] if not tuning.ready]
 
     def tried(self, model: str) -> list[Run]:
-        """Returns the finished runs that choose a model's learning rate and are not reported."""
+        """Returns the finished runs that only choose the learning rate."""
         reported = self.reported(model)
         runs = (Run(model, rate, tuning.seed) for tuning in self.tunings[model] for rate in sorted(tuning.losses))
         return [run for run in runs if run not in reported]
@@ -245,7 +241,7 @@ class Comparison:
         return progress
 
     def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
-        """Yields lines about each scale, below its name if there are several."""
+        """Yields lines below the names of scales if there are several."""
         for name, about in lines.items():
             if len(self.scales) == 1:
                 yield from about
@@ -285,7 +281,7 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
 
 
 def read_comparison(file: ComparisonFile) -> Comparison:
-    """Makes the plan of a comparison, and checks that every run of it can be made; raises as `read_file` does."""
+    """Makes the plan of a comparison, and checks that every run of it can be made."""
     config, scales = file.config, {}
     for name, scale in outline(config, file.source).scales.items():
         entry, source = config.scale_configs[name], config.source_of(name, file.source)
@@ -294,7 +290,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         recipe = with_sections(file.recipe, entry, file.recipe_source)
         recipe_source = file.recipe_source if config.scales is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
-    scales = dict(sorted(scales.items(), key=lambda item: item[1].baseline_flops))
+    scales = dict(sorted(scales.items(), key=lambda item: item[1].flops_of(config.baseline)))
     if config.scales is None:
         config = scales[SINGLE].config
     else:
@@ -305,7 +301,7 @@ def read_comparison(file: ComparisonFile) -> Comparison:
 
 
 def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig, source: str) -> None:
-    """Raises `ValueError` for a field of the command line that a model sets, and which would not change it."""
+    """Raises `ValueError` for a field of the command line that a model sets itself."""
     names = overrides.keys() & {*config.recipe_fields(), *(config.training or {})}
     names |= overrides.get("switches", {}).keys() & (config.switches or {}).keys()
     if names:
@@ -343,7 +339,7 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
 
 
 def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:
-    """Gives a model of an outline its recipe, where null stands for a default, and its size, matched to a budget."""
+    """Gives a model its recipe, where null stands for a default, and its size, matched to a budget."""
     defaults = {item.name: item.default for item in dataclasses.fields(Recipe)} | {"model": shared.model}
     cleared = {name: defaults[name] for name, value in variant.config.recipe_fields().items() if value is None}
     try:
@@ -362,7 +358,7 @@ def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | N
 
 
 def _check_can_compare(recipe: Recipe, source: str) -> None:
-    """Raises `ValueError` if runs of a recipe cannot be compared, or not be resumed to the same results."""
+    """Raises `ValueError` if runs cannot be compared, or not be resumed to the same results."""
     arguments = recipe.arguments
     if arguments.max_steps <= 0:
         raise ValueError(f"{source}: the recipe needs max_steps, so that all models see the same number of tokens")
@@ -389,6 +385,7 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
     first = next(iter(baselines))
     for smaller, larger in itertools.pairwise(scales):
         _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
-        if (flops := scales[larger].baseline_flops) == scales[smaller].baseline_flops:
+        flops, before = (scale.flops_of(scale.baseline) for scale in (scales[larger], scales[smaller]))
+        if flops == before:
             compute = f"{flops:.3g} FLOPs a run"
             raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {compute}")

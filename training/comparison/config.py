@@ -55,7 +55,6 @@ class _Section(Value):
 
     @classmethod
     def read(cls, content: Any, source: str):
-        """Reads the section from the content of a YAML file."""
         content = read_section(content, source)
         known = cls.__dataclass_fields__
         check_keys(source, content, known.keys() - {"nulls"})
@@ -81,7 +80,7 @@ class _Section(Value):
         return Rates(listed=tuple(sorted(rates))) if rates else None
 
     def recipe_fields(self) -> dict[str, Any]:
-        """Returns the fields that a recipe has too, without its sections; `None` is the default of a recipe."""
+        """Returns the fields that a recipe has too, without its sections; `None` is its default."""
         known = Recipe.__dataclass_fields__.keys() - {*SECTIONS}
         return {name: value for name, value in self.to_dict().items() if name in known}
 
@@ -93,7 +92,7 @@ class _Section(Value):
 
 
 def _read_field(name: str, value: Any, source: str) -> Any:
-    """Reads the sections in a field, and leaves the check of any other value to `Value`."""
+    """Reads the sections in a field; `Value` checks any other value."""
     if name == "learning_rates" and isinstance(value, list):
         return [float(rate) if type(rate) is int else rate for rate in value]
     if name in _SECTION_OF and isinstance(value, Mapping):
@@ -113,7 +112,7 @@ def _plain(value: Any) -> Any:
 
 
 def check_set_by_run(source: str, fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a field that differs between the runs of one model."""
+    """Raises `ValueError` for a field that differs between runs of one model."""
     if fixed := [name for name in _SET_BY_RUN if name in fields]:
         raise ValueError(f"{source}{', '.join(fixed)}: set seeds and learning_rates in the comparison's file instead")
 
@@ -177,7 +176,6 @@ class ModelConfig(_Section):
 
     @classmethod
     def read(cls, content: Any, source: str) -> "ModelConfig":
-        """Reads the entry of a model, which may be the name of a configuration alone."""
         return super().read({"model": content} if isinstance(content, str) else content, source)
 
     def with_changes(self, more: "ModelConfig", source: str) -> "ModelConfig":
@@ -290,22 +288,21 @@ class ComparisonConfig(_Section):
 
     @property
     def scale_configs(self) -> dict[str, ScaleConfig]:
-        """The scales by name; without `scales`, one that changes nothing."""
+        """The scales; without any, one that changes nothing."""
         return {SINGLE: ScaleConfig()} if self.scales is None else self.scales
 
     def source_of(self, scale: str, source: str) -> str:
         return source if self.scales is None else f"{source}: scale {scale!r}"
 
     def at_scale(self, name: str, source: str) -> "ComparisonConfig":
-        """Returns the comparison at one scale alone, with the fields of the scale in place of its own."""
+        """Returns the comparison at one scale, whose fields replace its own."""
         scale = self.scale_configs[name]
-        changes = scale.models or {}
         seeds = scale.seeds or self.seeds
         if seeds is None:
             raise ValueError(f"{source}: seeds is missing; it must be a list of whole numbers")
         models = dict(self.models)
-        for model in changes:
-            models[model] = models[model].with_changes(changes[model], f"{source}: model {model!r}")
+        for model, changes in (scale.models or {}).items():
+            models[model] = models[model].with_changes(changes, f"{source}: model {model!r}")
         return replace(
             self,
             name=self.name if self.scales is None else f"{self.name}, {name}",
@@ -316,7 +313,6 @@ class ComparisonConfig(_Section):
         )
 
     def without_seeds(self) -> "ComparisonConfig":
-        """Returns the comparison without the fields that may grow after it was begun."""
         scales = self.scales and {name: replace(entry, seeds=None) for name, entry in self.scales.items()}
         return replace(self, seeds=None, scales=scales)
 
@@ -328,7 +324,7 @@ _SECTIONS_OF = {"models": ModelConfig, "factors": FactorConfig, "scales": ScaleC
 
 @dataclass(frozen=True)
 class ComparisonFile:
-    """The file of a comparison or a screening, and its recipe, which has the file's `switches` and `training`."""
+    """The file of a comparison or a screening. Its recipe has the file's `switches` and `training`."""
 
     source: str
     config: ComparisonConfig
@@ -376,13 +372,13 @@ def read_file(
 def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
     """Reads the `comparison.yaml` of a results folder, without defaults that older versions wrote."""
     config = ComparisonConfig.read(content, source)
-    if isinstance(config.recipe, dict):
-        config = replace(config, recipe=without_defaults(config.recipe))
-    return config
+    if not isinstance(config.recipe, dict):
+        return config
+    return replace(config, recipe=without_defaults(config.recipe))
 
 
 def with_sections(recipe: Mapping[str, Any], section: _Section, source: str) -> dict[str, Any]:
-    """Returns the content of a recipe with the fields and sections of a comparison, a scale or a model."""
+    """Returns a recipe with the fields and sections of a comparison, a scale or a model."""
     sections = {
         name: merged(read_section(recipe.get(name), f"{source}: {name}"), getattr(section, name) or {})
         for name in SECTIONS
@@ -395,7 +391,7 @@ def default_folder(name: str) -> Path:
 
 
 def read_default_folder(source: str) -> Path:
-    """Returns a comparison's default results folder, from the name in its file."""
+    """Returns the results folder by the name in a file."""
     path = find("comparisons", source)
     return default_folder(_name_in(read_yaml(resolve_user_path(path)), path))
 

@@ -19,10 +19,7 @@ from .store import RunStore
 
 
 def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:
-    """Evaluates the reported runs that have weights and no `tasks.json` yet, one after another.
-
-    Returns the scores by task and metric, each metric judged by itself as losses are.
-    """
+    """Evaluates the reported runs that have weights and no `tasks.json` yet; returns outcomes by task and metric."""
     scale, outcomes = progress.scale, {}
     if not scale.config.tasks:
         return outcomes
@@ -49,8 +46,8 @@ def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[st
 
     for metrics in outcomes.values():
         for metric, entry in metrics.items():
-            options = {"at_boundary": progress.at_boundary, "resolution": resolution(entry)}
-            statistics = analyse(judged_losses(entry), scale.baseline, **options)
+            losses, boundaries = judged_losses(entry), progress.at_boundary
+            statistics = analyse(losses, scale.baseline, at_boundary=boundaries, resolution=resolution(entry))
             metrics[metric] = replace(entry, statistics=statistics)
     return outcomes
 
@@ -62,10 +59,7 @@ def resolution(entry: TaskOutcome) -> float:
 
 
 def judged_losses(entry: TaskOutcome) -> dict[str, dict[int, float | None]]:
-    """Returns the scores of a metric so that lower is better, by model and seed.
-
-    Where higher is better, these are distances from 1 of accuracies and probabilities, and negatives of others.
-    """
+    """Returns the scores so that lower is better: distances of accuracies and probabilities from 1, others negated."""
     if not entry.higher_is_better:
         return entry.scores
     ceiling = 1.0 if all(0 <= value <= 1 for value in _known(entry)) else 0.0

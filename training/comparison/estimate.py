@@ -31,9 +31,7 @@ def describe_estimate(
 ) -> Iterator[str]:
     """Yields lines about the time of a plan on this machine and the smallest difference it can detect.
 
-    Args:
-        noise_floor: noise floor of earlier runs, in percent of the loss.
-        has_verdicts: whether each model is compared with the baseline, which a screening does not do.
+    The `noise_floor` of earlier runs is in percent of the loss. The runs of a screening have no verdicts.
     """
     check_number("--noise-floor", noise_floor, 0)
     if warning := plan.machine_warning:
@@ -56,7 +54,7 @@ def describe_estimate(
         total += seconds
         yield (
             f"time on this machine{where[name]}: about {duration(runs[scale.baseline])} a run of {scale.baseline}, "
-            f"{duration(seconds)} in all{', more if a search goes on' if scale.is_open else ''}"
+            f"{duration(seconds)} in all{scale.or_more}"
         )
     if len(plan.scales) > 1:
         yield f"time on this machine, all scales: about {duration(total)}"

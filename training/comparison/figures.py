@@ -5,7 +5,7 @@ without those that diverged, which the legend counts. A ladder has the intervals
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ _CROSS = {"color": "#555555", "marker": "x"}
 _NOISE_LABEL = Patch(label="noise floor: ±1 sd of the baseline over seeds", **_NOISE)
 
 # Title of each quantity, its unit, and the function that makes one curve of several layers
-QUANTITIES: dict[str, tuple[str, str, Callable]] = {
+QUANTITIES = {
     "entropy": ("Entropy, mean over layers", "nats", np.mean),
     "first_token_mass": ("Mass on the first token, mean over layers", "share", np.mean),
     "zero_rows": ("Rows without any weight, mean over layers", "share", np.mean),
@@ -49,7 +49,7 @@ QUANTITIES: dict[str, tuple[str, str, Callable]] = {
 
 
 def figure_section(folder: Path, name: str, title: str, caption: str, figure: Figure) -> Section:
-    """Writes a figure as `figures/NAME.png`, whole or not at all, and returns its section."""
+    """Writes `figures/NAME.png`, whole or not at all, and returns its section."""
     with atomic_dir(folder / "figures") as unfinished:
         figure.savefig(path := unfinished / f"{name}.png", dpi=150)
         drawn = read_bytes(path)
@@ -78,7 +78,7 @@ def draw_curves(results: ScaleOutcome) -> Figure | None:
     _show_late_range(losses, points)
     losses.grid(alpha=0.25)
     losses.set_ylabel(f"loss (nats per {results.objective.loss_unit})")
-    _set_title(losses, f"{results.name}: loss while training, mean over seeds")
+    losses.set_title(f"{results.name}: loss while training, mean over seeds", parse_math=False)
 
     reference = finished[results.baseline]
     steps, values = _align(run.history.validation_loss for run in reference)
@@ -130,9 +130,10 @@ def draw_interim(results: ScaleOutcome) -> Figure | None:
     points: dict[str, Improvements] = {}
     for index, (name, history) in enumerate(interims.items()):
         shift = 0.6 * ((index + 0.5) / len(interims) - 0.5)
-        known = [interim for interim in history if interim.loss_improvement_interval is not None]
         points[name] = [
-            (interim.seeds + shift, interim.loss_improvement, interim.loss_improvement_interval) for interim in known
+            (interim.seeds + shift, interim.loss_improvement, interim.loss_improvement_interval)
+            for interim in history
+            if interim.loss_improvement_interval is not None
         ]
     figure, axes = _begin_improvements(results, points, "at each interim analysis", [0.0])
     axes.set_xticks(sorted({interim.seeds for history in interims.values() for interim in history}))
@@ -228,7 +229,6 @@ def draw_bowls(outcome: Outcome) -> Figure | None:
 
 
 def _draw_bowls_at(axes: Axes, results: ScaleOutcome) -> None:
-    """Draws the losses of one scale by model and rate, in a range that shows those reported."""
     means, rates = [], set()
     for name, style in _model_styles(results).items():
         tried = results.models[name].losses_by_rate()
@@ -257,7 +257,7 @@ def _plot_runs(axes: Axes, losses: dict[float, list[float | None]], style: Style
 
 
 def _plot_means(axes: Axes, losses: dict[float, list[float | None]], style: Style) -> list[float]:
-    """Draws a line through the means, where no run diverged, and returns them."""
+    """Joins the means where no run diverged, and returns them."""
     means = {x: np.mean(values) for x, values in losses.items() if values and None not in values}
     axes.plot([*means], [*means.values()], **{**style, "marker": None})
     return list(means.values())
@@ -266,16 +266,12 @@ def _plot_means(axes: Axes, losses: dict[float, list[float | None]], style: Styl
 def _begin_figure(title: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    _set_title(axes, title)
+    axes.set_title(title, parse_math=False)  # a name may hold a $
     return figure, axes
 
 
-def _set_title(axes: Axes, title: str) -> None:
-    axes.set_title(title, parse_math=False)  # a name may hold a $
-
-
 def _begin_panels(count: int, columns: int, height: float, more: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """Returns a figure of several panels; a row has a `height` in inches, and the rest `more`."""
+    """Returns a figure of panels; a row has a `height` in inches, and the rest `more`."""
     rows = -(-count // columns)
     figure = Figure(figsize=(4.5 * columns, height * rows + more), layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
@@ -306,7 +302,7 @@ def _begin_improvements(
 
 
 def _model_styles(results: Outcome | ScaleOutcome) -> dict[str, Style]:
-    """The style of each model's line, the same in every figure; the baseline is the first."""
+    """The style of each model, the same in every figure; the baseline is first."""
     models = results.trend.models if isinstance(results, Outcome) else results.models
     styles = {results.baseline: BASELINE}
     for index, name in enumerate(name for name in models if name != results.baseline):
@@ -346,7 +342,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _show_late_range(axes: Axes, points: Points) -> None:
-    """Sets the range of the axis by all but the first tenth of training."""
+    """Leaves out the first tenth of training."""
     last = max((step for step, _ in points), default=0)
     values = [value for step, value in points if step >= 0.1 * last]
     if values:
@@ -355,7 +351,7 @@ def _show_late_range(axes: Axes, points: Points) -> None:
 
 
 def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None:
-    """Makes the axis logarithmic beyond the median magnitude, and returns it, if a value is over `ratio` times it."""
+    """Makes the axis logarithmic beyond the median magnitude, and returns it, if a value is `ratio` times larger."""
     magnitudes = [abs(value) for value in values if value]
     if not magnitudes or max(magnitudes) <= ratio * np.median(magnitudes):
         return None
@@ -366,7 +362,7 @@ def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None
 
 
 def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
-    """Formats the y axis as signed percent, logarithmic beyond a limit if values lie far apart."""
+    """Formats the y axis as signed percent."""
     if limit := _compress(axes, values, 30.0):
         label += f"\n(logarithmic beyond ±{limit:.2g})"
     axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")
@@ -377,7 +373,7 @@ def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
 def _add_legend(
     figure: Figure, results: Outcome | ScaleOutcome, labels: Sequence[Line2D | Patch] = (), has_baseline: bool = True
 ) -> Figure:
-    """Adds a legend below, with the number of runs of each model that diverged, and returns the figure."""
+    """Adds a legend with the number of runs of each model that diverged, and returns the figure."""
     scales = results.scales.values() if isinstance(results, Outcome) else [results]
     handles = []
     for name, style in _model_styles(results).items():
@@ -393,7 +389,6 @@ def _add_legend(
 
 
 def _scale_compute(axes: Axes, outcome: Outcome) -> None:
-    """A logarithmic axis of compute, with the names of the scales above it."""
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run")
     names, flops = zip(*outcome.trend.flops.items())
@@ -405,7 +400,7 @@ def _scale_compute(axes: Axes, outcome: Outcome) -> None:
 
 
 # Title, caption, and the function that draws it; the first of a report's figures stands before its tables
-FIGURES: dict[str, tuple[str, str, Callable[[Any], Figure | None]]] = {
+FIGURES = {
     "curves": (
         "Losses over steps",
         "Above: validation loss (solid, with a band from the lowest seed to the highest) and training loss (dashed). "
@@ -428,7 +423,7 @@ FIGURES: dict[str, tuple[str, str, Callable[[Any], Figure | None]]] = {
         draw_stability,
     ),
 }
-FIGURES_OF_A_LADDER: dict[str, tuple[str, str, Callable[[Any], Figure | None]]] = {
+FIGURES_OF_A_LADDER = {
     "improvements": (
         "Improvement over compute",
         "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",

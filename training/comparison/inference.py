@@ -61,8 +61,7 @@ _OPEN = (Verdict.WITHIN_NOISE, Verdict.TOO_FEW_SEEDS)
 class Effect:
     """One model against the baseline. Values that cannot be computed are None.
 
-    Unlike verdicts, intervals are not corrected for the number of models, so one may exclude 0 where the verdict is
-    "within noise". Their level is 1 - `Analysis.alpha`.
+    Intervals have the level 1 - `Analysis.alpha`. Unlike verdicts, they are not corrected for the number of models.
     """
 
     verdict: Verdict
@@ -98,7 +97,7 @@ class Analysis:
 
 @dataclass(frozen=True)
 class Interim:
-    """The improvement of a model at an interim analysis, as in `Effect`."""
+    """A model at an interim analysis, as in `Effect`."""
 
     seeds: int
     loss_improvement: float | None
@@ -112,10 +111,9 @@ def analyse_early(
     boundaries: Mapping[str, Collection[int]],
     parts: Mapping[str, Parts] | None = None,
 ) -> tuple[Analysis, dict[str, list[Interim]]]:
-    """Analyses a comparison with `stop: early`, each model at its last interim analysis.
+    """Analyses a comparison with `stop: early`, each model at its last interim analysis, and returns all of these.
 
-    Returns also what was known at each interim analysis, by model. `boundaries` are the seeds of a model whose best
-    rate is the smallest or the largest tried.
+    `boundaries` are the seeds of a model whose best rate is the smallest or the largest tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
     whole = analyse(losses, baseline, most=len(seeds))
@@ -149,8 +147,8 @@ def analyse(
     """Compares every model with the baseline over the seeds they share.
 
     A model is not tested if it or the baseline diverged on one of its seeds, or if the best rate of either is at
-    the boundary. "Better" and "worse" need a corrected p-value below `alpha`. Otherwise the verdict is "within noise",
-    or "too few seeds" if the smallest detectable effect exceeds `PLAUSIBLE_EFFECT`. Without any noise p is 1 for equal
+    the boundary. "Better" and "worse" need a corrected p below `alpha`. Otherwise the verdict is "within noise",
+    or "too few seeds" if the smallest detectable effect exceeds `PLAUSIBLE_EFFECT`. Without noise p is 1 for equal
     losses and 0 for others.
 
     Args:
@@ -189,7 +187,7 @@ def analyse(
 def _describe(
     runs: Losses, reference: Losses, resolution: float, is_at_boundary: bool, is_baseline_at_boundary: bool
 ) -> Effect:
-    """Describes a model, with p if it has a test; else its verdict says why not."""
+    """Describes a model, with p, or with a verdict that says why it has no test."""
     finished = [loss for loss in runs.values() if loss is not None]
     pairs = _pairs(runs, reference)
     differences = np.array([runs[seed] - reference[seed] for seed in pairs])
@@ -239,7 +237,7 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: 
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
-    """Corrects p-values by Holm's step-down method (1979), in the same order."""
+    """Corrects p-values by Holm's step-down method (1979)."""
     p_values = np.fromiter(p_values, dtype=float)
     order = np.argsort(p_values)
     factors = np.arange(len(p_values), 0, -1)
@@ -257,9 +255,9 @@ def alpha_spent(seeds: int, most: int) -> float:
     return 0.5 if seeds >= most else 0.5 / (most - FIRST_INTERIM)
 
 
-def alpha_of_last(seeds: int, has_interim: bool, alpha: float = 0.05) -> float:
-    """Returns what the last analysis spends: `alpha`, or its part if there were interim analyses."""
-    return alpha * alpha_spent(seeds, seeds) if has_interim else alpha
+def alpha_of_last(seeds: int, has_interim: bool) -> float:
+    """Returns what the last analysis spends of 0.05."""
+    return 0.05 * alpha_spent(seeds, seeds) if has_interim else 0.05
 
 
 def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
@@ -287,7 +285,7 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
 
 
 def power_warning(seeds: int, models: int, has_interim: bool = False) -> str | None:
-    """Warns of a plan whose verdicts may be "too few seeds"; None if there are enough."""
+    """Warns of a plan whose verdicts may be "too few seeds"."""
     alpha = alpha_of_last(seeds, has_interim)
     enough = 2
     while detectable_effect(enough, models, alpha) > PLAUSIBLE_EFFECT:
@@ -393,7 +391,7 @@ def _loss_improvement(difference: float | None, paired_loss: float | None) -> fl
 
 
 def _perplexity_improvement(difference: float | None) -> float | None:
-    """100 (1 - exp(difference)); None also where it overflows."""
+    """100 (1 - exp(difference)); `None` where it overflows."""
     with np.errstate(over="ignore"):
         return None if difference is None else _plain(-100 * np.expm1(difference))
 

@@ -34,15 +34,8 @@ logger = logging.get_logger(__name__)
 
 _TOKENIZER = "tokenizer"
 # Variables of a launcher, which the process of a run must not read
-_LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_",
-    "ACCELERATE_",
-    "TORCHELASTIC_",
-)
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_LAUNCHER_VARIABLES += ("MASTER_", "ACCELERATE_", "TORCHELASTIC_")
 
 
 @dataclass
@@ -85,11 +78,11 @@ class LocalEngine:
             yield
 
     def alone_in(self, folder: Path) -> AbstractContextManager[None]:
-        """Others may work in the folder, too: each run has a lock."""
+        """Others may work in the folder: each run has a lock."""
         return nullcontext()
 
     def prepare_data(self, scale: Scale, folder: Path) -> tuple[Path, str | None]:
-        """Trains or loads the tokenizer; the data go into the cache of `datasets`, where all runs find them."""
+        """Trains or loads the tokenizer; runs find the data in the cache of `datasets`."""
         make_folder(folder)
         with FileLock(folder / f"{_TOKENIZER}.lock"):
             first = scale.recipe_of(Run(scale.baseline, 1.0, 0), folder)
@@ -143,7 +136,7 @@ class LocalEngine:
 
 @contextmanager
 def environment_of_one_run() -> Iterator[None]:
-    """Sets the environment that the processes of runs inherit: one device, and no variables of a launcher."""
+    """Gives the processes of runs an environment with one device, without variables of a launcher."""
     before = dict(os.environ)
     if torch.cuda.is_available():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -161,7 +154,7 @@ def environment_of_one_run() -> Iterator[None]:
 
 
 def _train_and_report(recipe: Recipe, data: Path, threads: int, sender) -> None:
-    """Makes a run in this process. Sends its progress, and at the end `None` or the error."""
+    """Makes a run in this process. Sends its progress, then `None` or the error."""
 
     def report(progress: RunProgress) -> None:
         try:

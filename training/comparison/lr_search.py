@@ -24,7 +24,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Unique in its comparison; also its folder's path there."""
+        """Unique in its comparison, and the path of its folder there."""
         return f"{self.model}/rate-{self.learning_rate:g}-seed-{self.seed}"
 
 
@@ -48,16 +48,16 @@ class Rates:
 
     @property
     def search(self) -> dict[str, float] | None:
-        """The settings of a search, as in the file; `None` for a list."""
+        """The settings as in the file; `None` for a list."""
         return {"start": self.start, "factor": self.factor, "limit": self.limit} if self.is_search else None
 
     @property
     def first(self) -> list[float]:
-        """The rates that are tried in any case, ascending."""
+        """The rates that are always tried, ascending."""
         return [self._at(self.shift + power) for power in (-1, 0, 1)] if self.is_search else list(self.listed)
 
     def next(self, losses: Mapping[float, float]) -> list[float]:
-        """Returns the rates to try next; none when the best is found or the limit is reached."""
+        """Returns the rates to try next, if any."""
         if missing := [rate for rate in self.first if rate not in losses]:
             return missing
         boundary = self.boundary(losses)
@@ -81,7 +81,7 @@ class Rates:
         return "largest" if best == max(losses) else None
 
     def starting_at(self, rate: float | None) -> "Rates":
-        """Returns a search that begins at the rate of its grid nearest to this one; a list stays as it is."""
+        """Returns a search that begins at the nearest rate of its grid, or the same list."""
         return self if rate is None or not self.is_search else replace(self, shift=self._power(rate))
 
     def __str__(self) -> str:
@@ -115,7 +115,6 @@ class Tuning:
 
 
 def tune(model: str, seed: int, rates: Rates, results: Results) -> Tuning:
-    """Follows the choice of a seed as far as its runs are finished."""
     losses: dict[float, float] = {}
     while next_rates := rates.next(losses):
         runs = [Run(model, rate, seed) for rate in next_rates]

@@ -12,7 +12,7 @@ from ..disk import write_text
 from ..text import Markdown, plain, printable
 
 
-# Columns of words; columns of numbers are aligned at the right
+# Columns of words, aligned at the left; numbers are aligned at the right
 _WORDS = ("factor", "interactions", "survives", "model", "task", "metric", "verdict")
 _WORDS += ("learning rate", "kind", "outcome")
 
@@ -30,12 +30,10 @@ class Section:
 
 
 def to_text(parts: Iterable[str | Rows]) -> Markdown:
-    """Returns sentences and tables as paragraphs of Markdown."""
     return Markdown("\n\n".join(_table(part) if isinstance(part, list) else plain(part) for part in parts))
 
 
 def to_markdown(name: str, sections: Iterable[Section]) -> str:
-    """Returns a report as one document."""
     parts = [Markdown(f"# {plain(name)}")]
     for section in sections:
         title = plain(section.title)
@@ -46,7 +44,7 @@ def to_markdown(name: str, sections: Iterable[Section]) -> str:
 
 
 def to_page(name: str, sections: Iterable[Section]) -> str:
-    """Returns a report as one HTML file that can be sent to anybody and opened anywhere: no script, no request."""
+    """Returns a report as one HTML file that needs no other: no script, no request."""
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     renderer.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0"><table>\n')
     renderer.add_render_rule("table_close", lambda *_: "</table></div>\n")
@@ -89,7 +87,6 @@ def bullets(sentences: Iterable[str]) -> Markdown:
 
 
 def _table(rows: Rows) -> Markdown:
-    """Returns rows as a table; columns of words are aligned at the left."""
     columns = list(rows[0])
     lines = [columns, ["---" if name in _WORDS else "---:" for name in columns], *(row.values() for row in rows)]
     cells = [[plain(text).replace("|", "\\|") for text in line] for line in lines]

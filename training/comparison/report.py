@@ -38,7 +38,7 @@ PROTOCOL = "How this was measured and judged"
 _CLEAR = (Verdict.BETTER, Verdict.WORSE, Verdict.EQUIVALENT, Verdict.WITHIN_NOISE)
 
 _TERMINAL_WIDTH = 120
-# Columns of the table in the terminal, with their titles there
+# Columns with their titles in the terminal
 _TERMINAL_COLUMNS = {
     "model": "model",
     "test loss (nats)": "test loss (nats)",
@@ -108,7 +108,6 @@ def describe(outcome: Outcome) -> str:
 
 
 def table_lines(rows: Rows) -> list[str]:
-    """Returns the lines of a table for a terminal."""
     return align([list(rows[0]), *(list(row.values()) for row in rows)], right=False)
 
 
@@ -121,11 +120,7 @@ def _notes(results: ScaleOutcome) -> list[str]:
 
 
 def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None, scale: str | None = None) -> Markdown:
-    """The outcome for a model card, as Markdown.
-
-    Marks the row of the card's `model` if its `run`, the name of a folder, is reported. `scale` is by default the
-    largest.
-    """
+    """The outcome for a model card; marks the row of `model` if its `run`, the name of a folder, is reported."""
     scale = scale or list(outcome.scales)[-1]
     results = outcome.scales[scale]
     if model is not None and model not in results.models:
@@ -170,6 +165,7 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
 
 
 def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
+    largest = outcome.largest
     sections = [Section("", [*map(warning, warning_sentences(outcome)), *outcome_sentences(outcome)]), *figures[:1]]
     if outcome.trend:
         tables = [part for rows, caption in trend_tables(outcome) for part in (rows, caption)]
@@ -180,12 +176,11 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
                 parts += [Markdown(f"### {section.title}"), *section.parts]
             sections.append(Section(f"Scale {name}", parts, is_folded=True))
     else:
-        results = outcome.largest
-        sections += [_models(results), *figures[1:], *_runs(results), _protocol(protocol_sentences(results))]
+        sections += [_models(largest), *figures[1:], *_runs(largest), _protocol(protocol_sentences(largest))]
     configuration = [
         Markdown(f"{code(outcome.command)}, which is after the command line:"),
         code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
-        provenance(outcome.largest),
+        provenance(largest),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]
 
@@ -224,8 +219,8 @@ def outcome_sentences(outcome: Outcome) -> list[str]:
 
 
 def trend_sentence(outcome: Outcome) -> str:
-    verdicts = _by_text((trend.verdict, name) for name, trend in outcome.trend.models.items())
-    parts = [f"{verdict} ({in_line(verdicts[verdict])})" for verdict in TrendVerdict if verdict in verdicts]
+    models = _by_text((trend.verdict, name) for name, trend in outcome.trend.models.items())
+    parts = [f"{verdict} ({in_line(models[verdict])})" for verdict in TrendVerdict if verdict in models]
     return f"Trend of the improvement over the scales: {', '.join(parts)}."
 
 
@@ -238,9 +233,8 @@ def _by_text(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 def trend_protocol(outcome: Outcome) -> list[str]:
     trend = outcome.trend
-    tested = sum(model.p is not None for model in trend.models.values())
     test = "No model is tested over the scales."
-    if tested:
+    if tested := sum(model.p is not None for model in trend.models.values()):
         test = (
             "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
             f"logarithm of compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, "
@@ -263,7 +257,7 @@ def cost_sentence(results: ScaleOutcome) -> str:
 
 
 def in_line(names: Sequence[str]) -> str:
-    """Names of models in a sentence, between semicolons if a name has a comma."""
+    """Joins names, by semicolons if a name has a comma."""
     return ("; " if any("," in name for name in names) else ", ").join(names)
 
 
@@ -279,7 +273,7 @@ def outcome_sentence(results: ScaleOutcome) -> str:
 
 
 def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
-    """What a reader must know before the outcome, the largest scale first."""
+    """What a reader must know first, of the largest scale first."""
     warnings = []
     for name, scale in reversed(outcome.scales.items()):
         prefix = f"Scale {name}: " if len(outcome.scales) > 1 else ""

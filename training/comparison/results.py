@@ -42,9 +42,9 @@ class History:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One finished run; its folder is in that of its scale."""
+    """One finished run."""
 
-    folder: str
+    folder: str  # in that of its scale
     seed: int
     learning_rate: float
     result: RunResult
@@ -52,12 +52,12 @@ class RunOutcome:
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a record. In files without a version its result has no group."""
+        """In files without a version the result has no group."""
         return {"result": content, **content}
 
     @property
     def test_loss(self) -> float | None:
-        """In nats per token; `None` if the run diverged."""
+        """In nats per token; `None` if the run diverged or it is not finite."""
         return self.result.test_loss
 
     @property
@@ -70,7 +70,6 @@ class RunOutcome:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run diverged, or its test loss is not finite."""
         return self.test_loss is None
 
 
@@ -101,7 +100,7 @@ class ModelOutcome:
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
     def losses_by_rate(self) -> dict[float, list[float | None]]:
-        """The validation losses of the runs that chose a learning rate."""
+        """The validation losses of all runs."""
         losses: dict[float, list[float | None]] = {}
         for run in sorted([*self.tried, *self.runs], key=lambda run: run.learning_rate):
             losses.setdefault(run.learning_rate, []).append(None if run.diverged else run.validation_loss)
@@ -139,7 +138,7 @@ class ScaleOutcome:
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a record. Older files say once what each run says now."""
+        """Older files say once what each run says now."""
         try:
             models = {
                 name: {**model, **{kind: [_older(content, model, run) for run in model[kind]] for kind in _RUNS}}
@@ -155,17 +154,11 @@ class ScaleOutcome:
         return [*model.tried, *model.runs][0].result
 
     @property
-    def at_boundary(self) -> list[str]:
-        return [name for name, model in self.models.items() if model.boundaries]
-
-    @property
     def losses(self) -> dict[str, dict[int, float | None]]:
-        """The test losses of the reported runs, by model and seed."""
         return {name: {run.seed: run.test_loss for run in model.runs} for name, model in self.models.items()}
 
     @property
     def tested(self) -> list[str]:
-        """The models for which there is a test."""
         return [name for name, effect in self.statistics.effects.items() if effect.p is not None]
 
     @property
@@ -199,7 +192,7 @@ class Outcome:
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
-        """Returns the fields of a record, which without a version has the content of a single scale."""
+        """Files without a version hold a single scale."""
         return {"scales": {SINGLE: content}, **content}
 
     @property
@@ -208,7 +201,6 @@ class Outcome:
 
 
 def _older(scale: dict[str, Any], model: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Adds to the record of a run what an older file says of its scale and model."""
     return {name: fields[name] for fields in (scale, model) for name in _SHARED if name in fields} | run
 
 
@@ -218,7 +210,7 @@ def read_outcome(file: Path) -> Outcome:
 
 
 def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOutcome:
-    """Gathers the results of a scale whose runs are all finished."""
+    """Gathers the results of a finished scale."""
     scale, models = progress.scale, {}
     for name, variant in scale.variants.items():
         tunings = progress.tunings[name]
@@ -262,7 +254,7 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
 def judge(
     models: dict[str, ModelOutcome], baseline: str, seeds: list[int], stop: str | None
 ) -> tuple[Analysis, dict[str, list[Interim]] | None, float | None]:
-    """Analyses the runs of one scale: `statistics`, `interim` and `noise_from_text` of its `ScaleOutcome`."""
+    """Returns `statistics`, `interim` and `noise_from_text` of a `ScaleOutcome`."""
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
     if any(None in by_seed.values() for by_seed in parts.values()):
@@ -275,13 +267,14 @@ def judge(
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
-    """Returns the trend of the test losses over several scales, with the intervals of each scale's own analysis."""
+    """Returns the trend of the test losses, with the intervals of each scale's analysis."""
     if len(scales) < 2:
         return None
-    losses = [
-        ScaleLosses(name, {model: scale.flops(model) for model in scale.models}, scale.losses, scale.at_boundary)
-        for name, scale in scales.items()
-    ]
+    losses = []
+    for name, scale in scales.items():
+        flops = {model: scale.flops(model) for model in scale.models}
+        at_boundary = [model for model, outcome in scale.models.items() if outcome.boundaries]
+        losses.append(ScaleLosses(name, flops, scale.losses, at_boundary))
     trend = analyse_trend(losses, next(iter(scales.values())).baseline)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
@@ -307,5 +300,5 @@ def _read_run(finished: RunStore, run: Run) -> RunOutcome:
 
 
 def _without_nan(curve: Iterable[tuple[int, float]]) -> Curve:
-    """Replaces NaN and infinity, which JSON does not have."""
+    """JSON has neither NaN nor infinity."""
     return [(step, value if math.isfinite(value) else None) for step, value in curve]

@@ -65,7 +65,7 @@ def make_engine(name: str = "local", **options: Any) -> Engine:
 
 @singledispatch
 def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None = None) -> Outcome:
-    """Makes all runs of a plan that are not finished, writes the report, and returns the results."""
+    """Makes the unfinished runs of a plan, writes the report, and returns the results."""
     outcome = run_comparison(comparison, folder, engine)
     if is_main_process():
         write_report(outcome, folder, has_page=_explore_best(comparison, outcome, folder))
@@ -73,7 +73,7 @@ def run_and_report(comparison: Comparison, folder: Path, engine: Engine | None =
 
 
 def is_main_process() -> bool:
-    """Tells whether this is the first of the processes that a launcher started on this machine, or the only one."""
+    """Tells whether this is the first process that a launcher started on this machine, or the only one."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
@@ -112,7 +112,6 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
 def _make_runs(
     comparison: Comparison, name: str, stores: dict[str, RunStore], engine: Engine, data: Path
 ) -> ScaleProgress:
-    """Makes the runs of a scale that are not finished, and returns its progress."""
     scale, store = comparison.scales[name], stores[name]
 
     def ready() -> tuple[dict[str, Recipe], int]:
@@ -130,7 +129,7 @@ def _make_runs(
 
 
 def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> bool:
-    """Writes the page of the best model and the baseline if the recipe asks for it. Returns whether it was written."""
+    """Writes the page of the best model and the baseline if the recipe asks for it, and returns whether it did."""
     name, results = list(outcome.scales.items())[-1]
     scale = comparison.largest
     recipe = scale.recipe_of(Run(scale.baseline, 1.0, scale.seeds[0]), folder)
@@ -151,7 +150,7 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
 
 
 def _claim_folder(folder: Path, comparison: Comparison) -> None:
-    """Writes the comparison into a new folder, or checks that the folder has the same, perhaps with fewer seeds."""
+    """Writes the comparison into a new folder, or checks that the folder has it, perhaps with fewer seeds."""
     claimed, config = RunFolder(folder, COMPARISON_FILE), comparison.config
     with claimed.held(CLAIM_PATIENCE):
         written, changes = claimed.made_from(), ""
@@ -170,18 +169,18 @@ def _claim_folder(folder: Path, comparison: Comparison) -> None:
 
 
 def _adds_seeds(before: ComparisonConfig, now: ComparisonConfig) -> bool:
-    """Tells whether a comparison has more seeds than the one in its folder, and differs in nothing else."""
+    """Tells whether a comparison has more seeds than before, and differs in nothing else."""
+    if differences(before.without_seeds().to_dict(), now.without_seeds().to_dict()):
+        return False
     known, seeds = (
         {name: set(scale.seeds or config.seeds) for name, scale in config.scale_configs.items()}
         for config in (before, now)
     )
-    if differences(before.without_seeds().to_dict(), now.without_seeds().to_dict()):
-        return False
     return known != seeds and all(known[name] <= seeds[name] for name in seeds)
 
 
 def _added_seeds(folder: Path, scales: Mapping[str, Scale]) -> dict[str, list[int]]:
-    """Returns the seeds that the results in the folder did not have at first, by scale."""
+    """Returns the seeds of each scale that the results did not have at first."""
     file = folder / RESULTS_FILE
     before = read_outcome(file).scales if file.is_file() else {}
     return {

@@ -20,7 +20,7 @@ SCREENING, CONFIRMATION = "screening", "confirmation"
 
 
 def describe_status(folder: Path) -> list[str]:
-    """Describes the progress of a comparison: a line for each model, and one for each run that is not finished."""
+    """Returns a line for each model, and one for each run that is not finished."""
     if not (folder / COMPARISON_FILE).is_file():
         raise ValueError(f"{folder} holds no comparison yet")
     config = read_made_from(read_yaml(folder / COMPARISON_FILE), COMPARISON_FILE)

@@ -16,7 +16,7 @@ from .trend import ModelTrend, Trend
 
 NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
-# Width of an interval in percent from which on it says nothing
+# A wider interval in percent says nothing
 _ABSURD = 100.0
 
 # With interim analyses: p times the number of models over the share of alpha that the analysis spends
@@ -71,7 +71,7 @@ def _verdict_cells(analysis: Analysis, model: str, runs: int) -> tuple[str, str,
 
 
 def rate_rows(results: ScaleOutcome) -> Rows:
-    """Mean validation loss of each model at each learning rate tried; empty if there was no choice."""
+    """The mean validation loss by model and rate; empty if there was no choice."""
     swept = {name: model for name, model in results.models.items() if len(model.learning_rates) > 1}
     rates = sorted({rate for model in swept.values() for rate in model.learning_rates})
     rows = []
@@ -88,7 +88,6 @@ def rate_rows(results: ScaleOutcome) -> Rows:
 
 
 def task_rows(results: ScaleOutcome) -> Rows:
-    """A row for each model, downstream task and metric; empty if the comparison has no tasks."""
     rows = []
     for task, metrics in results.tasks.items():
         for metric, entry in metrics.items():
@@ -110,7 +109,7 @@ def task_rows(results: ScaleOutcome) -> Rows:
 
 
 def stability_rows(results: ScaleOutcome) -> Rows:
-    """A row for each model: its stability at the last recorded step; empty if none was recorded."""
+    """The stability of each model at the last recorded step; empty if none was recorded."""
     if not any(run.history.stability for model in results.models.values() for run in model.finished):
         return []
     rows = []
@@ -159,7 +158,7 @@ def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
 
 
 def family_rows(outcome: Outcome) -> Rows:
-    """A row for each model: p at each scale, corrected for all tests of all scales."""
+    """p of each model and scale, corrected for all tests."""
     tests = {
         (scale, model): effect.p
         for scale, results in outcome.scales.items()
@@ -187,7 +186,6 @@ def improvement_rows(trend: Trend) -> Rows:
 
 
 def _steps(model: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
-    """A quantity of a model at each scale, or the note that says why it has no multiplier."""
     cells = {}
     for scale, step in model.steps.items():
         value, interval = getattr(step, quantity), getattr(step, f"{quantity}_interval")
@@ -229,7 +227,6 @@ def provenance(results: ScaleOutcome) -> Rows:
 
 
 def given_fields(model: ModelOutcome) -> str:
-    """The entry of a model in the comparison, in one line."""
     flat = {name: value for name, value in model.given.items() if name not in SECTIONS}
     for name in SECTIONS:
         flat |= model.given.get(name) or {}
@@ -237,14 +234,13 @@ def given_fields(model: ModelOutcome) -> str:
 
 
 def with_interval(value: float | None, interval: Interval | None, form: str) -> str:
-    """Formats a number with its interval in brackets, if there is one."""
     if interval is None:
         return number(value, form)
     return f"{number(value, form)} [{', '.join(number(end, form) for end in interval)}]"
 
 
 def p_value(p: float | None) -> str:
-    """Formats a p-value: tiny ones as a bound, those near 0.05 with one more digit."""
+    """Formats tiny p-values as a bound, those near 0.05 with one more digit."""
     if p is not None and p < 1e-4:
         return "< 0.0001"
     return number(p, ".3g" if p is not None and 0.045 < p < 0.055 else ".2g")
@@ -269,7 +265,7 @@ def _improvement(effect: Effect, name: str) -> str:
 
 
 def _chosen_rate(model: ModelOutcome) -> str:
-    """The rates that were chosen, with the number of seeds at each if not all chose the same."""
+    """The rates, with the number of seeds at each unless all chose the same."""
     chosen = [run.learning_rate for run in model.chosen]
     if not chosen:
         return "none"

@@ -30,7 +30,7 @@ _STEP = 1e-5
 
 @dataclass(frozen=True)
 class ScaleLosses:
-    """The losses `losses[model][seed]` of all models at one scale, None if a run diverged; each has the same seeds."""
+    """The losses `losses[model][seed]` at one scale, None if a run diverged; all models have the same seeds."""
 
     name: str
     flops: dict[str, float]
@@ -47,9 +47,7 @@ class Step:
     improvement_interval: Interval | None = None  # of the analysis of this scale alone, see `trend_of`
     multiplier: float | None = None  # how many times the model's FLOPs the baseline would need to be as good
     multiplier_interval: Interval | None = None
-    # "beyond" if a multiplier or an end is None because it lies over `REACH` decades beyond the ladder; else why there
-    # is none, or empty
-    note: str = ""
+    note: str = ""  # why there is no multiplier; "beyond" if it or an end lies over `REACH` decades beyond the ladder
 
 
 class TrendVerdict(StrEnum):
@@ -124,9 +122,8 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
         else:
             slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
-            models[model] = ModelTrend(
-                TrendVerdict.CANNOT_TELL, "", steps, slope.value, slope.interval(level), slope.p()
-            )
+            fields = slope.value, slope.interval(level), slope.p()
+            models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, "", steps, *fields)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
         verdict, meaning = _judge(trend, holm_p, alpha)
@@ -136,13 +133,13 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
 
 
 def _array(runs: dict[int, float | None]) -> np.ndarray:
-    """The losses of a model in order of seeds; NaN if diverged."""
+    """The losses in order of seeds; NaN if diverged."""
     losses = np.array([math.nan if loss is None else loss for _, loss in sorted(runs.items())], dtype=float)
     return np.where(np.isfinite(losses), losses, math.nan)
 
 
 def _obstacle(scale: ScaleLosses, baseline: str, model: str, losses: dict[str, np.ndarray]) -> str:
-    """Says what keeps a model from a test at a scale: diverged runs, or a best rate at the boundary."""
+    """Says what keeps a model from a test at a scale, or nothing."""
     for name, who, whose in ((model, "", "its"), (baseline, "the baseline ", "the baseline's")):
         if diverged := int(np.isnan(losses[name]).sum()):
             return f"{who}diverged in {diverged} of {len(losses[name])} runs"
@@ -152,7 +149,7 @@ def _obstacle(scale: ScaleLosses, baseline: str, model: str, losses: dict[str, n
 
 
 def _improvement(base: np.ndarray, differences: np.ndarray) -> float | None:
-    """Returns the mean improvement in percent over the seeds that both finished."""
+    """The mean in percent over the seeds that both finished."""
     pairs = np.isfinite(differences)
     return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if pairs.any() else None
 
@@ -173,14 +170,14 @@ def _noise_floor(losses: np.ndarray) -> float | None:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A sum of means, each over the seeds of one scale, and its noise (see `welch_sum`)."""
+    """The sum of `welch_sum`, and its noise."""
 
     value: float
     standard_error: float
     degrees_of_freedom: float
 
     def p(self) -> float:
-        """The two-sided p-value of a sum of 0; without any noise its limit, 0 or 1."""
+        """The two-sided p-value; without any noise its limit, 0 or 1."""
         if self.standard_error <= _ROUNDING:
             return float(abs(self.value) <= _ROUNDING)
         return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
@@ -289,7 +286,7 @@ class LossCurve:
 
 
 def _slopes(log_flops: np.ndarray, log_means: np.ndarray) -> np.ndarray:
-    """The slopes of the curve at the scales (see `LossCurve`)."""
+    """The slopes of `LossCurve` at the scales."""
     lengths = np.diff(log_flops)
     secants = np.diff(log_means) / lengths
     if len(secants) == 1:

@@ -116,7 +116,7 @@ def check_change(before: NLQConfig, after: NLQConfig) -> None:
 
 
 def _by_layer(reasons: list[list[str]]) -> list[str]:
-    """Joins equal reasons of layers, with the layers' numbers unless that is all."""
+    """Joins equal reasons, with the layers' numbers unless that is all."""
     joined = []
     for text in dict.fromkeys(text for of_layer in reasons for text in of_layer):
         layers = [str(index) for index, of_layer in enumerate(reasons) if text in of_layer]

@@ -18,7 +18,7 @@ RATE = "learning rate"
 
 @dataclass(frozen=True)
 class Design:
-    """The columns, the learning rate last, and the rows; -1 is off or low, 1 on or high, and the first row is -1."""
+    """Columns, the learning rate last, and rows; -1 is off or low, 1 on or high. All of the first row is -1."""
 
     factors: list[str]
     rows: np.ndarray
@@ -50,7 +50,7 @@ def make_design(factors: Sequence[str]) -> Design:
 
 
 def merged_change(factors: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The `switches` and `training` of several factors together."""
+    """Returns the `switches` and `training` of several factors together."""
     merged: dict[str, dict[str, Any]] = {"switches": {}, "training": {}}
     owners: dict[tuple[str, str], str] = {}
     for name in names:

@@ -31,14 +31,12 @@ _MOST_FACTORS = 15
 
 @dataclass(frozen=True)
 class Screening:
-    """The plan of a screening."""
-
     config: ComparisonConfig
     design: Design
     runs: Comparison  # of the rows of the design, in order
     sizes: dict[str, Size]  # of the model with a factor on, by its name, and of the baseline, by `OFF`
     confirm: Callable[[Sequence[str]], Comparison]  # of the baseline with these survivors
-    confirmation: Comparison  # of the first factor alone; any other has as many runs
+    confirmation: Comparison  # of the first factor; any other has as many runs
 
     @property
     def name(self) -> str:
@@ -71,10 +69,9 @@ class Screening:
                 yield f"cannot be told apart: {', '.join(' x '.join(pair) for pair in group)}"
         scale = self.confirmation.largest
         most = "at most " if scale.stop else ""
-        more = ", more if a search goes on" if scale.is_open else ""
         yield (
             "then the factors that survive, together, against the baseline, each model at its own learning rate: "
-            f"{most}{scale.runs} runs{more}"
+            f"{most}{scale.runs} runs{scale.or_more}"
         )
 
     def added_parameters(self, factor: str) -> int:

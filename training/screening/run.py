@@ -19,7 +19,6 @@ from .sections import Factor, ScreeningOutcome, write_report
 
 @run_and_report.register
 def _(screening: Screening, folder: Path, engine: Engine | None = None) -> ScreeningOutcome:
-    """Makes the runs of the design and of the confirmation, writes `results.json` and the report."""
     claimed = RunFolder(folder, COMPARISON_FILE)
     with claimed.held(CLAIM_PATIENCE):
         claimed.claim(screening.config.to_dict())

@@ -1,4 +1,4 @@
-"""The report of a screening, made from its results alone: sections, figures, and the outcome for terminals."""
+"""The report of a screening, made from its results alone."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class ScreeningOutcome:
-    """The results of a screening, without `effects` if a run diverged, in `results.json`."""
+    """The content of `results.json`."""
 
     name: str
     command: str
@@ -38,7 +38,7 @@ class ScreeningOutcome:
     design: Design
     rates: list[float]
     alpha: float
-    effects: Effects | None
+    effects: Effects | None  # None if a run diverged
     diverged: list[str]
     runs: Outcome
     confirmation: Outcome | None = None
@@ -122,7 +122,7 @@ def _protocol(results: ScreeningOutcome) -> list[str]:
 
 
 def _sorted_effects(results: ScreeningOutcome) -> dict[str, MainEffect]:
-    """Returns main effects, the best first and that of the rate last."""
+    """The best first and the rate last."""
     main = results.effects.main
     return {name: main[name] for name in sorted(main, key=lambda name: (name == RATE, main[name].effect))}
 
