@@ -207,9 +207,13 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
     for scale, models in read_json(file).items():
         name = scale or SINGLE  # older versions called a single scale ""
         for model, before in models.items():
-            after = now[name][model]
-            changes = config_differences(before["config"], after["config"])
-            if changes or before["weights"] != after["weights"]:
+            try:
+                after = now[name][model]
+                changes = config_differences(before["config"], after["config"])
+                is_same = not changes and before["weights"] == after["weights"]
+            except (KeyError, TypeError, AttributeError):
+                raise ValueError(f"{file}: {model!r} is not a model of this comparison, or has wrong fields") from None
+            if not is_same:
                 where = f"model {model!r} of scale {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 
