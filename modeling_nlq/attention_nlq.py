@@ -38,7 +38,7 @@ def attention_weights(
 ) -> Tensor:
     """Turns scores into attention weights by any activation, in at least float32.
 
-    A query that sees no key, or whose sum of weights is below `zero_limit`, gets weights 0.
+    A query that sees no key gets weights 0, and so does one whose sum, under `"sum"`, is below `zero_limit`.
 
     Args:
         scores: `(batch, heads, query, key)`, already scaled.

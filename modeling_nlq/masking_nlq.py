@@ -49,7 +49,7 @@ class Visibility(LayerArgument):
     visible_count: Tensor  # (batch or 1, query)
     key_is_valid: Tensor | None = None  # (batch, key) booleans, false for padding
     first_key: Tensor | None = None  # (batch or 1, query)
-    # Where no tensor need be read to know them: `first_key` and `last_key` minus the index of the query
+    # `first_key` and `last_key` less the query's index, before they are clamped to the keys; `None` if only tensors say
     first_offset: int | None = None
     last_offset: int | None = None
 
@@ -118,7 +118,8 @@ def make_visibility(
     if isinstance(offset, Tensor):
         first_offset = last_offset = None
     if segments is not None:
-        first_offset, last_offset = None, last_offset if is_causal else None
+        first_offset = None
+        last_offset = last_offset if is_causal else None
         document_start = _document_starts(segments, query_index)
         first_key = document_start if first_key is None else torch.maximum(document_start, first_key)
         if not is_causal:

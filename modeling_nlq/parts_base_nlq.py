@@ -233,8 +233,8 @@ class AttentionPart(nn.Module):
     def _default_parameters(self) -> set[str]:
         """Returns the names of inner parameters that `__init__` leaves at defaults which the model replaces.
 
-        Resets each module of a new part with equal random draws. That changes a parameter that `__init__` has set, or
-        it had been written more often.
+        A parameter is at its default if a reset of its module, with equal random draws, gives the same numbers, and
+        `__init__` wrote it no more often than the reset does.
         """
         names = set()
         with torch.random.fork_rng(devices=[]), torch.inference_mode(False), _EqualDraws(), torch.device("cpu"):

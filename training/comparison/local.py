@@ -35,7 +35,7 @@ logger = logging.get_logger(__name__)
 _TOKENIZER = "tokenizer"
 # Variables of a launcher, which the process of a run must not read
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_LAUNCHER_VARIABLES += ("MASTER_", "ACCELERATE_", "TORCHELASTIC_")
+_LAUNCHER_PREFIXES = ("MASTER_", "ACCELERATE_", "TORCHELASTIC_")
 
 
 @dataclass
@@ -43,8 +43,8 @@ class LocalEngine:
     """Makes runs in processes of this machine, each in a new one, so that a run that dies stops no other.
 
     Attributes:
-        cpus_per_run: number of threads of a run. Defaults to PyTorch's number of threads in this process, on a GPU at
-            most to the cores divided by `jobs`.
+        cpus_per_run: number of threads of a run. Defaults to PyTorch's number of threads in this process; on a GPU, at
+            most the cores divided by `jobs`.
         jobs: number of runs at a time. Defaults to the cores divided by `cpus_per_run`, and to 1 on a GPU or without
             `cpus_per_run`. Results do not depend on it.
     """
@@ -59,7 +59,7 @@ class LocalEngine:
         has_gpu = torch.accelerator.is_available()
         self._threads = self.cpus_per_run or torch.get_num_threads()
         if has_gpu and self.cpus_per_run is None and self.jobs is not None:
-            self._threads = max(1, min(self._threads, cores // self.jobs))  # which change no result of a GPU
+            self._threads = max(1, min(self._threads, cores // self.jobs))  # threads change no result of a GPU
         if self.jobs is None:
             is_serial = self.cpus_per_run is None or has_gpu
             self.jobs = 1 if is_serial else max(1, cores // self._threads)
@@ -115,8 +115,9 @@ class LocalEngine:
             raise FolderIsLocked(name)
         receiver, sender = self._context.Pipe(duplex=False)
         arguments = (recipe, data, self._threads, sender)
-        process = self._processes[name] = self._context.Process(target=_train_and_report, args=arguments)
+        process = self._context.Process(target=_train_and_report, args=arguments)
         process.start()
+        self._processes[name] = process  # only now can `cancel` end it
         sender.close()
         if self._is_cancelled:
             process.terminate()
@@ -124,7 +125,7 @@ class LocalEngine:
             while isinstance(message := receiver.recv(), RunProgress):
                 self._progress[name] = message
         except EOFError:
-            raise RunFailed("died, perhaps of too little memory") from None
+            raise RunFailed("was ended" if self._is_cancelled else "died, perhaps of too little memory") from None
         finally:
             process.join()
             del self._processes[name]
@@ -143,7 +144,7 @@ def environment_of_one_run() -> Iterator[None]:
         devices = visible.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[int(os.environ.get("LOCAL_RANK", 0)) % len(devices)]
     for name in before:
-        if name.startswith(_LAUNCHER_VARIABLES):
+        if name in _LAUNCHER_VARIABLES or name.startswith(_LAUNCHER_PREFIXES):
             del os.environ[name]
     os.environ["PYTHONSAFEPATH"] = "1"  # `python -c`, by which they start, would import from the working directory
     try:

@@ -16,11 +16,11 @@ def muon_parameters(model: nn.Module) -> list[str]:
 
     A weight that stands outside the blocks too is left out.
     """
-    blocks = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    inside = {name: weight for name, weight in linear.items() if any(name.startswith(f"{block}.") for block in blocks)}
-    names = {f"{name}.weight" for name in inside}
-    return [name for name, parameter in model.named_parameters() if name in names and parameter.requires_grad]
+    blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    every_name = model.named_parameters(remove_duplicate=False)
+    outside = {parameter for name, parameter in every_name if name not in linear or not name.startswith(blocks)}
+    return [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in outside]
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -34,7 +34,7 @@ from ..size import shapes_of
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of a parameter's initial values, and of Adam's settings, in comparison with the base model."""
+    """Factors of a parameter's initial values, as the model draws them, and of Adam's settings for the base model."""
 
     initial: float
     learning_rate: float

@@ -1,5 +1,6 @@
 """Runs of a comparison are made once, resume after an interruption, and are shared between processes."""
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -19,6 +21,8 @@ from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.local import LocalEngine
 from modeling_nlq.training.comparison.run import check_same_models, run_comparison
 from modeling_nlq.training.files import LOCK_FILE, METRICS_FILE, read_yaml
+from modeling_nlq.training.run.recipe import load_recipe
+from modeling_nlq.training.run.subprocess_run import RunFailed
 from modeling_nlq.training.values import to_json
 from nlq import main
 
@@ -38,6 +42,31 @@ def test_runs_on_a_gpu_share_the_cores(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     engines = [LocalEngine(), LocalEngine(jobs=2), LocalEngine(jobs=8), LocalEngine(1, jobs=2)]
     assert [(engine.jobs, engine._threads) for engine in engines] == [(1, 4), (2, 2), (8, 1), (2, 1)]
+
+
+def test_a_run_is_cancelled_while_its_process_starts(recipe_file, tmp_path):
+    engine, ended = LocalEngine(1), []
+
+    class Process:
+        def __init__(self, target, args):
+            self.is_started = False
+
+        def start(self):
+            engine.cancel(["run"])
+            self.is_started = True
+
+        def terminate(self):
+            assert self.is_started, "a process that has not started cannot be ended"
+            ended.append(self)
+
+        def join(self):
+            pass
+
+    engine._context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process)
+    recipe = load_recipe(recipe_file, {"output_dir": str(tmp_path / "run")})
+    with pytest.raises(RunFailed, match="was ended"):
+        engine._make_run("run", recipe, tmp_path)
+    assert len(ended) == 1 and not engine._processes
 
 
 def test_runs_side_by_side(finished, tmp_path):

@@ -33,7 +33,10 @@ def test_matrices_inside_blocks():
     names += [f"model.layers.0.mlp.fc{index}.weight" for index in (1, 2)]
     assert sorted(muon_parameters(model)) == sorted(names)
     model.model.layers[0].mlp.fc1.weight.requires_grad_(False)
-    assert len(muon_parameters(model)) == 5
+    model.shared = torch.nn.Linear(16, 16, bias=False)
+    model.shared.weight = model.model.layers[0].self_attn.q_proj.weight
+    assert len(muon_parameters(model)) == 4
+    assert muon_parameters(torch.nn.Linear(2, 2)) == []
 
 
 def test_steps_are_those_of_the_two_optimizers(tmp_path):
