@@ -49,7 +49,7 @@ class Visibility(LayerArgument):
     visible_count: Tensor  # (batch or 1, query)
     key_is_valid: Tensor | None = None  # (batch, key) booleans, false for padding
     first_key: Tensor | None = None  # (batch or 1, query)
-    # `first_key` and `last_key` less the query's index, before they are clamped to the keys; `None` if only tensors say
+    # `first_key` and `last_key` less the query's index, before clamping; `None` if only tensors say
     first_offset: int | None = None
     last_offset: int | None = None
 
