@@ -60,6 +60,7 @@ def make_runs(
                 name = waiting.pop(0)
                 running[workers.submit(name, recipes[name], data)] = name
             if not running:
+                bar.update(max(done * steps - bar.n, 0))  # a run that has ended reports no more steps
                 break
             ended = set()
             is_locked = False
