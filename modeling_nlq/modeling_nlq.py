@@ -792,7 +792,7 @@ class NLQModel(NLQPreTrainedModel):
         if sequences.is_paged:
             # Transformers computes some tokens beyond, and does not use their outputs
             return positions.clamp(max=length - 1)
-        if last is None and can_be_read(positions):  # a GPU's embedding has an assertion of its own
+        if last is None and can_be_read(positions):  # CUDA's embedding has an assertion of its own
             last = int(positions.max())
         if last is not None and last >= length:
             raise ValueError(f"position {last} is beyond the learned ones: max_position_embeddings={length}")

@@ -1,4 +1,4 @@
-"""Training reads no tensor of the device, for which the processor would wait until the device has nothing to do."""
+"""A training step reads no tensor of the device, because the processor would wait until all kernels have finished."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from modeling_nlq import masking_nlq, modeling_nlq, tiled_nlq
 
 
-# Derivatives of PyTorch's activations are those of `torch.func`, in which no other mode works
+# `torch.func` differentiates PyTorch's activations, and no dispatch mode works inside it
 KINDS_OF_OURS = {name: switches for name, switches in KINDS.items() if name not in LIBRARY}
 CASES = KINDS_OF_OURS | PART_SWITCHES | {"encoder": {"is_causal": False, "sliding_window": 3}}
 CASES |= {

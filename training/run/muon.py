@@ -12,9 +12,9 @@ from transformers import TrainingArguments
 
 
 def muon_parameters(model: nn.Module) -> list[str]:
-    """Returns the names of the weights of `nn.Linear` inside the blocks, the entries of an `nn.ModuleList`.
+    """Returns the names of the weights that Muon trains: those of `nn.Linear` in the entries of an `nn.ModuleList`.
 
-    A weight that stands outside the blocks too is left out.
+    AdamW trains a weight that a module outside the blocks shares.
     """
     blocks = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     linear = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -24,7 +24,7 @@ def muon_parameters(model: nn.Module) -> list[str]:
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """One optimizer for `Trainer`, which saves and loads one, of the groups of Muon and then those of AdamW."""
+    """Combines Muon and AdamW, because `Trainer` saves and loads a single optimizer."""
 
     def __init__(self, matrices: Iterable[dict], others: Iterable[dict], muon: dict, adamw: dict):
         self._parts = [torch.optim.Muon(matrices, **muon), torch.optim.AdamW(others, **adamw)]
@@ -55,7 +55,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def make_muon(model: nn.Module, arguments: TrainingArguments, decayed: Iterable[str]) -> MuonWithAdamW:
-    """Makes the optimizer of a model. `decayed` are the names of the parameters with weight decay."""
+    """Makes the optimizer of a model, with weight decay for the parameters named in `decayed`."""
     names, decayed = set(muon_parameters(model)), set(decayed)
     groups: dict[tuple[bool, bool], dict] = {}
     for name, parameter in model.named_parameters():

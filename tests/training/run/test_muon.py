@@ -40,7 +40,7 @@ def test_matrices_inside_blocks():
 
 
 def test_steps_are_those_of_the_two_optimizers(tmp_path):
-    """With one rate and one weight decay, also after the state was saved and loaded in between."""
+    """Rate and weight decay are the same for both; the state is saved and loaded after each step."""
     rates, tokens = [1e-2, 5e-3, 2e-3], torch.arange(24).view(2, 12) % 17
     arguments = TrainingArguments(tmp_path, learning_rate=1.0, weight_decay=0.1, adam_beta2=0.95, use_cpu=True)
     model, expected = make_model(), make_model()
