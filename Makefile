@@ -122,7 +122,7 @@ GPU_READY = $(if $(filter .venv/%,$(PYTHON_GPU)),.venv/installed-test)
 KEEP = mkdir -p $(RESULTS) && PYTHONPATH=benchmarks:tests$${PYTHONPATH:+:$$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 \
 	bash -o pipefail -c '"$$@" 2>&1 | tee "$$0"'
 # Pieces of at most ten minutes, each a benchmark and, after a dash, what is special
-PIECES = attention attention-128 attention-16384 runs generation generation-static training_step \
+PIECES = attention attention-128 attention-16384 jobs generation generation-static training_step \
 	training_step-4096 training_step-eager training_step-triton
 ATTENTION = --backends nlq_triton nlq_tiled flex_attention --activations sigmoid relu --rounds 5 --no-memory
 attention_OPTIONS = $(ATTENTION) --lengths 1024 4096

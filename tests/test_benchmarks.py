@@ -6,10 +6,10 @@ import sys
 import attention
 import conversion
 import generation
+import jobs
 import measure
 import parts
 import pytest
-import runs
 import torch
 import training_step
 
@@ -100,7 +100,7 @@ def test_memory_of_a_conversion_is_measured(monkeypatch, capsys, tmp_path):
 @pytest.mark.slow
 def test_runs_side_by_side_are_timed(capsys):
     words = "--device cpu --sizes 0.4M --jobs 2 --steps 2 --batch 2 --length 32 --threads 1"
-    assert runs.main(words.split()) == 0
+    assert jobs.main(words.split()) == 0
     cells = capsys.readouterr().out.splitlines()[-1].split(" | ")
     assert cells[:2] == ["| 0.4M", "-"]
     in_all, training, mfu = cells[2].removesuffix(" |").replace(",", "").split()

@@ -1,7 +1,7 @@
 """Measures the tokens per second of a comparison by `--jobs`, and how long the GPU is idle in a training step.
 
-    python benchmarks/runs.py                                     # on the GPU, if there is one
-    python benchmarks/runs.py --sizes 0.4M --jobs 1 2 4 8
+    python benchmarks/jobs.py                                     # on the GPU, if there is one
+    python benchmarks/jobs.py --sizes 0.4M --jobs 1 2 4 8
 
 Half of the runs train sigmoid attention, half relu. The columns are:
 
