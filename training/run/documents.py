@@ -132,9 +132,9 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
             splits = {split: rows.remove_columns(media) for split, rows in splits.items()}
         if recipe.text_template is not None:
             splits = {split: _join_columns(rows, recipe) for split, rows in splits.items()}
-        known = splits["train"].column_names
+        known = _columns_of(splits["train"])
         for field, column in recipe.text_columns.items():
-            if known is not None and column not in known:
+            if column not in known:
                 hint = ", or join several by text_template" if field == "text_column" else ""
                 raise ValueError(
                     f"dataset {name!r} has no column {column!r}; set {field} to one of {', '.join(known)}{hint}"
@@ -260,8 +260,13 @@ def _list_files(folder: Path) -> set[str]:
     return {str(path) for path in paths if path.is_file() and path.name.lower().removesuffix(".gz").endswith(_TEXTS)}
 
 
+def _columns_of(rows: Dataset | IterableDataset) -> list[str]:
+    """Returns the columns; a stream may know them only from its first row."""
+    return rows.column_names or list(next(iter(rows), {}))
+
+
 def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset | IterableDataset:
-    template, known = recipe.text_template, rows.column_names
+    template, known = recipe.text_template, _columns_of(rows)
     if r"\n" in template:
         logger.warning_once(f"text_template={template!r} has a backslash and an n: YAML needs double quotes")
     try:
@@ -271,7 +276,7 @@ def _join_columns(rows: Dataset | IterableDataset, recipe: "Recipe") -> Dataset 
     for _, name, layout, conversion in fields:
         if layout or conversion:
             raise ValueError(f"text_template={template!r}: {name!r} must be a column without a format")
-        if known is not None and name not in known:
+        if name not in known:
             columns = ", ".join(known)
             raise ValueError(f"text_template: dataset {recipe.dataset!r} has no column {name!r}, only {columns}")
 

@@ -387,10 +387,10 @@ def test_intervals_count_the_text(outcome, stop):
 
 
 def rounded(value: object) -> object:
-    """`value` to seven digits: quantiles of older and newer SciPy differ in the eleventh, more in a difference near
-    zero.
+    """`value` to six digits: quantiles of older and newer SciPy differ in the eleventh, more in a difference near zero
+    and in a root.
     """
-    return json.loads(json.dumps(dataclasses.asdict(value)), parse_float=lambda number: f"{float(number):.7g}")
+    return json.loads(json.dumps(dataclasses.asdict(value)), parse_float=lambda number: f"{float(number):.6g}")
 
 
 @pytest.mark.thin(5)
