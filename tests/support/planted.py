@@ -1,6 +1,7 @@
 """An engine without training: it writes results with losses from a function."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,8 @@ class PlantedEngine(InlineEngine):
         if len(self.made) == self.most_runs:
             raise Interrupted
         training = recipe.training
-        run = Run(name.partition("/")[0], training["learning_rate"], training["seed"])
+        trial = re.search(r"/trial-(\d+)-", name)
+        run = Run(name.partition("/")[0], training["learning_rate"], training["seed"], trial and int(trial[1]))
         self.made.append(f"{self.scale.name}: {run.name}")
         return finished_future(self._make(run, Path(recipe.output_dir)))
 

@@ -24,6 +24,7 @@ from ..text import align, one_line
 from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
 from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
+from .points import Points
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Scale:
     name: str  # of the comparison, and of the scale if there are several
     config: ComparisonConfig
     variants: dict[str, Variant]
+    takes_points: bool = False  # those that seeds chose at a smaller scale
+
+    @property
+    def points(self) -> Points | None:
+        return self.config.tune and self.config.tune.points
 
     @property
     def baseline(self) -> str:
@@ -76,6 +82,10 @@ class Scale:
     @property
     def stop(self) -> str | None:
         return self.config.stop
+
+    @property
+    def has_choice(self) -> bool:
+        return any(len(variant.rates.first) > 1 for variant in self.variants.values())
 
     @property
     def or_more(self) -> str:
@@ -95,7 +105,10 @@ class Scale:
         return self.variants[model].size.flops_per_token * self.tokens_per_run
 
     def runs_of(self, model: str) -> int:
-        return len(self.seeds) * len(self.variants[model].rates.first)
+        variant, runs = self.variants[model], len(self.variants[model].rates.first)
+        if self.points is not None and (variant.starts_anew or not self.takes_points):
+            runs += self.points.number - 1  # the best point is among the rates around it
+        return len(self.seeds) * runs
 
     @property
     def runs(self) -> int:
@@ -107,7 +120,10 @@ class Scale:
 
     def recipe_of(self, run: Run, folder: Path) -> Recipe:
         settings = {"learning_rate": run.learning_rate, "seed": run.seed, "output_dir": str(folder)}
-        return self.variants[run.model].recipe.replace(training=settings)
+        recipe = self.variants[run.model].recipe
+        if self.points is not None:
+            recipe = recipe.with_fields(self.points.changes(run.trial))
+        return recipe.replace(training=settings)
 
     def power_warning(self) -> str | None:
         return power_warning(len(self.seeds), len(self.variants) - 1, self.stop is not None)
@@ -119,6 +135,7 @@ class Scale:
         yield from align([columns, *([row[column] for column in columns] for row in rows)])
         counts = f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{self.or_more}"
         yield f"{counts}; seeds {' '.join(map(str, self.seeds))}"
+        yield self.describe_tuning()
         if self.stop:
             yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
         if warning := self.power_warning():
@@ -126,6 +143,17 @@ class Scale:
         if any(len(variant.rates.first) == 2 for variant in self.variants.values()):
             two = "of two learning rates the best is always at the boundary, without a verdict"
             yield f"warning: {two}; list one, or three"
+
+    def describe_tuning(self) -> str:
+        if self.points is None:
+            choice = "a learning rate is chosen" if self.has_choice else "nothing is tuned"
+            return (
+                f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"
+            )
+        if self.takes_points:
+            return "each seed takes over its point of the first scale, and searches the learning rate again"
+        ranges = ", ".join(f"{name} {entry}" for name, entry in self.points.ranges.items())
+        return f"each seed tries {self.points.number} points for each model, then rates around its best: {ranges}"
 
     def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
         size, width = variant.size, variant.intermediate_size
@@ -151,7 +179,7 @@ class ScaleProgress:
 
     @property
     def finished(self) -> int:
-        return sum(tuning.finished for tunings in self.tunings.values() for tuning in tunings)
+        return sum(len(tuning.losses) for tunings in self.tunings.values() for tuning in tunings)
 
     @property
     def ready(self) -> list[Run]:
@@ -168,20 +196,21 @@ class ScaleProgress:
         return [tuning.reported for tuning in self.tunings[model] if not tuning.ready]
 
     def tried(self, model: str) -> list[Run]:
-        """Returns the finished runs that only choose the learning rate."""
+        """Returns the finished runs that only choose."""
         reported = self.reported(model)
-        runs = (Run(model, rate, tuning.seed) for tuning in self.tunings[model] for rate in sorted(tuning.losses))
+        runs = (run for tuning in self.tunings[model] for run in tuning.losses)
+        runs = sorted(runs, key=lambda run: (self.scale.seeds.index(run.seed), run.trial or 0, run.learning_rate))
         return [run for run in runs if run not in reported]
 
 
 def progress_of(
-    scale: Scale, results: Results, starts: Mapping[str, Mapping[int, float]] | None = None
+    scale: Scale, results: Results, starts: Mapping[str, Mapping[int, Run]] | None = None
 ) -> ScaleProgress:
     """Finds which runs of a scale come next, from the finished runs alone.
 
     The first interim analysis of `stop: early` waits for the runs of the first `FIRST_INTERIM` seeds. A model without
-    a verdict gets the next seed, and so does the baseline as long as such a model is left. `starts` says where the
-    searches of each model and seed begin, unless the scale sets its own.
+    a verdict gets the next seed, and so does the baseline as long as such a model is left. `starts` are the runs that
+    each model and seed chose at another scale: a search begins there unless the scale sets its own.
     """
     most = len(scale.seeds)
     counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
@@ -189,15 +218,16 @@ def progress_of(
     while True:
         for model, tunings in progress.tunings.items():
             variant = scale.variants[model]
-            known = {} if variant.starts_anew else (starts or {}).get(model, {})
+            is_new = variant.starts_anew or (scale.points is not None and scale.points.at_each_scale)
+            known = {} if is_new else (starts or {}).get(model, {})
             for seed in scale.seeds[len(tunings) : counts[model]]:
-                tunings.append(tune(model, seed, variant.rates.starting_at(known.get(seed)), results))
+                tunings.append(tune(model, seed, variant.rates, results, scale.points, known.get(seed)))
         seen = max(counts.values())
         in_question = [model for model, count in counts.items() if count == seen]
         if seen >= most or scale.baseline not in in_question or progress.ready:
             return progress
         losses = {
-            model: {tuning.seed: results[tuning.reported.name].test_loss for tuning in tunings}
+            model: {tuning.reported.seed: results[tuning.reported.name].test_loss for tuning in tunings}
             for model, tunings in progress.tunings.items()
         }
         analysis = analyse(losses, scale.baseline, at_boundary=progress.at_boundary, most=most)
@@ -229,15 +259,15 @@ class Comparison:
 
         Each seed begins its search where it ended at the last scale that has it: choices of seeds stay independent.
         """
-        starts: dict[str, dict[int, float]] = {}
+        starts: dict[str, dict[int, Run]] = {}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
             progress[name] = progress_of(scale, results[name], starts)
             if progress[name].ready:
                 break
             for model, tunings in progress[name].tunings.items():
-                rates = {tuning.seed: tuning.rate for tuning in tunings if tuning.rate is not None}
-                starts[model] = starts.get(model, {}) | rates
+                chosen = {tuning.chosen.seed: tuning.chosen for tuning in tunings if tuning.chosen is not None}
+                starts[model] = starts.get(model, {}) | chosen
         return progress
 
     def by_scale(self, lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
@@ -297,6 +327,8 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         _check_scales(file.source, scales)
         recipe = read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict()
         config = replace(config, recipe=recipe, scales={name: config.scales[name] for name in scales})
+        for name in list(scales)[1:]:
+            scales[name] = replace(scales[name], takes_points=config.tune is not None and config.tune.at != "each")
     return Comparison(config.name, config, scales, file.command)
 
 
@@ -334,8 +366,24 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
             tokens = f"{variant.tokens:,} tokens, the baseline {variants[scale.baseline].tokens:,}"
             raise ValueError(f"{where} would see {tokens}: that compares the amount of data too")
         _check_same_tokenizer(where, variant, "the baseline", variants[scale.baseline])
+        for values in scale.points.values if scale.points is not None else []:
+            _check_point(variant, values, where)
     config = replace(config, recipe=shared.to_dict(), tokens_per_parameter=None)
     return replace(scale, config=config, variants={model: variants[model] for model in scale.variants})
+
+
+def _check_point(variant: Variant, values: Mapping[str, Any], source: str) -> None:
+    """Raises `ValueError` if a run cannot have the values of a point, or would see other tokens."""
+    where = f"{source}: tune: {', '.join(f'{name}={value}' for name, value in values.items())}"
+    try:
+        recipe = variant.recipe.with_fields(values)
+        check_recipe(recipe)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise ValueError(f"{where}: {one_line(error)}") from error
+    if replace(variant, recipe=recipe).tokens != variant.tokens or recipe.digest("data") != variant.recipe.digest(
+        "data"
+    ):
+        raise ValueError(f"{where} changes the data, which must be the same for all runs")
 
 
 def size_variant(variant: Variant, shared: Recipe, source: str, budget: Size | None = None) -> Variant:

@@ -23,6 +23,7 @@ from ..text import QUOTE_IT, check_name, check_number
 from ..values import Value
 from .inference import FIRST_INTERIM
 from .lr_search import LIMIT, Rates
+from .points import LEARNING_RATE, Points, Range
 
 
 SECTIONS = ("switches", "training")
@@ -139,6 +140,30 @@ class SearchConfig(_Section):
 
 
 @dataclass(frozen=True)
+class TuneConfig(_Section):
+    """The fields of `tune`: nuisance parameters, which each seed searches for each model in the same way."""
+
+    trials: int | None = None
+    """The points that are tried, at least 2: the recipe's own values, then quasi-random ones."""
+    fields: dict[str, Any] | None = None
+    """Fields of a recipe, of `TrainingArguments` or of the model's configuration, each `[low, high]`, evenly by
+    logarithm, `{linear: [low, high]}`, or `{values: [...]}`."""
+    at: Literal["first", "each"] | None = None
+    """The scales at which points are tried; by default the `first`, whose choices the larger ones take over."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.trials is None:
+            raise ValueError("trials is missing; it must be a whole number, at least 2")
+        self.points  # noqa: B018 - raises for values that are not allowed
+
+    @property
+    def points(self) -> Points:
+        ranges = {name: Range.read(name, content) for name, content in (self.fields or {}).items()}
+        return Points(ranges, self.trials, self.at == "each")
+
+
+@dataclass(frozen=True)
 class FactorConfig(_Section):
     """The fields of a change in `factors`."""
 
@@ -246,6 +271,8 @@ class ComparisonConfig(_Section):
     """The tokens of a run for each non-embedding parameter of the baseline, in place of `max_steps`."""
     learning_rates: float | list[float] | SearchConfig | None = None
     """One rate for all models, a list that each seed tries, or a search."""
+    tune: TuneConfig | None = None
+    """Nuisance parameters that are tuned too, for each model by each seed."""
     seeds: list[int] | None = None
     """Each model is trained with every seed."""
     stop: Literal["early"] | None = None
@@ -265,11 +292,32 @@ class ComparisonConfig(_Section):
         super().__post_init__()
         if self.factors is None:
             self._check_models()
+        if self.tune is not None:
+            self._check_tuned(set(self.tune.fields))
         if self.stop is not None and (self.scales is not None or self.tasks is not None):
             raise ValueError("stop: early needs a comparison at one scale, without tasks: each of them needs all runs")
         if self.stop is not None and self.seeds is not None and len(self.seeds) <= FIRST_INTERIM:
             early = f"stop: early has its first interim analysis at {FIRST_INTERIM} seeds"
             raise ValueError(f"{early}, and seeds={self.seeds!r} has no more")
+
+    def _check_tuned(self, tuned: set[str]) -> None:
+        """Raises `ValueError` if a tuned field has other values somewhere."""
+        check_set_by_run("tune: fields: ", dict.fromkeys(tuned - {LEARNING_RATE}))
+        sections = {f"model {name!r}": model for name, model in (self.models or {}).items()}
+        sections |= {f"factor {name!r}": factor for name, factor in (self.factors or {}).items()}
+        for name, scale in (self.scales or {}).items():
+            changes = {f"scale {name!r}: model {model!r}": fields for model, fields in (scale.models or {}).items()}
+            sections |= {f"scale {name!r}": scale, **changes}
+        for where, section in sections.items():
+            fields = {*section.recipe_fields(), *(section.switches or {}), *(getattr(section, "training", None) or {})}
+            if both := sorted(tuned & fields):
+                raise ValueError(f"tune: fields: {', '.join(both)}: {where} sets that; remove one")
+        rates = {"learning_rates": self.rates, **{where: section.rates for where, section in sections.items()}}
+        for where, entry in rates.items():
+            most = 1 if LEARNING_RATE not in tuned else 0
+            if entry is not None and len(entry.listed) > most:
+                hint = "a search, {start: RATE}" + (" or one rate" if most else "")
+                raise ValueError(f"{where}: with tune, learning_rates must be {hint}; a list chooses by itself")
 
     def _check_models(self) -> None:
         models = self.models or {}
@@ -318,7 +366,7 @@ class ComparisonConfig(_Section):
 
 
 # Fields that hold a section, and fields that hold sections by name
-_SECTION_OF = {"learning_rates": SearchConfig, "confirm": ConfirmConfig}
+_SECTION_OF = {"learning_rates": SearchConfig, "confirm": ConfirmConfig, "tune": TuneConfig}
 _SECTIONS_OF = {"models": ModelConfig, "factors": FactorConfig, "scales": ScaleConfig}
 
 
@@ -366,7 +414,22 @@ def read_file(
     shown = Path(source).name if Path(source).is_file() else str(source)
     command = shlex.join(["nlq", "compare", shown, *override_words(without_folders(without_private(overrides)))])
     config = replace(config, switches=None, training=None)
+    if config.tune is not None:
+        if both := [name for name in config.tune.fields if name in {*overrides, *overrides.get("switches", {})}]:
+            raise ValueError(f"command line: {', '.join(both)}: {path}: tune sets that; change it in the file")
+        if config.learning_rates is None and config.factors is None:
+            config = replace(config, learning_rates=SearchConfig(_start_of(config.tune, recipe, str(path))))
     return ComparisonFile(str(path), config, recipe, recipe_source, overrides, command)
+
+
+def _start_of(tune: TuneConfig, recipe: Mapping[str, Any], source: str) -> float:
+    """Returns the recipe's own learning rate, or the middle of the range."""
+    rate, entry = recipe["training"].get(LEARNING_RATE), tune.points.ranges.get(LEARNING_RATE)
+    if rate is None and entry is not None:
+        rate = entry.at(0.5)
+    if rate is None:
+        raise ValueError(f"{source}: learning_rates is missing")
+    return float(rate)
 
 
 def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:

@@ -1,10 +1,11 @@
-"""Learning rates: a list, or a search that finds its own range, and the choice that each seed makes."""
+"""The choice that each seed makes for a model: among the points of `tune`, then among learning rates."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..result import RunResult
+from .points import Points
 
 
 # The most rates that a search tries unless the file says otherwise
@@ -21,19 +22,23 @@ class Run:
     model: str
     learning_rate: float
     seed: int
+    trial: int | None = None
+    """The number of its point in `tune`."""
 
     @property
     def name(self) -> str:
         """Unique in its comparison, and the path of its folder there."""
-        return f"{self.model}/rate-{self.learning_rate:g}-seed-{self.seed}"
+        trial = "" if self.trial is None else f"trial-{self.trial}-"
+        return f"{self.model}/{trial}rate-{self.learning_rate:g}-seed-{self.seed}"
 
 
 @dataclass(frozen=True)
 class Rates:
     """The learning rates of a model: `listed`, or a search.
 
-    A search begins with `start / factor`, `start` and `start * factor`. While the best rate is the smallest or the
-    largest, it tries the next one beyond, up to `limit` rates. `shift` moves its begin by so many factors.
+    A search begins with `start / factor`, `start` and `start * factor`. While the smallest or the largest rate is the
+    best, or better than its neighbour, it tries the next one beyond, up to `limit` rates. A deeper valley may lie
+    behind a ridge. `shift` moves its begin by so many factors.
     """
 
     listed: tuple[float, ...] = ()  # ascending
@@ -60,11 +65,11 @@ class Rates:
         """Returns the rates to try next, if any."""
         if missing := [rate for rate in self.first if rate not in losses]:
             return missing
-        boundary = self.boundary(losses)
-        if not self.is_search or boundary is None or len(losses) >= self.limit:
+        if not self.is_search or len(losses) >= self.limit:
             return []
-        beyond = self._power(min(losses)) - 1 if boundary == "smallest" else self._power(max(losses)) + 1
-        return [self._at(beyond)]
+        end = self.boundary(losses) or _falling_end(losses)
+        beyond = {"smallest": self._power(min(losses)) - 1, "largest": self._power(max(losses)) + 1}
+        return [self._at(beyond[end])] if end else []
 
     def best(self, losses: Mapping[float, float]) -> float | None:
         """The rate with the lowest loss, the smaller of equals; `None` if all diverged."""
@@ -84,6 +89,15 @@ class Rates:
         """Returns a search that begins at the nearest rate of its grid, or the same list."""
         return self if rate is None or not self.is_search else replace(self, shift=self._power(rate))
 
+    @property
+    def middle(self) -> float:
+        """The rate of a run that makes no choice."""
+        return self.start if self.is_search else self.listed[0]
+
+    def around(self, rate: float) -> "Rates":
+        """Returns a search whose grid has this rate, or the same list."""
+        return replace(self, start=rate) if self.is_search else self
+
     def __str__(self) -> str:
         rates = " ".join(f"{rate:g}" for rate in self.first)
         return f"{rates} ..." if self.is_search else rates
@@ -96,33 +110,68 @@ class Rates:
         return float(f"{self.start * self.factor**power:.6g}")
 
 
+def _falling_end(losses: Mapping[float, float]) -> str | None:
+    """Tells whether the `smallest` or the `largest` rate has a lower loss than its neighbour."""
+    ordered = [losses[rate] for rate in sorted(losses)]
+    if ordered[0] < ordered[1]:
+        return "smallest"
+    return "largest" if ordered[-1] < ordered[-2] else None
+
+
 @dataclass(frozen=True)
 class Tuning:
-    """The choice of a model's learning rate by a seed."""
+    """What a seed tried for a model, and what it chose."""
 
-    model: str
-    seed: int
-    losses: dict[float, float]  # validation loss of each rate tried; infinity if the run diverged
-    finished: int  # runs, also of a step of the search that is not complete
+    losses: dict[Run, float]  # validation loss of each finished run; infinity if it diverged
     ready: list[Run]  # runs that the choice waits for
-    rate: float | None = None  # None before the choice, or if every rate diverged
+    chosen: Run | None = None  # None before the choice, or if every run diverged
     boundary: str | None = None
 
     @property
     def reported(self) -> Run:
-        """The run that the seed reports. A seed that diverges at each of its rates reports the smallest rate."""
-        return Run(self.model, min(self.losses) if self.rate is None else self.rate, self.seed)
+        """The run that the seed reports. A seed that diverged in each of its runs reports the smallest rate."""
+        return self.chosen or min(self.losses, key=lambda run: run.learning_rate)
 
 
-def tune(model: str, seed: int, rates: Rates, results: Results) -> Tuning:
-    losses: dict[float, float] = {}
-    while next_rates := rates.next(losses):
-        runs = [Run(model, rate, seed) for rate in next_rates]
-        if ready := [run for run in runs if run.name not in results]:
-            return Tuning(model, seed, losses, len(losses) + len(runs) - len(ready), ready)
-        for run in runs:
-            measured = results[run.name].losses
-            loss = None if measured.diverged else measured.validation.loss
-            losses[run.learning_rate] = math.inf if loss is None else loss
-    rate = rates.best(losses)
-    return Tuning(model, seed, losses, len(losses), [], rate, None if rate is None else rates.boundary(losses))
+def tune(
+    model: str, seed: int, rates: Rates, results: Results, points: Points | None = None, start: Run | None = None
+) -> Tuning:
+    """Finds what a seed tries next, from the finished runs alone: its points first, then rates around the best one.
+
+    `start` is a run that the same seed chose elsewhere: the seed takes over its point, and searches from its rate.
+    """
+    losses: dict[Run, float] = {}
+
+    def ready_of(runs: list[Run]) -> list[Run]:
+        losses.update({run: _validation_loss(results[run.name]) for run in runs if run.name in results})
+        return [run for run in runs if run not in losses]
+
+    trial = None
+    if points is not None:
+        trials = [Run(model, rate, seed, trial) for trial, rate in enumerate(points.rates(rates.middle))]
+        if start is not None:
+            trial = start.trial
+        elif ready := ready_of(trials):
+            return Tuning(losses, ready)
+        else:
+            trial = min(trials, key=lambda run: (losses[run], run.trial)).trial
+        rates = rates.around(trials[trial].learning_rate)
+    if start is not None:
+        rates = rates.starting_at(start.learning_rate)
+    by_rate: dict[float, float] = {}
+    while next_rates := rates.next(by_rate):
+        runs = [Run(model, rate, seed, trial) for rate in next_rates]
+        if ready := ready_of(runs):
+            return Tuning(losses, ready)
+        by_rate |= {run.learning_rate: losses[run] for run in runs}
+    rate = rates.best(by_rate)
+    if rate is None:
+        return Tuning(losses, [])
+    return Tuning(losses, [], Run(model, rate, seed, trial), rates.boundary(by_rate))
+
+
+def _validation_loss(result: RunResult) -> float:
+    """Returns infinity for a run that diverged."""
+    losses = result.losses
+    loss = None if losses.diverged else losses.validation.loss
+    return math.inf if loss is None else loss

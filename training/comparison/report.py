@@ -14,6 +14,7 @@ from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, Verdict, power_warning
+from .points import LEARNING_RATE
 from .render import Rows, Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
@@ -22,6 +23,7 @@ from .tables import (
     describe_verdict,
     given_fields,
     improvement_rows,
+    point_rows,
     provenance,
     rate_rows,
     run_rows,
@@ -29,6 +31,7 @@ from .tables import (
     summary_rows,
     task_rows,
     trend_tables,
+    tuning_gain,
 )
 from .trend import TrendVerdict
 
@@ -55,6 +58,10 @@ _TERMINAL_COLUMNS = {
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
 _CARD_COLUMNS += ("Holm p", BONFERRONI, "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
+_POINTS_CAPTION = (
+    "The point that each seed chose for each model by validation loss, and the learning rate that it found there. "
+    "Trial 0 has the recipe's own values."
+)
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The "
     "improvement is in percent of the baseline's score where lower is better, and of its distance from 1 for "
@@ -66,6 +73,13 @@ _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and s
 # One of these stands beside every p-value and interval
 _EACH_SEED = (
     "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
+)
+_EACH_POINT = (
+    "Every seed tunes each model anew, by the same search, so p and the intervals include the risk of that choice."
+)
+_NOT_TUNED = (
+    "Other nuisance parameters, such as initial weights and warm-up, were not tuned: a verdict may hang on their "
+    "values in the recipe. The field tune searches them for each model."
 )
 _ONE_RATE = (
     "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it "
@@ -201,6 +215,7 @@ def _models(results: ScaleOutcome) -> Section:
 def _runs(results: ScaleOutcome) -> list[Section]:
     tables = {
         "Downstream tasks": (_TASKS_CAPTION, task_rows(results)),
+        "Tuning": (_POINTS_CAPTION, point_rows(results)),
         "Learning rates": (_RATES_CAPTION.format(results.objective.loss_unit), rate_rows(results)),
         "Stability at the end": (_STABILITY_CAPTION, stability_rows(results)),
     }
@@ -307,6 +322,7 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
             if name == results.baseline:
                 consequence = "models get no verdict from these seeds"
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
+    warnings += _ends_of_ranges(results)
     warning = power_warning(len(results.seeds), len(results.models) - 1, results.interim is not None)
     if has_tests and warning:
         warnings.append(f"{warning}.")
@@ -321,7 +337,34 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
 
 
 def _about_rates(results: ScaleOutcome) -> list[str]:
-    return [_EACH_SEED if results.has_choice else _ONE_RATE] if results.tested else []
+    if not results.tested:
+        return []
+    if results.points is None:
+        return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
+    gains = {name: tuning_gain(model) for name, model in results.models.items()}
+    listed = ", ".join(
+        f"{name} {gain[0]:.1f} %" + (f" ± {gain[1]:.1f}" if gain[1] is not None else "")
+        for name, gain in gains.items()
+        if gain is not None
+    )
+    by = "By tuning, the test loss fell below that of the recipe's own values by"
+    return [_EACH_POINT, f"{by}: {listed}. A verdict that is smaller may hang on what was not tuned."]
+
+
+def _ends_of_ranges(results: ScaleOutcome) -> list[str]:
+    """Names the models whose best values lie near an end of their range in half of the seeds or more."""
+    warnings = []
+    for name, model in results.models.items():
+        chosen = [{**run.point, LEARNING_RATE: run.learning_rate} for run in model.finished if run.trial]
+        for field, values in results.points.ranges.items() if results.points else ():
+            ends = [end for point in chosen if (end := values.end_near(point[field])) is not None]
+            if ends and len(ends) >= len(model.runs) / 2:
+                listed = " and ".join(f"{end:g}" for end in sorted(set(ends)))
+                warnings.append(
+                    f"{name} did best with {field} near {listed}, the end of its range ({values}), in {len(ends)} of "
+                    f"{len(model.runs)} seeds: better values may lie beyond."
+                )
+    return warnings
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:
@@ -348,6 +391,13 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]
+    if points := results.points:
+        ranges = "; ".join(f"{name} ({values})" for name, values in points.ranges.items())
+        sentences.append(
+            f"Each seed tried {points.number} points for each model, the same ones: the recipe's own values, then "
+            f"Halton's quasi-random points over {ranges}. It then searched learning rates around its best point. In a "
+            "ladder, larger scales take over the point of the smallest."
+        )
     if results.has_choice:
         sentences += [
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "

@@ -14,8 +14,9 @@ from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
 from .comparison import Run, ScaleProgress
-from .config import SINGLE
+from .config import SINGLE, TuneConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
+from .points import Points
 from .store import RunStore
 from .trend import ScaleLosses, Trend, analyse_trend
 
@@ -49,6 +50,8 @@ class RunOutcome:
     learning_rate: float
     result: RunResult
     history: History
+    trial: int | None = None  # the number of its point in `tune`
+    point: dict[str, Any] = field(default_factory=dict)  # the values there, without the learning rate
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
@@ -95,13 +98,26 @@ class ModelOutcome:
         return [run for run in self.runs if not run.diverged]
 
     @property
+    def untuned(self) -> dict[int, RunOutcome]:
+        """By seed, the runs with the recipe's own values, which `tune` tries first."""
+        rate = self.search["start"] if self.search else self.learning_rates[0]
+        runs = (*self.tried, *self.runs)
+        return {run.seed: run for run in runs if run.trial == 0 and run.learning_rate == rate}
+
+    @property
     def chosen(self) -> list[RunOutcome]:
         """The reported runs whose rate was chosen or given; a seed that diverged at every rate chose none."""
         return self.runs if len(self.learning_rates) == 1 else self.finished
 
+    @property
+    def is_tuned(self) -> bool:
+        return any(run.trial is not None for run in self.runs)
+
     def losses_by_rate(self) -> dict[float, list[float | None]]:
-        """The validation losses of all runs."""
+        """The validation losses of all runs; none if points were tuned, for then each seed has its own rates."""
         losses: dict[float, list[float | None]] = {}
+        if self.is_tuned:
+            return losses
         for run in sorted([*self.tried, *self.runs], key=lambda run: run.learning_rate):
             losses.setdefault(run.learning_rate, []).append(None if run.diverged else run.validation_loss)
         return losses
@@ -166,6 +182,12 @@ class ScaleOutcome:
         return any(len(model.learning_rates) > 1 for model in self.models.values())
 
     @property
+    def points(self) -> Points | None:
+        """What `tune` tried."""
+        tune = self.comparison.get("tune")
+        return None if tune is None else TuneConfig.read(tune, "tune").points
+
+    @property
     def counts_text(self) -> bool:
         return all(run.test_loss_parts is not None for model in self.models.values() for run in model.finished)
 
@@ -214,14 +236,14 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
     scale, models = progress.scale, {}
     for name, variant in scale.variants.items():
         tunings = progress.tunings[name]
-        tried = [_read_run(finished, run) for run in progress.tried(name)]
-        reported = [_read_run(finished, run) for run in progress.reported(name)]
+        tried = [_read_run(finished, run, scale.points) for run in progress.tried(name)]
+        reported = [_read_run(finished, run, scale.points) for run in progress.reported(name)]
         models[name] = ModelOutcome(
             given=without_folders(variant.config.to_dict()),
             intermediate_size=variant.intermediate_size,
-            learning_rates=sorted({rate for tuning in tunings for rate in tuning.losses}),
+            learning_rates=sorted({run.learning_rate for tuning in tunings for run in tuning.losses}),
             search=variant.rates.search,
-            boundaries={tuning.seed: tuning.boundary for tuning in tunings if tuning.boundary},
+            boundaries={tuning.reported.seed: tuning.boundary for tuning in tunings if tuning.boundary},
             kernels=sorted({run.result.attention.kernels or "not recorded" for run in (*tried, *reported)}),
             tried=tried,
             runs=reported,
@@ -283,7 +305,7 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     return trend
 
 
-def _read_run(finished: RunStore, run: Run) -> RunOutcome:
+def _read_run(finished: RunStore, run: Run, points: Points | None) -> RunOutcome:
     result = finished[run.name]
     log = read_json(finished.folder_of(run) / STATE_FILE)["log_history"]
     loss, validation_loss, norm = (
@@ -296,7 +318,8 @@ def _read_run(finished: RunStore, run: Run) -> RunOutcome:
     curves = map(_without_nan, (loss, validation_loss, norm))
     history = History(*curves, loss_spikes=loss_spikes(loss), stability=stability)
     result = replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on)))
-    return RunOutcome(f"runs/{run.name}", run.seed, run.learning_rate, result, history)
+    point = {} if points is None else points.changes(run.trial)
+    return RunOutcome(f"runs/{run.name}", run.seed, run.learning_rate, result, history, run.trial, point)
 
 
 def _without_nan(curve: Iterable[tuple[int, float]]) -> Curve:

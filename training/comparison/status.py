@@ -38,9 +38,11 @@ def describe_status(folder: Path) -> list[str]:
 def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
     rows = [["model", "runs finished", "seeds", "rates chosen"]]
     for model, tunings in progress.tunings.items():
-        finished = sum(tuning.finished for tuning in tunings)
+        finished = sum(len(tuning.losses) for tuning in tunings)
         planned = finished + sum(len(tuning.ready) for tuning in tunings)
-        rates = " ".join(f"{rate:g}" for rate in sorted({tuning.rate for tuning in tunings} - {None}))
+        rates = " ".join(
+            f"{rate:g}" for rate in sorted({tuning.chosen.learning_rate for tuning in tunings if tuning.chosen})
+        )
         seeds = f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}"
         rows.append([model, f"{finished} of {planned}", seeds, rates or "none"])
     begun = []

@@ -9,6 +9,7 @@ from ..run.tasks import is_guessable
 from .config import SECTIONS
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
+from .points import LEARNING_RATE
 from .render import Rows
 from .results import ModelOutcome, Outcome, ScaleOutcome
 from .trend import ModelTrend, Trend
@@ -72,7 +73,7 @@ def _verdict_cells(analysis: Analysis, model: str, runs: int) -> tuple[str, str,
 
 def rate_rows(results: ScaleOutcome) -> Rows:
     """The mean validation loss by model and rate; empty if there was no choice."""
-    swept = {name: model for name, model in results.models.items() if len(model.learning_rates) > 1}
+    swept = {name: model for name, model in results.models.items() if len(model.losses_by_rate()) > 1}
     rates = sorted({rate for model in swept.values() for rate in model.learning_rates})
     rows = []
     for name, model in swept.items():
@@ -85,6 +86,36 @@ def rate_rows(results: ScaleOutcome) -> Rows:
             row[f"{rate:g}"] = mark + text
         rows.append(row)
     return rows
+
+
+def point_rows(results: ScaleOutcome) -> Rows:
+    """The point that each seed chose, with its validation loss and that of the recipe's own values."""
+    rows, loss = [], results.objective.loss_name
+    fields = results.points.ranges.keys() - {LEARNING_RATE} if results.points else ()
+    for name, model in results.models.items():
+        untuned = model.untuned
+        for run in model.runs if model.is_tuned else []:
+            own = untuned[run.seed].validation_loss if run.seed in untuned else None
+            row = {
+                "model": name,
+                "seed": str(run.seed),
+                "trial": str(run.trial),
+                "learning rate": f"{run.learning_rate:g}",
+                **{field: str(run.point.get(field, "the recipe's")) for field in sorted(fields)},
+                f"validation {loss}": number(run.validation_loss, ".4f"),
+                f"{loss} of the recipe's values": number(own, ".4f"),
+            }
+            rows.append(row)
+    return rows
+
+
+def tuning_gain(model: ModelOutcome) -> Interval | None:
+    """Returns mean and standard deviation over seeds of the percent by which tuning lowered the test loss."""
+    pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]
+    gains = [100 * (own - loss) / own for loss, own in pairs if loss is not None and own]
+    if not gains:
+        return None
+    return statistics.fmean(gains), statistics.stdev(gains) if len(gains) > 1 else None
 
 
 def task_rows(results: ScaleOutcome) -> Rows:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq
 _PRIVATE = ("output_dir", "resume_from_checkpoint", "push_to_hub", "run_name", "project")
 _PRIVATE += ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 _PRIVATE_PREFIX = "hub_"
+# The field of a configuration that `initializer_scale` sets
+INITIALIZER_RANGE = "initializer_range"
 # Metrics of an evaluation that are better if greater
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
 
@@ -115,6 +118,8 @@ class Recipe(Value):
     """Optimizer steps between two records."""
     explore: bool = _field("nothing", False)
     """Write the page of `nlq explore` on held-out text at the end."""
+    initializer_scale: float | None = _field("model", None)
+    """Initial weights have the standard deviation `initializer_scale / sqrt(hidden_size)`, which suits any width."""
     switches: dict[str, Any] = _field("model", default_factory=dict)
     """Fields of the model's configuration."""
     training: dict[str, Any] = _field("training", default_factory=dict)
@@ -131,6 +136,11 @@ class Recipe(Value):
             check_number(name, getattr(self, name), 2)
         for name in ("max_validation_documents", "stability_steps"):
             check_number(name, getattr(self, name), 1)
+        if self.initializer_scale is not None:
+            if not 0 < self.initializer_scale < math.inf:
+                raise ValueError(f"initializer_scale={self.initializer_scale:g} must be a number above 0")
+            if INITIALIZER_RANGE in self.switches:
+                raise ValueError(f"initializer_scale and the switch {INITIALIZER_RANGE} exclude each other")
         if (self.parametrization == "completep") != (self.base_sizes is not None):
             raise ValueError(
                 f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, and "
@@ -182,7 +192,17 @@ class Recipe(Value):
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
         """The configuration of the model, to be copied before changes; raises as `load_config`."""
-        return load_config(self.model, self.switches)
+        config = load_config(self.model, self.switches)
+        if self.initializer_scale is not None:
+            halves = [getattr(config, half) for half in config.sub_configs] or [config]
+            for half in halves:
+                # Under CompleteP, initial weights are those of the base model until its factors scale them
+                width = (self.base_sizes or {}).get("hidden_size", getattr(half, "hidden_size", None))
+                if width is None or not hasattr(half, INITIALIZER_RANGE):
+                    needed = f"hidden_size and {INITIALIZER_RANGE}, which {config.model_type!r} lacks"
+                    raise ValueError(f"initializer_scale={self.initializer_scale:g} needs {needed}")
+                setattr(half, INITIALIZER_RANGE, self.initializer_scale / math.sqrt(width))
+        return config
 
     @functools.cached_property
     def conversion(self) -> dict[str, Any] | None:
@@ -221,6 +241,13 @@ class Recipe(Value):
         for section in _SECTIONS:
             changes[section] = merged(getattr(self, section), changes.get(section, {}))
         return dataclasses.replace(self, **changes)
+
+    def with_fields(self, values: Mapping[str, Any]) -> "Recipe":
+        """Returns a recipe with fields of its own, of `TrainingArguments`, or of the model's configuration."""
+        fields = {name: value for name, value in values.items() if name in _RECIPE_FIELDS}
+        training = {name: value for name, value in values.items() if name in _TRAINING_FIELDS - _RECIPE_FIELDS}
+        switches = {name: value for name, value in values.items() if name not in fields | training}
+        return self.replace(**fields, training=training, switches=switches)
 
     def without_tokens(self) -> "Recipe":
         """Returns the recipe without the user's names and tokens on the Hub."""

@@ -1,0 +1,182 @@
+"""`tune`: the points against a reference, planted searches and verdicts, and the rate of wrong verdicts."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.inline_engine import InlineEngine
+from support.planted import Interrupted, PlantedEngine
+
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.inference import analyse
+from modeling_nlq.training.comparison.lr_search import Rates, tune
+from modeling_nlq.training.comparison.points import Points, Range
+from modeling_nlq.training.comparison.report import describe, write_report
+from modeling_nlq.training.comparison.results import read_outcome
+from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.status import describe_status
+from modeling_nlq.training.result import Evaluation, Losses
+
+
+SCALE = {"initializer_scale": [0.1, 2.0]}
+FIELDS = {"learning_rate": [1e-3, 6.4e-2], "weight_decay": {"values": [0.0, 0.1, 0.3]}, **SCALE}
+
+
+def radical_inverse(number: int, base: int) -> float:
+    """The digits of a number, mirrored at the point: van der Corput's sequence, of which Halton's consists."""
+    share, unit = 0.0, 1.0
+    while number:
+        unit /= base
+        number, digit = divmod(number, base)
+        share += digit * unit
+    return share
+
+
+def test_points_are_those_of_halton():
+    points = Points({name: Range.read(name, content) for name, content in FIELDS.items()}, 16).values
+    assert points[0] == {} and len(points) == 16
+    for number, point in enumerate(points[1:], start=1):
+        rate, decay, scale = (radical_inverse(number, base) for base in (2, 3, 5))
+        assert point["learning_rate"] == pytest.approx(1e-3 * 64**rate, rel=5e-3)
+        assert point["weight_decay"] == [0.0, 0.1, 0.3][int(3 * decay + 1e-9)]
+        assert point["initializer_scale"] == pytest.approx(0.1 * 20**scale, rel=5e-3)
+
+
+@given(
+    low=st.floats(1e-6, 1e3),
+    times=st.floats(1.1, 1e4),
+    share=st.floats(0, 1, exclude_max=True),
+    kind=st.sampled_from(["logarithmic", "linear"]),
+)
+def test_values_lie_in_their_range(low, times, share, kind):
+    ends = [low, low * times]
+    values = Range.read("field", ends if kind == "logarithmic" else {"linear": ends})
+    value = values.at(share)
+    assert low * 0.995 <= value <= low * times * 1.005
+    end = values.end_near(value)
+    assert end in ((None,) if 0.11 < share < 0.89 and times > 2 else (None, *ends))
+    assert type(Range.read("field", {"linear": [1, 8]}).at(share)) is int
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tune": {"fields": SCALE}}, "tune: trials is missing; it must be a whole number, at least 2"),
+        ({"tune": {"trials": 1, "fields": SCALE}}, "trials=1 must be at least 2"),
+        ({"tune": {"trials": 4}}, "fields holds nothing to tune"),
+        (
+            {"tune": {"trials": 4, "fields": {"weight_decay": [0.0, 0.1]}}},
+            r"weight_decay=\[0.0, 0.1\] must be \[low, ",
+        ),
+        ({"learning_rates": [1e-3, 1e-2]}, "with tune, learning_rates must be a search, {start: RATE} or one rate"),
+        ({"models": {"base": None, "twin": {"training": {"weight_decay": 0.0}}}}, "weight_decay: model 'twin' sets"),
+        ({"tune": {"trials": 4, "fields": {"no_field": [0.1, 1.0]}}}, "tune: no_field=.* has no field 'no_field'"),
+        ({"tune": {"trials": 4, "fields": {"max_steps": [5, 10]}}}, "tune: max_steps=7 changes the data"),
+        ({"tune": {"trials": 4, "fields": {"seed": {"values": [1, 2]}}}}, "seed: set seeds and learning_rates in"),
+        ({"switches": {"initializer_range": 0.1}}, "initializer_scale and the switch initializer_range exclude"),
+    ],
+)
+def test_bad_input(make_file, fields, message):
+    tuned = {"trials": 4, "fields": {**SCALE, "weight_decay": {"values": [0.0, 0.1]}}}
+    with pytest.raises(ValueError, match=message):
+        load_plan(make_file(**{"learning_rates": {"start": 1e-2}, "seeds": [0, 1, 2], "tune": tuned, **fields}))
+
+
+def needy(scale, run):
+    """The baseline is best with the scale 1, which the recipe does not have; the twin does not care."""
+    wanted = scale.points.values[run.trial].get("initializer_scale", 0.16) if scale.points else 0.16
+    loss = 3.0 + 0.05 * math.log2(run.learning_rate / 1e-2) ** 2 + 0.01 * math.sin(7 * run.seed + len(run.model))
+    return loss + (0.1 * math.log(wanted) ** 2 if run.model == "base" else 0.15)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_gain_that_hangs_on_the_recipe_goes(make_file, tmp_path, tuned):
+    fields = {"learning_rates": {"start": 1e-2}, "seeds": [0, 1, 2, 3]}
+    fields |= {"tune": {"trials": 8, "fields": SCALE}} if tuned else {}
+    outcome = run_comparison(load_plan(make_file(**fields)), tmp_path, PlantedEngine(needy))
+    assert outcome.largest.statistics.effects["twin"].verdict == ("worse" if tuned else "better")
+    write_report(outcome, tmp_path)
+    text = (tmp_path / "results.md").read_text()
+    assert ("other nuisance parameters" in text.lower()) is not tuned
+    if tuned:
+        assert "## Tuning" in text and "below that of the recipe's own values by: base 10." in text
+        assert {run.trial for run in outcome.largest.models["base"].runs} != {0}
+        assert describe(read_outcome(tmp_path / "results.json")) == describe(outcome)
+
+
+def own_best(scale, run):
+    """Each seed has a point of its own that is best, and a larger scale a smaller rate."""
+    rate = 1e-2 * 2.0 ** -(scale.name.count("large"))
+    best = 1 + (run.seed if "small" in scale.name else 0)
+    return 3.0 + 0.1 * (run.trial != best) + 0.05 * math.log2(run.learning_rate / rate) ** 2
+
+
+@pytest.mark.parametrize("at", ["first", "each"])
+def test_a_ladder_takes_over_the_points_of_its_smallest_scale(make_file, tmp_path, at):
+    sizes = {"small": 16, "large": 32}
+    scales = {name: {"switches": {"hidden_size": size, "intermediate_size": size}} for name, size in sizes.items()}
+    tuned = {"trials": 5, "fields": {**SCALE, "weight_decay": {"values": [0.0, 0.1]}}, "at": at}
+    file = make_file(learning_rates={"start": 1e-2}, seeds=[0, 1, 2], tune=tuned, scales=scales)
+    plan = load_plan(file)
+    with pytest.raises(Interrupted):
+        run_comparison(plan, tmp_path, PlantedEngine(own_best, most_runs=23))
+    assert "each seed" in "\n".join(plan.describe()) and any("23 of " in line for line in describe_status(tmp_path))
+    engine = PlantedEngine(own_best)
+    outcome = run_comparison(plan, tmp_path, engine)
+    assert len(engine.made) + 23 == sum(scale.runs for scale in plan.scales.values()) + 6
+    for name, scale in outcome.scales.items():
+        for model in scale.models.values():
+            chosen = 1 if at == "each" and name == "large" else None
+            assert {run.seed: run.trial for run in model.runs} == {seed: chosen or 1 + seed for seed in range(3)}
+            assert {run.learning_rate for run in model.runs} == {1e-2 if name == "small" else 5e-3}
+            assert all(run.point == plan.scales[name].points.values[run.trial] for run in model.runs)
+
+
+def test_real_runs_have_the_values_of_their_points(make_file, tmp_path):
+    tuned = {"trials": 2, "fields": {**SCALE, "warmup_steps": [0.1, 0.5]}}
+    file = make_file(learning_rates=1e-2, seeds=[0], tune=tuned)
+    plan = load_plan(file)
+    run_comparison(plan, tmp_path, InlineEngine())
+    outcome = read_outcome(tmp_path / "results.json").largest
+    assert outcome.same_tokens
+    for model in outcome.models.values():
+        assert len({run.validation_loss for run in (*model.tried, *model.runs)}) == 2  # each point is another run
+        assert model.untuned[0].validation_loss >= model.runs[0].validation_loss
+
+
+@pytest.mark.slow
+def test_equal_models_are_told_apart_in_one_of_twenty_comparisons():
+    """The validation and the test loss of a run share its noise, and runs of a seed share some of theirs."""
+    random, seeds, points, wrong = np.random.default_rng(0), range(5), Points({"scale": Range(0.1, 2.0)}, 16), 0
+
+    class Planted(dict):
+        def __missing__(self, name):
+            rate, seed = float(name.split("rate-")[1].split("-seed")[0]), int(name.rsplit("-", 1)[1])
+            trial = int(name.split("trial-")[1].split("-")[0])
+            center = (
+                3 + 0.03 * math.log2(rate / 0.01) ** 2 + 0.1 * math.log(points.values[trial].get("scale", 0.2)) ** 2
+            )
+            losses = center + 0.02 * shared[seed] + 0.02 * random.standard_normal() + 0.005 * random.standard_normal(2)
+            self[name] = Planted.result(*losses)
+            return self[name]
+
+        def __contains__(self, name):
+            return True
+
+        @staticmethod
+        def result(validation, test):
+            losses = Losses(False, None, validation, Evaluation(validation), Evaluation(test))
+            return type("Result", (), {"losses": losses})
+
+    comparisons = 1000
+    for _ in range(comparisons):
+        results, shared = Planted(), random.standard_normal(5)
+        losses = {}
+        for model in ("base", "a", "b"):
+            chosen = [tune(model, seed, Rates(start=0.01, factor=2.0), results, points).reported for seed in seeds]
+            losses[model] = {run.seed: results[run.name].losses.test.loss for run in chosen}
+        effects = analyse(losses, "base").effects.values()
+        wrong += any(effect.verdict in ("better", "worse") for effect in effects)
+    assert wrong / comparisons < 0.06

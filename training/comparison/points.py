@@ -1,0 +1,100 @@
+"""`tune`: values of nuisance parameters that every model and every seed of a comparison tries."""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scipy.stats.qmc import Halton
+
+from ..text import check_number
+
+
+LEARNING_RATE = "learning_rate"
+# The share of a range, at either end, in which a best value suggests that better ones lie beyond
+_END = 0.1
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values of a field: those listed, or any from `low` to `high`, evenly by logarithm unless `is_linear`."""
+
+    low: float | None = None
+    high: float | None = None
+    is_linear: bool = False
+    values: tuple[Any, ...] = ()
+
+    @classmethod
+    def read(cls, name: str, content: Any) -> "Range":
+        """Reads `[low, high]`, `{linear: [low, high]}` or `{values: [...]}` of a file; raises `ValueError`."""
+        kind, ends = "logarithmic", content
+        if isinstance(content, Mapping) and len(content) == 1:
+            ((kind, ends),) = content.items()
+        if kind == "values" and isinstance(ends, list) and len(ends) >= 2:
+            return cls(values=tuple(ends))
+        if kind in ("logarithmic", "linear") and isinstance(ends, list) and len(ends) == 2:
+            low, high = ends
+            are_numbers = all(type(end) in (int, float) and math.isfinite(end) for end in ends)
+            if are_numbers and low < high and (kind == "linear" or low > 0):
+                return cls(low, high, is_linear=kind == "linear")
+        allowed = "[low, high] with 0 < low < high, {linear: [low, high]} or {values: [...]} of two or more"
+        raise ValueError(f"fields: {name}={content!r} must be {allowed}")
+
+    def at(self, share: float) -> Any:
+        """Returns the value at a share of the range, from 0 to 1, with three digits; a whole number between such."""
+        if self.values:
+            return self.values[int(share * len(self.values))]
+        if self.is_linear:
+            value = self.low + share * (self.high - self.low)
+        else:
+            value = self.low * (self.high / self.low) ** share
+        return round(value) if type(self.low) is type(self.high) is int else float(f"{value:.3g}")
+
+    def end_near(self, value: Any) -> float | None:
+        """Returns the end of the range if the value lies in the tenth before it, or beyond."""
+        if self.values or type(value) not in (int, float):
+            return None
+        scale = (lambda number: number) if self.is_linear else math.log
+        if not self.is_linear and value <= 0:
+            return self.low
+        share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+        return self.low if share < _END else self.high if share > 1 - _END else None
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.values)) if self.values else f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points of a comparison: the recipe's own values, then `number - 1` others spread evenly over the ranges.
+
+    They are Halton's (1960), without scrambling, so that every version of SciPy makes the same.
+    """
+
+    ranges: dict[str, Range]
+    number: int
+    at_each_scale: bool = False
+
+    def __post_init__(self):
+        check_number("trials", self.number, 2)
+        if not self.ranges:
+            raise ValueError("fields holds nothing to tune")
+
+    @functools.cached_property
+    def values(self) -> list[dict[str, Any]]:
+        """The values of each point by field; the first has none, for they are the recipe's."""
+        sampler = Halton(len(self.ranges), scramble=False)
+        sampler.fast_forward(1)  # of the origin
+        shares = sampler.random(self.number - 1)
+        names = self.ranges.items()
+        return [{}, *({name: entry.at(share) for (name, entry), share in zip(names, point)} for point in shares)]
+
+    def rates(self, own: float) -> list[float]:
+        """Returns the learning rate of each point, where the first point and all untuned ones have their own."""
+        return [point.get(LEARNING_RATE, own) for point in self.values]
+
+    def changes(self, trial: int | None) -> dict[str, Any]:
+        """Returns the values of a point, without the learning rate, which is searched from there."""
+        values = {} if trial is None else self.values[trial]
+        return {name: value for name, value in values.items() if name != LEARNING_RATE}
