@@ -72,6 +72,11 @@ class Scale:
         return self.config.tune and self.config.tune.points
 
     @property
+    def shares_points(self) -> bool:
+        """Whether all models take the points of the baseline, as the rows of a screening do."""
+        return self.config.tune is not None and self.config.tune.at == "baseline"
+
+    @property
     def baseline(self) -> str:
         return self.config.baseline
 
@@ -106,7 +111,8 @@ class Scale:
 
     def runs_of(self, model: str) -> int:
         variant, runs = self.variants[model], len(self.variants[model].rates.first)
-        if self.points is not None and (variant.starts_anew or not self.takes_points):
+        takes = self.shares_points and model != self.baseline or self.takes_points and not variant.starts_anew
+        if self.points is not None and not takes:
             runs += self.points.number - 1  # the best point is among the rates around it
         return len(self.seeds) * runs
 
@@ -150,6 +156,8 @@ class Scale:
             return (
                 f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"
             )
+        if self.shares_points:
+            return f"the baseline tries {self.points.number} points with each seed, and all rows take the best"
         if self.takes_points:
             return "each seed takes over its point of the first scale, and searches the learning rate again"
         ranges = ", ".join(f"{name} {entry}" for name, entry in self.points.ranges.items())
@@ -193,7 +201,7 @@ class ScaleProgress:
 
     def reported(self, model: str) -> list[Run]:
         """Returns the finished runs that are reported; one for each seed in the end."""
-        return [tuning.reported for tuning in self.tunings[model] if not tuning.ready]
+        return [tuning.reported for tuning in self.tunings[model] if tuning.is_finished]
 
     def tried(self, model: str) -> list[Run]:
         """Returns the finished runs that only choose."""
@@ -216,12 +224,19 @@ def progress_of(
     counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
     progress = ScaleProgress(scale, {model: [] for model in scale.variants})
     while True:
-        for model, tunings in progress.tunings.items():
-            variant = scale.variants[model]
+        for model in dict.fromkeys((scale.baseline, *scale.variants)):  # others may take the points of the baseline
+            variant, tunings = scale.variants[model], progress.tunings[model]
             is_new = variant.starts_anew or (scale.points is not None and scale.points.at_each_scale)
             known = {} if is_new else (starts or {}).get(model, {})
-            for seed in scale.seeds[len(tunings) : counts[model]]:
-                tunings.append(tune(model, seed, variant.rates, results, scale.points, known.get(seed)))
+            for index in range(len(tunings), counts[model]):
+                seed, start = scale.seeds[index], known.get(scale.seeds[index])
+                if scale.shares_points and model != scale.baseline:
+                    of_baseline = progress.tunings[scale.baseline][index]
+                    start = of_baseline.reported if of_baseline.is_finished else None
+                    if start is None:
+                        tunings.append(Tuning({}, []))
+                        continue
+                tunings.append(tune(model, seed, variant.rates, results, scale.points, start))
         seen = max(counts.values())
         in_question = [model for model, count in counts.items() if count == seen]
         if seen >= most or scale.baseline not in in_question or progress.ready:

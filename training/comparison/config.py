@@ -148,8 +148,9 @@ class TuneConfig(_Section):
     fields: dict[str, Any] | None = None
     """Fields of a recipe, of `TrainingArguments` or of the model's configuration, each `[low, high]`, evenly by
     logarithm, `{linear: [low, high]}`, or `{values: [...]}`."""
-    at: Literal["first", "each"] | None = None
-    """The scales at which points are tried; by default the `first`, whose choices the larger ones take over."""
+    at: Literal["first", "each", "baseline"] | None = None
+    """The scales at which points are tried; by default the `first`, whose choices the larger ones take over. With
+    `baseline`, which the rows of a screening have, all models take those of the baseline."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -312,6 +313,10 @@ class ComparisonConfig(_Section):
             fields = {*section.recipe_fields(), *(section.switches or {}), *(getattr(section, "training", None) or {})}
             if both := sorted(tuned & fields):
                 raise ValueError(f"tune: fields: {', '.join(both)}: {where} sets that; remove one")
+        if self.factors is not None:
+            if LEARNING_RATE in tuned:
+                raise ValueError(f"tune: fields: {LEARNING_RATE}: a screening has it as a factor; remove it")
+            return
         rates = {"learning_rates": self.rates, **{where: section.rates for where, section in sections.items()}}
         for where, entry in rates.items():
             most = 1 if LEARNING_RATE not in tuned else 0

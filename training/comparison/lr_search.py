@@ -128,6 +128,10 @@ class Tuning:
     boundary: str | None = None
 
     @property
+    def is_finished(self) -> bool:
+        return bool(self.losses) and not self.ready
+
+    @property
     def reported(self) -> Run:
         """The run that the seed reports. A seed that diverged in each of its runs reports the smallest rate."""
         return self.chosen or min(self.losses, key=lambda run: run.learning_rate)

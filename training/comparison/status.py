@@ -43,7 +43,7 @@ def _describe(progress: ScaleProgress, folder: Path) -> list[str]:
         rates = " ".join(
             f"{rate:g}" for rate in sorted({tuning.chosen.learning_rate for tuning in tunings if tuning.chosen})
         )
-        seeds = f"{sum(not tuning.ready for tuning in tunings)} of {len(tunings)}"
+        seeds = f"{sum(tuning.is_finished for tuning in tunings)} of {len(tunings)}"
         rows.append([model, f"{finished} of {planned}", seeds, rates or "none"])
     begun = []
     for path in sorted(folder.glob(f"runs/*/*{PROGRESS}")):

@@ -107,7 +107,8 @@ def read_screening(file: ComparisonFile) -> Screening:
         on = [factor for factor, level in zip(design.factors[:-1], row) if level > 0]
         rate = high if row[-1] > 0 else low
         rows[_row_name(on, rate)] = _model_with(config, on, learning_rates=[rate])
-    runs = plan("screening", models=rows, baseline=_row_name([], low), learning_rates=[low])
+    tune = config.tune and dataclasses.replace(config.tune, at="baseline")
+    runs = plan("screening", models=rows, baseline=_row_name([], low), learning_rates=[low], tune=tune)
 
     def confirm(survivors: Sequence[str]) -> Comparison:
         models = {OFF: ModelConfig(), BEST: _model_with(config, survivors)}

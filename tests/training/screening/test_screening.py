@@ -230,3 +230,29 @@ def test_the_shipped_results_are_those_of_their_runs(tmp_path):
         assert (effect.effect, effect.p) == pytest.approx((known.effect, known.p))
     write_report(results, tmp_path)
     assert (tmp_path / "results.md").read_text() == (shipped / "results.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_rows_take_the_points_of_the_baseline(make_screening, tmp_path):
+    tuned = {"trials": 3, "fields": {"weight_decay": {"linear": [0.0, 0.2]}, "warmup_steps": [0.1, 0.4]}}
+    factors = {"rope": _switch(position_embedding="rope"), "gate": _switch(attention_gate="headwise")}
+    screening = load_plan(make_screening(factors=factors, tune=tuned), {"explore": False})
+    chosen = {0: 1, 1: 2}  # by seed
+
+    def loss(scale, run):
+        return 4.0 + 0.1 * (run.trial != chosen.get(run.seed, 1)) - 0.5 * ("gate" in run.model or run.model == "best")
+
+    engine = PlantedEngine(loss)
+    outcome = run_and_report(screening, tmp_path, engine)
+    assert (
+        "the baseline tries 3 points with each seed, and all rows take the best" in screening.runs.largest.describe()
+    )
+    for model in outcome.runs.largest.models.values():
+        assert {run.seed: run.trial for run in model.runs} == chosen
+    rows, made = len(screening.design.rows), [name for name in engine.made if "screening" in name]
+    assert len(made) == screening.runs.largest.runs == 2 * (rows + 2)
+    assert outcome.effects.survivors == ["gate"]
+    for model in outcome.confirmation.largest.models.values():
+        assert [run.trial for run in model.runs] == [1, 2, 1]
+    with pytest.raises(ValueError, match="learning_rate: a screening has it as a factor"):
+        load_plan(make_screening(tune={"trials": 3, "fields": {"learning_rate": [1e-3, 1e-2]}}))
