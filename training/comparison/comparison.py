@@ -111,7 +111,7 @@ class Scale:
 
     def runs_of(self, model: str) -> int:
         variant, runs = self.variants[model], len(self.variants[model].rates.first)
-        takes = self.shares_points and model != self.baseline or self.takes_points and not variant.starts_anew
+        takes = (self.shares_points and model != self.baseline) or (self.takes_points and not variant.starts_anew)
         if self.points is not None and not takes:
             runs += self.points.number - 1  # the best point is among the rates around it
         return len(self.seeds) * runs
