@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
 from support.paths import REPOSITORY
@@ -32,11 +33,11 @@ def fsdp_environment(state_dict_type: str) -> dict[str, str]:
     return {"ACCELERATE_USE_FSDP": "true", **variables}
 
 
-def launch(recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None):
+def launch(recipe_file: Path, folder: Path, processes: int, state_dict_type: str | None, *options: str):
     program = "support.fsdp_on_cpu" if state_dict_type is not None else "nlq"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command += ["-m", program, "train", str(recipe_file), "--output_dir", str(folder), "--report_to", "none"]
-    command += ["--per_device_train_batch_size", str(8 // processes)]
+    command += ["--per_device_train_batch_size", str(8 // processes), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(REPOSITORY / "tests")
     if state_dict_type is not None:
@@ -92,6 +93,22 @@ def test_goes_on_with_another_number_of_processes(run, finished, recipe_file, tm
     check_same_run(folder, run, after)
     training = yaml.safe_load((folder / "recipe.yaml").read_text())["training"]
     assert training["per_device_train_batch_size"] == 8 // after
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs PyTorch 2.9")
+def test_muon_in_two_processes_trains_as_in_one(recipe_file, tmp_path):
+    """Each process keeps the whole state, so one alone goes on with it."""
+    options = ("--optimizer", "muon", "--learning_rate", "1e-3")
+    for name, processes in {"one": 1, "two": 2}.items():
+        done = launch(recipe_file, tmp_path / name, processes, None, *options)
+        assert done.returncode == 0, done.stderr[-3000:]
+    one = (tmp_path / "one", RunResult.load(tmp_path / "one"))
+    check_same_run(tmp_path / "two", one, 2)
+    cut(tmp_path / "two", tmp_path / "cut")
+    done = launch(recipe_file, tmp_path / "cut", 1, None, *options)
+    assert done.returncode == 0 and "Going on from" in done.stderr, done.stderr[-3000:]
+    check_same_run(tmp_path / "cut", one, 1)
 
 
 @pytest.mark.slow
