@@ -125,9 +125,9 @@ class Effect:
         noises = [(self.standard_error, self.pairs - 1), (self.text_error, self.text_freedom)]
         return [Estimate(self.mean_difference, *noise) for noise in noises if noise[0] is not None]
 
-    def margin(self, alpha: float) -> float:
-        """Half the width, in nats, of the interval that holds all differences whose p would be at least `alpha`."""
-        return max(estimate.margin(alpha) for estimate in self.estimates())
+    def widest(self, alpha: float) -> Estimate:
+        """Returns the estimate with the widest interval, which holds every difference whose p is at least `alpha`."""
+        return max(self.estimates(), key=lambda estimate: estimate.margin(alpha))
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,10 @@ def analyse(
             interval lies within the noise floor.
         parts: `parts[model][seed][part]`. Only seeds count unless it has the parts of all runs that finished.
     """
-    finished = [(name, seed) for name, runs in losses.items() for seed in runs if _plain(runs[seed]) is not None]
-    counts_text = bool(parts) and all(parts.get(name, {}).get(seed) for name, seed in finished)
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
+    counts_text = bool(parts) and all(
+        loss is None or parts.get(name, {}).get(seed) for name, runs in models.items() for seed, loss in runs.items()
+    )
     reference = models.pop(baseline)
     effects = {
         name: _describe(runs, reference, resolution, name in at_boundary, baseline in at_boundary)
@@ -234,8 +235,8 @@ def analyse(
     for (name, effect), p, share in zip(tested.items(), corrected, shares):
         effect = effects[name] = _judge(replace(effect, holm_p=p), tests, alpha, share)
         if most is not None and effect.verdict in _OPEN and noise_floor and share:
-            farthest = abs(effect.mean_difference) + effect.margin(alpha * share / tests)
-            if farthest < noise_floor:
+            corrected_alpha = alpha * share / tests
+            if max(map(abs, effect.widest(corrected_alpha).interval(corrected_alpha))) < noise_floor:
                 effects[name] = replace(effect, verdict=Verdict.EQUIVALENT)
     percent = _plain(100 * noise_floor / abs(mean_loss)) if noise_floor is not None and mean_loss else None
     return Analysis(baseline, mean_loss, noise_floor, percent, alpha, effects, counts_text)
@@ -312,7 +313,7 @@ def _judge(effect: Effect, tests: int, alpha: float, share: float) -> Effect:
         verdict = Verdict.TOO_FEW_SEEDS
     else:
         verdict = Verdict.WITHIN_NOISE
-    margin = effect.margin(alpha * share)
+    margin = effect.widest(alpha * share).margin(alpha * share)
     ends = (effect.mean_difference + margin, effect.mean_difference - margin)
     return replace(
         effect,
@@ -330,7 +331,7 @@ def is_equivalent(effect: Effect, margin: float, alpha: float = 0.05) -> bool:
     """
     if effect.p is None or not effect.paired_loss:
         return False
-    return abs(effect.mean_difference) + effect.margin(2 * alpha) < margin / 100 * abs(effect.paired_loss)
+    return max(map(abs, effect.widest(2 * alpha).interval(2 * alpha))) < margin / 100 * abs(effect.paired_loss)
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
