@@ -1,10 +1,12 @@
 """The report of a comparison, made from its outcome alone, and parts of it for terminals and cards."""
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from pathlib import Path
 
+import numpy as np
 import yaml
 from matplotlib import rc_context, rcParamsDefault
 
@@ -358,14 +360,15 @@ def power_sentence(results: ScaleOutcome) -> str | None:
     if not tested or not analysis.baseline_mean_loss:
         return None
     most = max(effect.pairs for effect in tested)
-    noises = [effect.widest(alpha) for effect in tested if effect.pairs == most]
-    median = sorted(noises, key=lambda noise: noise.margin(alpha))[len(noises) // 2]
-    percent = 100 * median.smallest(alpha) / abs(analysis.baseline_mean_loss)
-    low, high = (f"{percent * end:.2g}" for end in noise_range(median.degrees_of_freedom))
+    smallest = [effect.widest(alpha).smallest(alpha) for effect in tested if effect.pairs == most]
+    percents = 100 * np.array([*smallest, math.sqrt(np.square(smallest).mean())]) / abs(analysis.baseline_mean_loss)
+    ends = [percents[-1] * end for end in noise_range(most - 1)]
+    numbers = (percents[-1], percents.min(), percents.max(), *ends)
+    mean, least, greatest, low, high = (f"{number:.{2 if number < 100 else 3}g}" for number in numbers)
     return (
-        f"By the noise of paired differences (median over the models), {count(most, 'seed')} find a difference of "
-        f"{percent:.2g} % with a probability of 80 %; {low} to {high} % by the 95 % range of this noise. If the true "
-        "difference is smaller, an estimate with a verdict is too large on average."
+        f"By the noise of paired differences, {count(most, 'seed')} find a difference of {mean} % with a probability "
+        f"of 80 % (root mean square over the models, {least} to {greatest} % by model); {low} to {high} % by the 95 % "
+        "range of this noise. If the true difference is smaller, an estimate with a verdict is too large on average."
     )
 
 

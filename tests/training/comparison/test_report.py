@@ -394,16 +394,18 @@ def test_p_and_intervals_count_the_text(outcome, stop):
 
 @pytest.mark.parametrize("stop", [None, "early"])
 def test_power_is_that_of_paired_differences(outcome, stop):
-    """Of the noisier of two models, by the plan's formula for independent runs of that noise."""
+    """The root mean square over both models, by the plan's formula for independent runs of that noise."""
     rng, seeds = np.random.default_rng(0), [0, 1, 2, 3, 4]
     base = 4 + rng.normal(size=5)
     losses = {"base": base} | {name: base + noise * rng.normal(size=5) for name, noise in (("a", 0.01), ("b", 0.02))}
     analysis = analyse({name: dict(enumerate(values.tolist())) for name, values in losses.items()}, "base")
     told = power_sentence(changed(outcome.largest, statistics=analysis, seeds=seeds, interim={} if stop else None))
-    floor = 100 * np.std(losses["b"] - base, ddof=1) / math.sqrt(2) / base.mean()
-    percent = smallest_difference(5, 2, floor, 0.025 if stop else 0.05)
-    low, high = (f"{percent * end:.2g}" for end in (0.599, 2.874))
-    assert f"{percent:.2g} % with a probability of 80 %; {low} to {high} %" in told
+    floors = [100 * np.std(losses[name] - base, ddof=1) / math.sqrt(2) / base.mean() for name in "ab"]
+    least, greatest = (smallest_difference(5, 2, floor, 0.025 if stop else 0.05) for floor in floors)
+    percent = math.hypot(least, greatest) / math.sqrt(2)
+    assert f"a difference of {percent:.2g} % with a probability of 80 %" in told
+    low, high = 0.599 * percent, 2.874 * percent
+    assert f"{least:.2g} to {greatest:.2g} % by model); {low:.2g} to {high:.2g} % by the 95 % range" in told
     equal = dataclasses.replace(analysis, effects={"a": dataclasses.replace(analysis.effects["a"], standard_error=0)})
     assert power_sentence(changed(outcome.largest, statistics=equal)) is None
 
