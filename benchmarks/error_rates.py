@@ -15,6 +15,7 @@ import numpy as np
 from scipy import linalg, special, stats
 
 from modeling_nlq.training.comparison.inference import alpha_spent, noise_range, smallest_difference
+from modeling_nlq.training.text import count
 
 
 ALPHA = 0.05
@@ -86,11 +87,11 @@ def simulate(random: np.random.Generator, repetitions: int) -> Iterator[tuple[st
         ("skewed noise", 5, 5, "skewed", "skewed", 1),
         ("skewed noise, models 4 x", 5, 5, "skewed", "skewed", 4),
         ("skewed noise, models 4 x", 10, 9, "skewed", "skewed", 4),
-        ("baseline 10 deviations worse in one run of ten", 5, 1, "lost", "normal", 1),
-        ("baseline 10 deviations worse in one run of ten", 10, 5, "lost", "normal", 1),
+        ("one baseline run in ten 10 deviations worse", 5, 1, "lost", "normal", 1),
+        ("one baseline run in ten 10 deviations worse", 10, 5, "lost", "normal", 1),
     ):
         p = p_of_seeds(scale * noise(of_models, models, seeds) - noise(of_base, 1, seeds))
-        yield f"wrong verdicts: {what}; {seeds} seeds, {models} models", holm_rejects_any(p)
+        yield f"wrong: {what}; {seeds} seeds, {count(models, 'model')}", holm_rejects_any(p)
 
     def of_parts(seeds: int, models: int, text: float, rest: float, length: int = 1) -> np.ndarray:
         documents = np.repeat(noise("normal", models, 1, PARTS // length), length, axis=-1) * math.sqrt(PARTS / length)
@@ -99,16 +100,16 @@ def simulate(random: np.random.Generator, repetitions: int) -> Iterator[tuple[st
 
     cases = list(itertools.product((3, 5, 10), (1, 4), (0, 0.3, 1, 3), (0, 0.5, 2)))
     worst = max((holm_rejects_any(p_of_comparison(of_parts(*case))) for case in cases), key=np.mean)
-    yield f"wrong verdicts: independent parts of the text, worst of {len(cases)} settings", worst
+    yield f"wrong: independent parts of the text, worst of {len(cases)} settings", worst
     parts = of_parts(5, 4, 1, 0.5)
     shares = {seeds: alpha_spent(seeds, 5) for seeds in (3, 4, 5)}
     looks = [p_of_comparison(parts[..., :seeds, :]).min(-1) * 4 < ALPHA * share for seeds, share in shares.items()]
-    yield "wrong verdicts: such parts, `stop: early`; 5 seeds, 4 models", np.any(looks, axis=0)
+    yield "wrong: text as noisy as seeds, `stop: early`; 5 seeds, 4 models", np.any(looks, axis=0)
     p = p_of_seeds(parts.mean(-1))
-    yield "wrong verdicts: such parts, p of seeds alone; 5 seeds, 4 models", holm_rejects_any(p)
+    yield "wrong: text as noisy as seeds, p of seeds alone; 5 seeds, 4 models", holm_rejects_any(p)
     for words, length in (("fifth", 2), ("half", 5)):
         p = p_of_comparison(of_parts(5, 1, 3, 0.5, length))
-        yield f"wrong verdicts: parts alike over a {words} of the text; 5 seeds, 1 model", holm_rejects_any(p)
+        yield f"wrong: parts alike over a {words} of the text; 5 seeds, 1 model", holm_rejects_any(p)
 
     for what, kind, models, scales, scale in (
         ("normal noise, one of two scales 4 x", "normal", 1, (1, 4), 1),
@@ -117,7 +118,7 @@ def simulate(random: np.random.Generator, repetitions: int) -> Iterator[tuple[st
     ):
         weights = np.arange(len(scales)) - (len(scales) - 1) / 2
         differences = [of * (scale * noise(kind, models, 5) - noise(kind, 1, 5)) for of in weights * scales]
-        yield f"wrong trends: {what}; 5 seeds, {models} models", holm_rejects_any(p_of_trend(differences))
+        yield f"wrong trends: {what}; 5 seeds, {count(models, 'model')}", holm_rejects_any(p_of_trend(differences))
 
     design = linalg.hadamard(32)[:, 1:15]
     for what, noisy in (("equal noise", 0), ("two of 32 rows 10 x", 2)):
@@ -134,10 +135,10 @@ def simulate(random: np.random.Generator, repetitions: int) -> Iterator[tuple[st
     for true in (1, 2, 4):
         differences = true + noise("normal", 5) - noise("normal", 5)
         sizes = np.abs(differences.mean(-1)[p_of_seeds(differences) * 4 < ALPHA])
-        yield f"excess of an estimate with a verdict: true {true} deviations; 5 seeds, 4 models", sizes / true - 1
+        yield f"too large: estimates with a verdict, true difference {true}; 5 seeds, 4 models", sizes / true - 1
     differences = 2 + noise("normal", 5)
     end = abs(differences.mean(-1)) + stats.t.isf(ALPHA, 4) * differences.std(-1, ddof=1) / math.sqrt(5)
-    yield "called equivalent where the true difference is the margin; 5 seeds", end < 2
+    yield "wrong: equivalent, where the true difference is the margin; 5 seeds", end < 2
 
 
 def main(repetitions: int = 20_000) -> None:

@@ -24,8 +24,8 @@ _CPU_TOKENS = 8192
 _SECONDS_OF_A_RUN = 3.0
 _POWER = 0.8
 _INDEPENDENT = (
-    "this takes the runs of a seed for independent, and leaves out the choice of the test text: published comparisons "
-    "find 0.5 to 1.5 times it, and each report says what its own paired differences allow"
+    "this takes the runs of a seed for independent and leaves out the choice of the test text: the noise of pairs was "
+    "0.5 to 1.5 times this in published comparisons, less from trained weights; each report prints its own"
 )
 
 
