@@ -2,9 +2,8 @@
 
     python benchmarks/error_rates.py
 
-Prints the table of `docs/statistics.md`, with two standard errors of the simulation. A run has a standard deviation of
-1 over seeds unless a row says more. Numbers of models leave out the baseline. The rules are written here from their
-formulas, for many repetitions at once; a test compares them with those of `nlq compare`.
+Prints the table of `docs/statistics.md`, with two standard errors. 5 x 4 stands for five seeds and four models besides
+the baseline. The rules are written from their formulas; a test compares them with those of `nlq compare`.
 """
 
 import itertools
@@ -15,7 +14,6 @@ import numpy as np
 from scipy import linalg, special, stats
 
 from modeling_nlq.training.comparison.inference import alpha_spent, noise_range, smallest_difference
-from modeling_nlq.training.text import count
 
 
 ALPHA = 0.05
@@ -83,15 +81,15 @@ def simulate(random: np.random.Generator, repetitions: int) -> Iterator[tuple[st
 
     for what, seeds, models, of_base, of_models, scale in (
         ("normal noise", 5, 5, "normal", "normal", 1),
-        ("normal noise, models 4 x", 5, 5, "normal", "normal", 4),
+        ("normal noise, models 4-fold", 5, 5, "normal", "normal", 4),
         ("skewed noise", 5, 5, "skewed", "skewed", 1),
-        ("skewed noise, models 4 x", 5, 5, "skewed", "skewed", 4),
-        ("skewed noise, models 4 x", 10, 9, "skewed", "skewed", 4),
+        ("skewed noise, models 4-fold", 5, 5, "skewed", "skewed", 4),
+        ("skewed noise, models 4-fold", 10, 9, "skewed", "skewed", 4),
         ("one baseline run in ten 10 deviations worse", 5, 1, "lost", "normal", 1),
         ("one baseline run in ten 10 deviations worse", 10, 5, "lost", "normal", 1),
     ):
         p = p_of_seeds(scale * noise(of_models, models, seeds) - noise(of_base, 1, seeds))
-        yield f"wrong: {what}; {seeds} seeds, {count(models, 'model')}", holm_rejects_any(p)
+        yield f"wrong: {what}, {seeds} x {models}", holm_rejects_any(p)
 
     def of_parts(seeds: int, models: int, text: float, rest: float, length: int = 1) -> np.ndarray:
         documents = np.repeat(noise("normal", models, 1, PARTS // length), length, axis=-1) * math.sqrt(PARTS / length)
@@ -102,50 +100,50 @@ def simulate(random: np.random.Generator, repetitions: int) -> Iterator[tuple[st
     worst = max((holm_rejects_any(p_of_comparison(of_parts(*case))) for case in cases), key=np.mean)
     yield f"wrong: independent parts of the text, worst of {len(cases)} settings", worst
     parts = of_parts(5, 4, 1, 0.5)
-    shares = {seeds: alpha_spent(seeds, 5) for seeds in (3, 4, 5)}
-    looks = [p_of_comparison(parts[..., :seeds, :]).min(-1) * 4 < ALPHA * share for seeds, share in shares.items()]
-    yield "wrong: text as noisy as seeds, `stop: early`; 5 seeds, 4 models", np.any(looks, axis=0)
-    p = p_of_seeds(parts.mean(-1))
-    yield "wrong: text as noisy as seeds, p of seeds alone; 5 seeds, 4 models", holm_rejects_any(p)
+    skewed = (4 * noise("skewed", 4, 5, 1) - noise("skewed", 1, 5, 1)) * np.ones(PARTS)
+    for what, early in (("text as noisy as seeds", parts), ("skewed noise, models 4-fold", skewed)):
+        least = {seeds: p_of_comparison(early[..., :seeds, :]).min(-1) * 4 for seeds in (3, 4, 5)}
+        looks = [p < ALPHA * alpha_spent(seeds, 5) for seeds, p in least.items()]
+        yield f"wrong: {what}, `stop: early`, 5 x 4", np.any(looks, axis=0)
+    yield "wrong: text as noisy as seeds, p of seeds alone, 5 x 4", holm_rejects_any(p_of_seeds(parts.mean(-1)))
     for words, length in (("fifth", 2), ("half", 5)):
         p = p_of_comparison(of_parts(5, 1, 3, 0.5, length))
-        yield f"wrong: parts alike over a {words} of the text; 5 seeds, 1 model", holm_rejects_any(p)
+        yield f"wrong: parts alike over a {words} of the text, 5 x 1", holm_rejects_any(p)
 
     for what, kind, models, scales, scale in (
-        ("normal noise, one of two scales 4 x", "normal", 1, (1, 4), 1),
-        ("skewed noise, models 4 x, four scales", "skewed", 5, (1, 1, 1, 1), 4),
-        ("skewed noise, models 4 x, one of two scales 4 x", "skewed", 5, (1, 4), 4),
+        ("normal noise, one of two scales 4-fold", "normal", 1, (1, 4), 1),
+        ("skewed noise, models 4-fold, four scales", "skewed", 5, (1, 1, 1, 1), 4),
+        ("skewed noise, models 4-fold, one of two scales 4-fold", "skewed", 5, (1, 4), 4),
     ):
         weights = np.arange(len(scales)) - (len(scales) - 1) / 2
         differences = [of * (scale * noise(kind, models, 5) - noise(kind, 1, 5)) for of in weights * scales]
-        yield f"wrong trends: {what}; 5 seeds, {count(models, 'model')}", holm_rejects_any(p_of_trend(differences))
+        yield f"wrong trends: {what}, 5 x {models}", holm_rejects_any(p_of_trend(differences))
 
-    design = linalg.hadamard(32)[:, 1:15]
-    for what, noisy in (("equal noise", 0), ("two of 32 rows 10 x", 2)):
+    for what, noisy in (("equal noise", 0), ("two of 32 rows 10-fold", 2)):
         losses = np.where(np.arange(32) < noisy, 10, 1)[:, None] * noise("normal", 32, 2)
         for rule, is_welch in (("pooled", False), ("Welch's", True)):
-            p = p_of_screening(losses, design, is_welch)
-            yield f"wrong screenings: {what}, {rule} degrees of freedom; 14 factors", holm_rejects_any(p)
+            p = p_of_screening(losses, linalg.hadamard(32)[:, 1:15], is_welch)
+            yield f"wrong screenings: {what}, {rule} freedom", holm_rejects_any(p)
 
     for rest in (0, 1):
         p = p_of_comparison(math.sqrt(2) * of_parts(5, 4, 0, rest) + smallest_difference(5, 4, math.sqrt(1 + rest)))
-        yield f"found: a plan's smallest difference, noise of parts {rest}; 5 seeds, 4 models", p[:, 0] * 4 < ALPHA
+        yield f"found: a plan's smallest difference, noise of parts {rest}, 5 x 4", p[:, 0] * 4 < ALPHA
     (low, high), floor = noise_range(4), noise("normal", 5).std(-1, ddof=1)
     yield f"the true noise is {low:.2f} to {high:.2f} times that of 5 runs", (low * floor < 1) & (high * floor > 1)
-    for true in (1, 2, 4):
+    for true in (1, 2):
         differences = true + noise("normal", 5) - noise("normal", 5)
         sizes = np.abs(differences.mean(-1)[p_of_seeds(differences) * 4 < ALPHA])
-        yield f"too large: estimates with a verdict, true difference {true}; 5 seeds, 4 models", sizes / true - 1
+        yield f"too large: estimate with a verdict, truly {true}, 5 x 4", sizes / true - 1
     differences = 2 + noise("normal", 5)
     end = abs(differences.mean(-1)) + stats.t.isf(ALPHA, 4) * differences.std(-1, ddof=1) / math.sqrt(5)
-    yield "wrong: equivalent, where the true difference is the margin; 5 seeds", end < 2
+    yield "wrong: equivalent, where the true difference is the margin, 5 x 1", end < 2
 
 
 def main(repetitions: int = 20_000) -> None:
     print("| claim | simulated, % |\n|---|---:|")
     for claim, outcomes in simulate(np.random.default_rng(0), repetitions):
         error = 200 * outcomes.std() / math.sqrt(len(outcomes))
-        print(f"| {claim} | {100 * outcomes.mean():.1f} ± {error:.1f} |", flush=True)
+        print(f"| {claim} | {100 * outcomes.mean():.1f}±{error:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
