@@ -1,8 +1,8 @@
 """The statistics of a comparison: which models differ from the baseline by more than noise.
 
 Runs of one seed saw the same tokens in the same order. So each model is compared with the baseline seed by seed, by
-Student's paired t-test (1908) and, where the losses of parts of the text are known, by a test over seeds and parts.
-The larger p counts, and Holm's method (1979) corrects it. The tests assume independent seeds and parts, and normally
+Student's paired t-test (1908). Where the losses of parts of the text are known, a second test counts seeds and parts.
+The larger p decides, and Holm's method (1979) corrects it. The tests assume independent seeds and parts, and normally
 distributed differences. Losses are in nats per token; standard deviations divide by n - 1.
 """
 
@@ -61,7 +61,7 @@ class Estimate:
         return self.value - self.margin(alpha), self.value + self.margin(alpha)
 
     def smallest(self, alpha: float, power: float = 0.8) -> float:
-        """The true number of which p falls below `alpha` with the probability `power`, by the noncentral t."""
+        """Returns the true number that p finds at `alpha` with the probability `power`, by the noncentral t."""
         freedom = self.degrees_of_freedom
         critical = float(stats.t.isf(alpha / 2, freedom))
         # At the upper bound, half the risk is that the number is low, the other half that its noise is high

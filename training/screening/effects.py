@@ -53,9 +53,9 @@ def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
     The noise s is the root mean square of what rows and seeds leave over. An effect is the difference of two halves,
-    so its standard error is `2 s / sqrt(rows * seeds)`. Rows may differ in noise, with the variance v_r over seeds; so
-    degrees of freedom are `sum(v)^2 / sum(v^2 / (seeds + 1)) - 2` (Welch 1947), at most `(rows - 1)(seeds - 1)`.
-    `losses` are `(rows, seeds)` in nats per token, finite, of two seeds or more.
+    so its standard error is `2 s / sqrt(rows * seeds)`. Rows may differ in noise. With the variance v of each row over
+    seeds, its degrees of freedom are `sum(v)^2 / sum(v^2 / (seeds + 1)) - 2` (Welch 1947), and at most
+    `(rows - 1)(seeds - 1)`. `losses` are `(rows, seeds)` in nats per token, finite, of two seeds or more.
     """
     rows, seeds = losses.shape
     means, mean_loss = losses.mean(axis=1), float(losses.mean())
