@@ -1,17 +1,22 @@
 """The benchmarks run, and refuse to time wrong results."""
 
 import dataclasses
+import math
+import re
 import sys
 
 import attention
 import conversion
+import error_rates
 import generation
 import jobs
 import measure
+import numpy as np
 import parts
 import pytest
 import torch
 import training_step
+from support.paths import REPOSITORY
 
 from modeling_nlq.backends_nlq import ATTENTION_BACKENDS
 from modeling_nlq.parts_builtin_nlq import ATTENTION_PARTS
@@ -55,6 +60,18 @@ def test_attention_on_a_gpu(capsys):
         == 0
     )
     assert "| sigmoid, flex_attention |" in capsys.readouterr().out
+
+
+def test_error_rates_are_those_of_the_page():
+    """With a tenth of the repetitions, so within five standard errors; the rules keep to 6 % where noise is normal."""
+    page = (REPOSITORY / "docs" / "statistics.md").read_text()
+    rows = dict(re.findall(r"^\| (.*) \| (\d+\.\d)±\d+\.\d \|$", page, flags=re.MULTILINE))
+    found = dict(error_rates.simulate(np.random.default_rng(1), 2000))
+    assert found.keys() == rows.keys()
+    for claim, outcomes in found.items():
+        assert abs(100 * outcomes.mean() - float(rows[claim])) < 500 * outcomes.std() / math.sqrt(len(outcomes)), claim
+    kept = [claim for claim in rows if "independent parts" in claim or "normal noise" in claim or "margin" in claim]
+    assert len(kept) == 5 and max(float(rows[claim]) for claim in kept) <= 6
 
 
 def test_failures_give_their_reason(capsys):

@@ -12,7 +12,7 @@ from ..run.objectives import objective_of
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
 from .comparison import Comparison, Scale, Variant
-from .inference import alpha_of_last, smallest_difference
+from .inference import alpha_of_last, noise_range, smallest_difference
 from .local import environment_of_one_run
 
 
@@ -23,6 +23,10 @@ _CPU_TOKENS = 8192
 # Seconds of a run beside its steps: process, data, saving, figure and card, measured on an EPYC (Zen 5)
 _SECONDS_OF_A_RUN = 3.0
 _POWER = 0.8
+_INDEPENDENT = (
+    "this takes the runs of a seed for independent and leaves out the choice of the test text: the noise of pairs was "
+    "0.5 to 1.5 times this in published comparisons, less from trained weights; each report prints its own"
+)
 
 
 @singledispatch
@@ -40,6 +44,8 @@ def describe_estimate(
     for name, scale in plan.scales.items() if has_verdicts else ():
         difference = _describe_difference(scale, noise_floor)
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where[name]}: {difference}"
+    if has_verdicts:
+        yield _INDEPENDENT
     total = 0.0
     for name, scale in plan.scales.items():
         try:
@@ -72,7 +78,9 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
     times = smallest_difference(seeds, len(scale.variants) - 1, 1.0, alpha, _POWER)
     if floor is None:
         return f"{times:.2g} times the noise floor"
-    return f"{times * floor:.2g} % of the loss, if the noise floor is {floor:.2g} %"
+    low, high = (f"{times * floor * end:.2g}" for end in noise_range(seeds - 1))
+    known = f"{times * floor:.2g} % of the loss, if the noise floor is {floor:.2g} %"
+    return f"{known}; {low} to {high} % by its 95 % range, if it comes from {seeds} runs"
 
 
 @environment_of_one_run()

@@ -1,8 +1,9 @@
 """The statistics of a comparison: which models differ from the baseline by more than noise.
 
 Runs of one seed saw the same tokens in the same order. So each model is compared with the baseline seed by seed, by
-Student's paired t-test (1908), and Holm's method (1979) corrects the p-values. The test assumes independent seeds and
-normally distributed differences. Losses are in nats per token; standard deviations divide by n - 1.
+Student's paired t-test (1908). Where the losses of parts of the text are known, a second test counts seeds and parts.
+The larger p decides, and Holm's method (1979) corrects it. The tests assume independent seeds and parts, and normally
+distributed differences. Losses are in nats per token; standard deviations divide by n - 1.
 """
 
 import math
@@ -12,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special, stats
 
 from ..text import count
 
@@ -26,11 +27,48 @@ FIRST_INTERIM = 3
 Interval = tuple[float | None, float | None]
 # The final test losses of a model by seed; None, NaN or infinity if the run diverged
 Losses = Mapping[int, float | None]
-# The losses of a model on parts of the test text, `parts[seed][part]`
-Parts = Mapping[int, Sequence[float]]
+# The losses of a model on parts of the test text, `parts[seed][part]`; None where they are not known
+Parts = Mapping[int, Sequence[float] | None]
 
 # Of the test text, each of some 20,000 tokens where the text has 200,000
 _TEXT_PARTS = 10
+
+# In nats or percent. Smaller differences are rounding
+ROUNDING = 1e-10
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number and its noise, by Student's distribution."""
+
+    value: float
+    standard_error: float
+    degrees_of_freedom: float
+
+    def p(self) -> float:
+        """The two-sided p-value; without any noise its limit, 0 or 1."""
+        if self.standard_error <= ROUNDING:
+            return float(abs(self.value) <= ROUNDING)
+        return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
+
+    def margin(self, alpha: float) -> float:
+        """Half the width of the interval of the level 1 - `alpha`."""
+        if self.standard_error <= ROUNDING:
+            return 0.0
+        return -float(special.stdtrit(self.degrees_of_freedom, alpha / 2)) * self.standard_error
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        return self.value - self.margin(alpha), self.value + self.margin(alpha)
+
+    def smallest(self, alpha: float, power: float = 0.8) -> float:
+        """Returns the true number that p finds at `alpha` with the probability `power`, by the noncentral t."""
+        freedom = self.degrees_of_freedom
+        critical = float(stats.t.isf(alpha / 2, freedom))
+        # At the upper bound, half the risk is that the number is low, the other half that its noise is high
+        half = (1 + power) / 2
+        largest = critical * math.sqrt(stats.chi2.ppf(half, freedom) / freedom) + stats.norm.ppf(half)
+        shift = optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - power, 0, largest)
+        return float(shift * self.standard_error)
 
 
 class Verdict(StrEnum):
@@ -73,11 +111,23 @@ class Effect:
     loss_improvement: float | None  # percent of the baseline's mean loss over the pairs, which counts as known
     perplexity_improvement: float | None  # percent, 100 (1 - exp(`mean_difference`))
     standard_error: float | None = None
-    t: float | None = None
-    p: float | None = None  # two-sided, with `pairs` - 1 degrees of freedom
+    t: float | None = None  # of the seeds alone, with `pairs` - 1 degrees of freedom
+    p: float | None = None  # two-sided, the largest of `estimates`
     holm_p: float | None = None  # corrected for the number of models and of interim analyses
     loss_improvement_interval: Interval | None = None
     perplexity_improvement_interval: Interval | None = None
+    paired_loss: float | None = None  # of the baseline, the mean over the pairs
+    text_error: float | None = None  # standard error over seeds and parts of the text, and its degrees of freedom
+    text_freedom: float | None = None
+
+    def estimates(self) -> list[Estimate]:
+        """Returns the mean difference with the noise of seeds alone, and of seeds and text where that is known."""
+        noises = [(self.standard_error, self.pairs - 1), (self.text_error, self.text_freedom)]
+        return [Estimate(self.mean_difference, *noise) for noise in noises if noise[0] is not None]
+
+    def widest(self, alpha: float) -> Estimate:
+        """Returns the estimate with the widest interval, which holds every difference whose p is at least `alpha`."""
+        return max(self.estimates(), key=lambda estimate: estimate.margin(alpha))
 
 
 @dataclass(frozen=True)
@@ -90,6 +140,7 @@ class Analysis:
     noise_floor_percent: float | None
     alpha: float  # the nominal probability that any model is wrongly called better or worse
     effects: dict[str, Effect]
+    counts_text: bool | None = None  # whether p does; None in files of versions in which only intervals did
 
     def open_models(self) -> list[str]:
         return [name for name, effect in self.effects.items() if effect.verdict in _OPEN]
@@ -116,15 +167,14 @@ def analyse_early(
     `boundaries` are the seeds of a model whose best rate is the smallest or the largest tried.
     """
     interims: dict[str, list[Interim]] = {name: [] for name in losses if name != baseline}
-    whole = analyse(losses, baseline, most=len(seeds))
-    effects = dict(whole.effects)
+    whole = analyse(losses, baseline, most=len(seeds), parts=parts)
+    effects, parts = dict(whole.effects), parts if whole.counts_text else {}
     for number in range(FIRST_INTERIM, len(losses[baseline]) + 1):
         seen = seeds[:number]
         first = {name: _of_seeds(runs, seen) for name, runs in losses.items()}
-        first_parts = {name: _of_seeds(runs, seen) for name, runs in (parts or {}).items()}
+        first_parts = {name: _of_seeds(runs, seen) for name, runs in parts.items()}
         at_boundary = [name for name in losses if set(boundaries.get(name, ())) & set(seen)]
-        analysis = analyse(first, baseline, at_boundary=at_boundary, most=len(seeds))
-        analysis = with_text(analysis, first_parts, most=len(seeds))
+        analysis = analyse(first, baseline, at_boundary=at_boundary, most=len(seeds), parts=first_parts)
         for name, history in interims.items():
             if len(first[name]) == number:
                 effect = effects[name] = analysis.effects[name]
@@ -143,6 +193,7 @@ def analyse(
     at_boundary: Collection[str] = (),
     resolution: float = 0.0,
     most: int | None = None,
+    parts: Mapping[str, Parts] | None = None,
 ) -> Analysis:
     """Compares every model with the baseline over the seeds they share.
 
@@ -156,13 +207,21 @@ def analyse(
         most: with interim analyses, the number of seeds of the last. Each spends its part of `alpha` (see
             `alpha_spent`), and Bonferroni's method corrects for all models. A model is "equivalent" if its corrected
             interval lies within the noise floor.
+        parts: `parts[model][seed][part]`. Only seeds count unless it has the parts of all runs that finished.
     """
     models = {name: {seed: _plain(loss) for seed, loss in runs.items()} for name, runs in losses.items()}
+    counts_text = bool(parts) and all(
+        loss is None or parts.get(name, {}).get(seed) for name, runs in models.items() for seed, loss in runs.items()
+    )
     reference = models.pop(baseline)
     effects = {
         name: _describe(runs, reference, resolution, name in at_boundary, baseline in at_boundary)
         for name, runs in models.items()
     }
+    if counts_text:
+        for name, effect in effects.items():
+            if effect.p is not None:
+                effects[name] = _with_text(effect, parts[name], parts[baseline])
     finished = [loss for loss in reference.values() if loss is not None]
     mean_loss, noise_floor = _mean(finished), _deviation(finished)
     tested = {name: effect for name, effect in effects.items() if effect.p is not None}
@@ -174,14 +233,13 @@ def analyse(
         tests = len(models)
         corrected = [min(1.0, p * tests / share) if share else 1.0 for p, share in zip(p_values, shares)]
     for (name, effect), p, share in zip(tested.items(), corrected, shares):
-        paired_loss = _mean([reference[seed] for seed in _pairs(models[name], reference)])
-        effect = effects[name] = _judge(replace(effect, holm_p=p), paired_loss, tests, alpha, share)
+        effect = effects[name] = _judge(replace(effect, holm_p=p), tests, alpha, share)
         if most is not None and effect.verdict in _OPEN and noise_floor and share:
-            margin = critical_t(effect.pairs, tests, alpha * share) * effect.standard_error
-            if abs(effect.mean_difference) + margin < noise_floor:
+            corrected_alpha = alpha * share / tests
+            if max(map(abs, effect.widest(corrected_alpha).interval(corrected_alpha))) < noise_floor:
                 effects[name] = replace(effect, verdict=Verdict.EQUIVALENT)
     percent = _plain(100 * noise_floor / abs(mean_loss)) if noise_floor is not None and mean_loss else None
-    return Analysis(baseline, mean_loss, noise_floor, percent, alpha, effects)
+    return Analysis(baseline, mean_loss, noise_floor, percent, alpha, effects, counts_text)
 
 
 def _describe(
@@ -189,9 +247,10 @@ def _describe(
 ) -> Effect:
     """Describes a model, with p, or with a verdict that says why it has no test."""
     finished = [loss for loss in runs.values() if loss is not None]
-    pairs = _pairs(runs, reference)
+    pairs = sorted(seed for seed, loss in runs.items() if loss is not None and reference.get(seed) is not None)
     differences = np.array([runs[seed] - reference[seed] for seed in pairs])
     mean, deviation = _mean(differences), _deviation(differences)
+    paired_loss = _mean([reference[seed] for seed in pairs])
     diverged = len(runs) - len(finished)
     verdict = None
     if diverged:
@@ -211,18 +270,40 @@ def _describe(
         mean_loss=_mean(finished),
         mean_difference=mean,
         difference_deviation=deviation,
-        loss_improvement=_loss_improvement(mean, _mean([reference[seed] for seed in pairs])),
+        loss_improvement=_loss_improvement(mean, paired_loss),
         perplexity_improvement=_perplexity_improvement(mean),
+        paired_loss=paired_loss,
     )
     if verdict is not None:
         return effect
     standard_error = max(deviation, resolution) / math.sqrt(len(pairs))
     t = mean / (standard_error or 1.0) if standard_error or not mean else math.copysign(math.inf, mean)
-    p = _plain(2 * stats.t.sf(abs(t), len(pairs) - 1))
-    return replace(effect, standard_error=standard_error, t=_plain(t), p=p)
+    effect = replace(effect, standard_error=standard_error, t=_plain(t))
+    return replace(effect, p=effect.estimates()[0].p())
 
 
-def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: float) -> Effect:
+def _with_text(effect: Effect, parts: Parts, reference: Parts) -> Effect:
+    """Makes p of a tested model count the text, so that it and the interval hold for other texts too.
+
+    The difference of seed s on part p is modelled as in `noise_from_text`, with parts drawn at random. The variance of
+    its mean over S seeds and P parts is estimated by (MS_seeds + MS_parts - MS_rest) / (S P), without bias.
+    Degrees of freedom are Satterthwaite's (1946), and at least the fewer of seeds and parts. No p becomes smaller.
+    """
+    pairs = [seed for seed in parts if parts[seed] and reference.get(seed)]
+    losses = _merged(np.array([np.subtract(parts[seed], reference[seed]) for seed in pairs]))
+    of_seeds, of_parts, rest = mean_squares(losses)
+    variance = of_seeds + of_parts - rest
+    if variance <= of_seeds:
+        return effect
+    seeds, columns = (size - 1 for size in losses.shape)
+    freedoms = (seeds, columns, seeds * columns)
+    squares = zip((of_seeds, of_parts, rest), freedoms)
+    freedom = max(variance**2 / sum(mean**2 / freedom for mean, freedom in squares), min(freedoms))
+    effect = replace(effect, text_error=math.sqrt(variance / losses.size), text_freedom=float(freedom))
+    return replace(effect, p=max(estimate.p() for estimate in effect.estimates()))
+
+
+def _judge(effect: Effect, tests: int, alpha: float, share: float) -> Effect:
     """Adds verdict and intervals to a corrected test; this analysis spends `share` of `alpha`."""
     if not share:
         return replace(effect, verdict=Verdict.TOO_FEW_SEEDS)
@@ -232,8 +313,25 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: 
         verdict = Verdict.TOO_FEW_SEEDS
     else:
         verdict = Verdict.WITHIN_NOISE
-    margin = critical_t(effect.pairs, 1, alpha * share) * effect.standard_error
-    return _with_intervals(replace(effect, verdict=verdict), margin, paired_loss)
+    margin = effect.widest(alpha * share).margin(alpha * share)
+    ends = (effect.mean_difference + margin, effect.mean_difference - margin)
+    return replace(
+        effect,
+        verdict=verdict,
+        loss_improvement_interval=tuple(_loss_improvement(end, effect.paired_loss) for end in ends),
+        perplexity_improvement_interval=tuple(map(_perplexity_improvement, ends)),
+    )
+
+
+def is_equivalent(effect: Effect, margin: float, alpha: float = 0.05) -> bool:
+    """Tells whether the true improvement is smaller than `margin` on both sides, in percent of the baseline's loss.
+
+    Two one-sided tests at `alpha` (Schuirmann 1987): the interval of the level 1 - 2 `alpha` lies inside. False for a
+    model that was not tested.
+    """
+    if effect.p is None or not effect.paired_loss:
+        return False
+    return max(map(abs, effect.widest(2 * alpha).interval(2 * alpha))) < margin / 100 * abs(effect.paired_loss)
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
@@ -276,12 +374,12 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     It is in the unit of `noise_floor`, at the strictest of Holm's steps, for independent runs. Where runs of a seed
     share noise, smaller differences are found.
     """
-    critical, freedom = critical_t(seeds, models, alpha), seeds - 1
-    # At the upper bound, half the risk is that the mean is low, the other half that the estimated noise is high
-    half = (1 + power) / 2
-    largest = critical * math.sqrt(stats.chi2.ppf(half, freedom) / freedom) + stats.norm.ppf(half)
-    shift = optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - power, 0, largest)
-    return shift * math.sqrt(2 / seeds) * noise_floor
+    return Estimate(0.0, math.sqrt(2 / seeds) * noise_floor, seeds - 1).smallest(alpha / models, power)
+
+
+def noise_range(freedom: float) -> tuple[float, float]:
+    """Returns the ends of the 95 % interval of a standard deviation, in units of its estimate."""
+    return tuple(math.sqrt(freedom / stats.chi2.ppf(quantile, freedom)) for quantile in (0.975, 0.025))
 
 
 def power_warning(seeds: int, models: int, has_interim: bool = False) -> str | None:
@@ -317,36 +415,6 @@ def noise_from_text(parts: Sequence[Sequence[float]]) -> float | None:
     return min(1.0, rest / seeds) if seeds else None
 
 
-def with_text(analysis: Analysis, parts: Mapping[str, Parts], most: int | None = None) -> Analysis:
-    """Widens the intervals of an analysis so that they hold for other test texts too.
-
-    The difference of seed s on part p is modelled as in `noise_from_text`, with parts drawn at random. The variance of
-    its mean over S seeds and P parts is estimated by (MS_seeds + MS_parts - MS_rest) / (S P), without bias.
-    Degrees of freedom are Satterthwaite's (1946), and at least the fewer of seeds and parts. No interval becomes
-    narrower. Verdicts and p stay: they are about this text. `parts[model][seed][part]` is empty if not known.
-    """
-    effects = dict(analysis.effects)
-    for name, effect in effects.items():
-        if not parts or effect.loss_improvement_interval is None:
-            continue
-        reference = parts[analysis.baseline]
-        pairs = sorted(parts[name].keys() & reference.keys())
-        losses = _merged(np.array([np.subtract(parts[name][seed], reference[seed]) for seed in pairs]))
-        of_seeds, of_parts, rest = mean_squares(losses)
-        variance = of_seeds + max(0.0, of_parts - rest)
-        if variance <= of_seeds:
-            continue
-        seeds, columns = (size - 1 for size in losses.shape)
-        freedoms = (seeds, columns, seeds * columns)
-        squares = zip((of_seeds, of_parts, rest), freedoms)
-        freedom = max(variance**2 / sum(mean**2 / freedom for mean, freedom in squares), min(freedoms))
-        alpha = analysis.alpha * (1.0 if most is None else alpha_spent(effect.pairs, most))
-        margin = float(stats.t.isf(alpha / 2, freedom)) * math.sqrt(variance / losses.size)
-        margin = max(margin, critical_t(effect.pairs, 1, alpha) * effect.standard_error)
-        effects[name] = _with_intervals(effect, margin, _mean([np.mean(reference[seed]) for seed in pairs]))
-    return replace(analysis, effects=effects)
-
-
 def _merged(losses: np.ndarray) -> np.ndarray:
     """Merges neighbours to at most `_TEXT_PARTS` parts, because parts of one document are not independent."""
     merged = np.array_split(losses, min(_TEXT_PARTS, losses.shape[1]), axis=1)
@@ -360,19 +428,6 @@ def mean_squares(losses: np.ndarray) -> tuple[float, float, float]:
     rest = ((losses - by_row - by_column + losses.mean()) ** 2).sum() / ((rows - 1) * (columns - 1))
     between_rows, between_columns = (_deviation(means.ravel()) ** 2 for means in (by_row, by_column))
     return columns * between_rows, rows * between_columns, float(rest)
-
-
-def _with_intervals(effect: Effect, margin: float, paired_loss: float) -> Effect:
-    ends = (effect.mean_difference + margin, effect.mean_difference - margin)
-    return replace(
-        effect,
-        loss_improvement_interval=tuple(_loss_improvement(end, paired_loss) for end in ends),
-        perplexity_improvement_interval=tuple(map(_perplexity_improvement, ends)),
-    )
-
-
-def _pairs(runs: Losses, reference: Losses) -> list[int]:
-    return sorted(seed for seed, loss in runs.items() if loss is not None and reference.get(seed) is not None)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -1,10 +1,12 @@
 """The report of a comparison, made from its outcome alone, and parts of it for terminals and cards."""
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from pathlib import Path
 
+import numpy as np
 import yaml
 from matplotlib import rc_context, rcParamsDefault
 
@@ -13,7 +15,7 @@ from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
-from .inference import FIRST_INTERIM, Verdict, power_warning
+from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
 from .points import LEARNING_RATE
 from .render import Rows, Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
@@ -63,7 +65,7 @@ _POINTS_CAPTION = (
     "Trial 0 has the recipe's own values."
 )
 _TASKS_CAPTION = (
-    "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed as losses are. The "
+    "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed; only seeds count. The "
     "improvement is in percent of the baseline's score where lower is better, and of its distance from 1 for "
     "accuracies and probabilities (the rate of errors). Holm's method corrects p over the models, for each metric by "
     "itself: with many metrics, some verdicts are chance."
@@ -84,6 +86,18 @@ _NOT_TUNED = (
 _ONE_RATE = (
     "Each model has one learning rate, so p and the intervals do not include the risk that another rate suits it "
     "better: a difference may be one between rates and not between models."
+)
+_TEXT = (
+    "The parts of the test text count as seeds do: p is the larger of the paired test's and of a test over seeds and "
+    "parts, and the interval is the wider of the two. So both hold for other texts of the same kind."
+)
+_TEXT_OF_INTERVALS = (
+    "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same kind. "
+    "The tests are about this text."
+)
+_NO_TEXT = (
+    "Only seeds count: tests and intervals are about this test text. Too few of its parts are known to tell how much "
+    "its choice matters."
 )
 _EARLY = (
     "A model leaves when its difference looks large, so the improvement of a model that left early is too large on "
@@ -381,6 +395,26 @@ def noise_floor_sentence(results: ScaleOutcome) -> str:
     return f"{sentence}; {percent} % of this variance comes from the choice of the test text."
 
 
+def power_sentence(results: ScaleOutcome) -> str | None:
+    """Says what a comparison finds by the noise of its paired differences; None where nothing has noise."""
+    analysis, has_interim = results.statistics, results.interim is not None
+    alpha = alpha_of_last(len(results.seeds), has_interim) / len(analysis.effects)
+    tested = [effect for effect in analysis.effects.values() if (effect.standard_error or 0.0) > ROUNDING]
+    if not tested or not analysis.baseline_mean_loss:
+        return None
+    most = max(effect.pairs for effect in tested)
+    smallest = [effect.widest(alpha).smallest(alpha) for effect in tested if effect.pairs == most]
+    percents = 100 * np.array([*smallest, math.sqrt(np.square(smallest).mean())]) / abs(analysis.baseline_mean_loss)
+    ends = [percents[-1] * end for end in noise_range(most - 1)]
+    numbers = (percents[-1], percents.min(), percents.max(), *ends)
+    mean, least, greatest, low, high = (f"{number:.{2 if number < 100 else 3}g}" for number in numbers)
+    return (
+        f"By the noise of paired differences, {count(most, 'seed')} find a difference of {mean} % with a probability "
+        f"of 80 % (root mean square over the models, {least} to {greatest} % by model); {low} to {high} % by the 95 % "
+        "range of this noise. If the true difference is smaller, an estimate with a verdict is too large on average."
+    )
+
+
 def protocol_sentences(results: ScaleOutcome) -> list[str]:
     alpha, seeds, tested = results.statistics.alpha, results.seeds, len(results.tested)
     sentences = [
@@ -427,11 +461,8 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
             "verdict is within noise."
         )
     if tested:
-        sentences.append(
-            "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same "
-            "kind. The tests are about this text."
-            if results.counts_text
-            else "Tests and intervals are about this test text: it is too short to tell how much its choice matters."
-        )
+        is_older = results.statistics.counts_text is None and results.counts_text
+        sentences += [_TEXT_OF_INTERVALS if is_older else _TEXT if results.statistics.counts_text else _NO_TEXT]
+        sentences += [power_sentence(results)]
     speed = "Speed and time are the median of the reported runs, and memory the most of any."
     return [text for text in (*sentences, *_about_rates(results), speed) if text]

@@ -15,7 +15,7 @@ from ..size import Size
 from ..values import from_json
 from .comparison import Run, ScaleProgress
 from .config import SINGLE, TuneConfig
-from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
+from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
 from .points import Points
 from .store import RunStore
 from .trend import ScaleLosses, Trend, analyse_trend
@@ -279,13 +279,12 @@ def judge(
     """Returns `statistics`, `interim` and `noise_from_text` of a `ScaleOutcome`."""
     losses = {name: {run.seed: run.test_loss for run in model.runs} for name, model in models.items()}
     parts = {name: {run.seed: run.test_loss_parts for run in model.finished} for name, model in models.items()}
-    if any(None in by_seed.values() for by_seed in parts.values()):
-        parts = {}
-    share = noise_from_text(list(parts.get(baseline, {}).values()))
     boundaries = {name: model.boundaries for name, model in models.items() if model.boundaries}
     if stop is not None:
-        return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
-    return with_text(analyse(losses, baseline, at_boundary=boundaries), parts), None, share
+        analysis, interim = analyse_early(losses, baseline, seeds, boundaries, parts=parts)
+    else:
+        analysis, interim = analyse(losses, baseline, at_boundary=boundaries, parts=parts), None
+    return analysis, interim, noise_from_text(list(parts[baseline].values())) if analysis.counts_text else None
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:

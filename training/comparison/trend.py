@@ -12,14 +12,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
-from scipy import special
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from .inference import Interval, holm
+from .inference import ROUNDING, Estimate, Interval, holm
 
-
-# In nats or percent. Smaller differences are rounding
-_ROUNDING = 1e-10
 
 # In decades of compute beyond the ladder, where the curve is read
 REACH = 1.0
@@ -89,7 +85,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     The test is on the slope of the least-squares line through the improvements in percent. It is left out if the model
     or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
     """
-    scales, level = sorted(scales, key=lambda scale: scale.flops[baseline]), 1 - alpha
+    scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
     losses = {scale.name: {model: _array(runs) for model, runs in scale.losses.items()} for scale in scales}
     settled = [scale.name for scale in scales if not _obstacle(scale, baseline, baseline, losses[scale.name])]
@@ -114,7 +110,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             if curve is None:
                 note = note or "no multiplier"
             elif not note:
-                multiplier, interval = curve.multiplier(settled.index(scale.name), differences, compute, level)
+                multiplier, interval = curve.multiplier(settled.index(scale.name), differences, compute, alpha)
                 note = "beyond" if multiplier is None or None in (interval or ()) else ""
             steps[scale.name] = Step(compute, improvement, None, multiplier, interval, note)
             percents.append(100 * differences / at_scale[baseline].mean())
@@ -122,7 +118,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
         else:
             slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
-            fields = slope.value, slope.interval(level), slope.p()
+            fields = slope.value, slope.interval(alpha), slope.p()
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, "", steps, *fields)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
@@ -168,27 +164,6 @@ def _noise_floor(losses: np.ndarray) -> float | None:
     return float(100 * finished.std(ddof=1) / finished.mean()) if len(finished) > 1 else None
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """The sum of `welch_sum`, and its noise."""
-
-    value: float
-    standard_error: float
-    degrees_of_freedom: float
-
-    def p(self) -> float:
-        """The two-sided p-value; without any noise its limit, 0 or 1."""
-        if self.standard_error <= _ROUNDING:
-            return float(abs(self.value) <= _ROUNDING)
-        return float(2 * special.stdtr(self.degrees_of_freedom, -abs(self.value) / self.standard_error))
-
-    def interval(self, confidence: float) -> tuple[float, float]:
-        if self.standard_error <= _ROUNDING:
-            return self.value, self.value
-        margin = -float(special.stdtrit(self.degrees_of_freedom, (1 - confidence) / 2)) * self.standard_error
-        return self.value - margin, self.value + margin
-
-
 def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estimate | None:
     """Adds the means of several scales, each with the noise of its own seeds.
 
@@ -204,7 +179,7 @@ def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estima
     if any(len(part) < 2 for part in parts):
         return None
     total = float(sum(part.mean() for part in parts)) if value is None else value
-    noisy = [part for part in parts if np.ptp(part) > _ROUNDING]
+    noisy = [part for part in parts if np.ptp(part) > ROUNDING]
     if not noisy:
         return Estimate(total, 0.0, math.inf)
     variances, freedoms = np.array([(part.var(ddof=1) / len(part), len(part) - 1) for part in noisy]).T
@@ -242,7 +217,7 @@ class LossCurve:
         self._step = min(_STEP, -np.diff(np.log(means)).max() / 10)
 
     def multiplier(
-        self, scale: int, differences: np.ndarray, flops: float, confidence: float
+        self, scale: int, differences: np.ndarray, flops: float, alpha: float
     ) -> tuple[float | None, Interval | None]:
         """Returns the multiplier C' / `flops` of a model and its interval, by the delta method.
 
@@ -268,7 +243,7 @@ class LossCurve:
             is_within = self.log_flops[0] - reach <= start + rise <= self.log_flops[-1] + reach
             return math.exp(start + rise) / flops if is_within else None
 
-        return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
+        return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(alpha))
 
     def _solve(self, means: np.ndarray, scale: int, difference: float) -> tuple[float, float]:
         """Returns log C and the slope where the curve through `means` is lower than at a scale by `difference`."""

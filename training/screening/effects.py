@@ -44,7 +44,7 @@ class Effects:
     interaction_size: float  # root mean square
     p_of_interactions: float  # of the F test
     noise: float  # standard deviation of a run within a seed
-    freedom: int
+    freedom: float
     mean_loss: float
     survivors: list[str]  # they lower the loss with a corrected p below `ALPHA`
 
@@ -52,13 +52,17 @@ class Effects:
 def analyse_effects(design: Design, losses: np.ndarray) -> Effects:
     """Estimates main effects and interactions from the losses of all runs.
 
-    The noise s is the root mean square of what rows and seeds leave over, with `(rows - 1)(seeds - 1)` degrees of
-    freedom. An effect is the difference of two halves, so its standard error is `2 s / sqrt(rows * seeds)`. `losses`
-    are `(rows, seeds)` in nats per token, finite, of two seeds or more.
+    The noise s is the root mean square of what rows and seeds leave over. An effect is the difference of two halves,
+    so its standard error is `2 s / sqrt(rows * seeds)`. Rows may differ in noise. With the variance v of each row over
+    seeds, its degrees of freedom are `sum(v)^2 / sum(v^2 / (seeds + 1)) - 2` (Welch 1947), and at most
+    `(rows - 1)(seeds - 1)`. `losses` are `(rows, seeds)` in nats per token, finite, of two seeds or more.
     """
     rows, seeds = losses.shape
     means, mean_loss = losses.mean(axis=1), float(losses.mean())
+    variances = (losses - losses.mean(axis=0)).var(axis=1, ddof=1)
     freedom = (rows - 1) * (seeds - 1)
+    if variances.any():
+        freedom = min(freedom, float(variances.sum() ** 2 / (variances**2 / (seeds + 1)).sum() - 2))
     noise = math.sqrt(mean_squares(losses)[-1])
     error = noise * math.sqrt(4 / rows / seeds)
 

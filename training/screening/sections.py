@@ -113,7 +113,7 @@ def _protocol(results: ScreeningOutcome) -> list[str]:
     if effects is not None:
         sentences.append(
             f"Effects are on the loss of the {results.split} split. The noise of a run is {effects.noise:.2g} nats, "
-            f"with {effects.freedom} degrees of freedom. Intervals are 95 % intervals of one effect each. Holm's "
+            f"with {effects.freedom:.3g} degrees of freedom. Intervals are 95 % intervals of one effect each. Holm's "
             "method corrects p for all factors. A factor survives if it lowers the loss and its corrected p is below "
             f"{results.alpha:g}. This takes the effect of a factor to be the same for every seed; if it varies, p is "
             "too small."

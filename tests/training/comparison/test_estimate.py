@@ -5,8 +5,10 @@ import os
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from modeling_nlq import NLQForCausalLM
 from modeling_nlq.training.api import load_plan
@@ -64,11 +66,14 @@ class TestOutput:
         options = ["--dry-run", "--output_dir", str(tmp_path / "none"), "--noise-floor", "0.5"]
         assert main(["compare", file, *options]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[-6:-4] == [
+        times, ends = 0.5 * smallest_difference(3, 1, 1.0), np.sqrt(2 / stats.chi2.ppf([0.975, 0.025], 2))
+        assert lines[-7:-5] == [
             "smallest difference found with probability 80 %, scale small: none, for a test needs two seeds or more",
-            "smallest difference found with probability 80 %, scale large: "
-            f"{0.5 * smallest_difference(3, 1, 1.0):.2g} % of the loss, if the noise floor is 0.5 %",
+            f"smallest difference found with probability 80 %, scale large: {times:.2g} % of the loss, if the noise "
+            f"floor is 0.5 %; {times * ends[0]:.2g} to {times * ends[1]:.2g} % by its 95 % range, if it comes from 3 "
+            "runs",
         ]
+        assert lines[-5].startswith("this takes the runs of a seed for independent, and leaves out the choice of")
         assert re.match(
             r"time on this machine, scale small: about \d+ min a run of base, .* in all, more if a", lines[-4]
         )
@@ -81,7 +86,7 @@ class TestOutput:
         monkeypatch.setattr(torch.optim.AdamW, "step", fail)
         assert main(["compare", make_file(seeds=[0, 1, 2]), "--dry-run"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert lines[-2:] == [
+        assert [lines[-3], lines[-1]] == [
             f"smallest difference found with probability 80 %: {smallest_difference(3, 1, 1.0):.2g} times the noise "
             "floor",
             "warning: time on this machine unknown: OutOfMemoryError: CUDA out of memory.",
@@ -92,7 +97,8 @@ class TestOutput:
 def test_smallest_difference(seeds, stop, alpha):
     scale = SimpleNamespace(seeds=range(seeds), variants=range(3), stop=stop)
     times = smallest_difference(seeds, 2, 1.0, alpha, 0.8)
-    assert estimate._describe_difference(scale, 0.5) == f"{times * 0.5:.2g} % of the loss, if the noise floor is 0.5 %"
+    told = f"{times * 0.5:.2g} % of the loss, if the noise floor is 0.5 %; "
+    assert estimate._describe_difference(scale, 0.5).startswith(told)
 
 
 @pytest.mark.parametrize("is_native", [False, True])

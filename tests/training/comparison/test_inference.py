@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import error_rates
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,14 +12,15 @@ from scipy import special, stats
 from support.properties import examples
 
 from modeling_nlq.training.comparison.inference import (
+    alpha_spent,
     analyse,
     critical_t,
     detectable_effect,
     holm,
+    is_equivalent,
     noise_from_text,
     power_warning,
     smallest_difference,
-    with_text,
 )
 
 
@@ -204,34 +206,67 @@ class TestNoiseFromText:
         assert noise_from_text(parts) is None
 
 
-class TestIntervalsForOtherTexts:
-    @pytest.mark.parametrize("of_parts, of_rest", [(0.05, 0.0), (0.02, 0.05), (0.0, 0.0)])
-    def test_cover_the_true_difference(self, of_parts, of_rest):
-        """95 % over seeds and texts; intervals over seeds alone cover it less often if the text makes noise."""
-        random, covered = np.random.default_rng(0), []
-        for _ in range(500):
-            base = 3.5 + random.normal(0, 0.02, (5, 1)) + random.normal(0, 0.1, (1, 10))
-            difference = 0.01 + random.normal(0, 0.02, (5, 1)) + random.normal(0, of_parts, (1, 10))
-            losses = {"base": base, "a": base + difference + random.normal(0, of_rest, (5, 10))}
-            analysis = analyse({name: runs(*found.mean(axis=1)) for name, found in losses.items()}, "base")
-            parts = {name: runs(*found.tolist()) for name, found in losses.items()}
-            effects = [found.effects["a"] for found in (analysis, with_text(analysis, parts))]
-            effects.append(with_text(analysis, parts, most=6).effects["a"])
-            assert effects[1].p == effects[0].p
-            (low, high), (wider, wider_high), early = (effect.loss_improvement_interval for effect in effects)
-            assert early[0] <= wider <= low < high <= wider_high <= early[1]
-            true = -1.0 / base.mean()
-            covered.append([low <= true <= high, wider <= true <= wider_high])
-        by_seeds, by_both = np.mean(covered, axis=0)
-        assert by_both > 0.93 and (by_seeds < 0.85 if of_parts > 0.02 else by_seeds <= by_both)
+def of_text(differences, weights=None):
+    """Losses and parts of a baseline and of a model, from differences `(seed, part)`."""
+    parts = {"base": 3.5 + 0.1 * np.random.default_rng(0).normal(size=differences.shape)}
+    parts["a"] = parts["base"] + differences
+    losses = {name: runs(*np.average(found, axis=1, weights=weights)) for name, found in parts.items()}
+    return losses, {name: runs(*found.tolist()) for name, found in parts.items()}
 
-    def test_are_not_absurd_where_text_and_training_make_little_noise(self):
-        """A difference of mean squares has few degrees of freedom by Satterthwaite, at worst below one."""
-        random, widths = np.random.default_rng(0), []
-        for _ in range(200):
-            base = 3.0 + random.normal(0, 0.05, (5, 10))
-            parts = {"base": base, "a": base + random.normal(0, 0.002, (5, 1)) + random.normal(0, 0.05, (5, 10))}
-            analysis = analyse({name: runs(*found.mean(axis=1)) for name, found in parts.items()}, "base")
-            wide = with_text(analysis, {name: runs(*found.tolist()) for name, found in parts.items()}).effects["a"]
-            widths.append(np.ptp(wide.loss_improvement_interval))
-        assert max(widths) < 4 * np.median(widths)
+
+class TestText:
+    @examples(30)
+    @given(
+        seed=st.integers(0, 10_000),
+        seeds=st.integers(3, 7),
+        noises=st.sampled_from([(0.0, 0.0), (0.02, 0.0), (0.02, 0.05), (0.1, 0.01)]),
+        most=st.sampled_from([None, 7]),
+    )
+    def test_p_is_the_larger_of_both_and_the_interval_its_inversion(self, seed, seeds, noises, most):
+        random = np.random.default_rng(seed)
+        of_parts, of_rest = (noise * random.normal(size=shape) for noise, shape in zip(noises, ((1, 10), (seeds, 10))))
+        differences = 0.02 + 0.02 * random.normal(size=(seeds, 1)) + of_parts + of_rest
+        losses, parts = of_text(differences)
+        analysis = analyse(losses, "base", most=most, parts=parts)
+        effect = analysis.effects["a"]
+        assert analysis.counts_text and effect.p == pytest.approx(error_rates.p_of_comparison(differences))
+        alpha = 0.05 if most is None else 0.05 * alpha_spent(seeds, most)
+        for end in effect.loss_improvement_interval:
+            losses, parts = of_text(differences + end / 100 * effect.paired_loss)
+            assert analyse(losses, "base", most=most, parts=parts).effects["a"].p == pytest.approx(alpha)
+
+    def test_interval_is_centred_where_the_loss_is_not_the_mean_of_parts(self):
+        differences = 0.1 * np.random.default_rng(1).normal(size=(4, 10))
+        losses, parts = of_text(differences, weights=np.arange(1, 11))
+        effect = analyse(losses, "base", parts=parts).effects["a"]
+        assert np.mean(effect.loss_improvement_interval) == pytest.approx(effect.loss_improvement)
+        base, model = (np.mean(list(losses[name].values())) for name in ("base", "a"))
+        assert effect.loss_improvement == pytest.approx(100 * (base - model) / base)
+
+    def test_only_seeds_count_where_a_run_has_no_parts(self):
+        losses, parts = of_text(0.1 * np.random.default_rng(2).normal(size=(4, 1)) + np.arange(-3.0, 7.0))
+        whole, parts["base"][3] = analyse(losses, "base", parts=parts).effects["a"], None
+        found, alone = analyse(losses, "base", parts=parts), analyse(losses, "base")
+        assert found == alone and found.counts_text is False and found.effects["a"].p < whole.p / 2
+
+    def test_equivalent_needs_the_text_too(self):
+        differences = 0.001 * np.random.default_rng(3).normal(size=(8, 1)) + np.zeros((8, 10))
+        verdicts = []
+        for of_parts in (0.0, 0.2):
+            losses, parts = of_text(differences + of_parts * (np.arange(10) - 4.5))
+            verdicts.append(analyse(losses, "base", most=9, parts=parts).effects["a"].verdict)
+            assert analyse(losses, "base", most=9).effects["a"].verdict == "equivalent"
+        assert verdicts == ["equivalent", "within noise"]
+
+
+@examples(30)
+@given(seed=st.integers(0, 10_000), margin=st.floats(0.1, 3.0), shift=st.floats(-0.05, 0.05))
+def test_equivalence_is_two_one_sided_tests(seed, margin, shift):
+    differences = shift + 0.02 * np.random.default_rng(seed).normal(size=(5, 1))
+    losses, _ = of_text(differences + np.zeros((5, 10)))
+    base, model = (np.array(list(losses[name].values())) for name in ("base", "a"))
+    bound = margin / 100 * base.mean()
+    above = stats.ttest_1samp(model - base, -bound, alternative="greater").pvalue
+    below = stats.ttest_1samp(model - base, bound, alternative="less").pvalue
+    assert is_equivalent(analyse(losses, "base").effects["a"], margin) == (max(above, below) < 0.05)
+    assert not is_equivalent(analyse({"base": runs(3.0), "a": runs(3.0)}, "base").effects["a"], 100.0)

@@ -22,8 +22,10 @@ from support.runs import change_json
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.config import SINGLE
 from modeling_nlq.training.comparison.figures import draw_curves, draw_stability
+from modeling_nlq.training.comparison.inference import analyse, smallest_difference
 from modeling_nlq.training.comparison.report import (
     describe,
+    power_sentence,
     protocol_sentences,
     verdicts,
     write_report,
@@ -362,7 +364,7 @@ def test_stability_takes_the_extreme_layer_and_shows_diverged_runs(outcome):
 
 
 @pytest.mark.parametrize("stop", [None, "early"])
-def test_intervals_count_the_text(outcome, stop):
+def test_p_and_intervals_count_the_text(outcome, stop):
     """Also where the baseline does equally well on all its parts, so that the noise floor has nothing of it."""
     found, good = outcome.largest, outcome.largest.models["good"]
     judged = []
@@ -375,12 +377,37 @@ def test_intervals_count_the_text(outcome, stop):
         analysis, interim, _ = judge(kind.models, "base", found.seeds, stop)
         judged.append(analysis.effects["good"])
         assert interim is None or interim["good"][-1].loss_improvement_interval == judged[-1].loss_improvement_interval
-        told = "\n".join(protocol_sentences(changed(kind, interim=interim)))
-        assert ("they hold for other texts" in told, "about this test text:" in told) == (bool(parts), not parts)
+        told = "\n".join(protocol_sentences(changed(kind, interim=interim, statistics=analysis)))
+        assert ("hold for other texts" in told, "about this test text." in told) == (bool(parts), not parts)
+        older = dataclasses.replace(analysis, counts_text=None)
+        told = "\n".join(protocol_sentences(changed(kind, interim=interim, statistics=older)))
+        assert ("The tests are about this text." in told) == bool(parts), (
+            "as files say in which only intervals count it"
+        )
     without, counted = (dataclasses.asdict(effect) for effect in judged)
     assert counted["loss_improvement_interval"][0] < without["loss_improvement_interval"][0] - 1
-    intervals = {"loss_improvement_interval", "perplexity_improvement_interval"}
-    assert {name for name in counted if counted[name] != without[name]} == intervals
+    names = {"loss_improvement_interval", "perplexity_improvement_interval", "p", "holm_p"}
+    names |= {"text_error", "text_freedom", "verdict"}
+    assert {name for name in counted if counted[name] != without[name]} == names
+    assert counted["p"] > 10 * without["p"] and counted["verdict"] == "within noise"
+
+
+@pytest.mark.parametrize("stop", [None, "early"])
+def test_power_is_that_of_paired_differences(outcome, stop):
+    """The root mean square over both models, by the plan's formula for independent runs of that noise."""
+    rng, seeds = np.random.default_rng(0), [0, 1, 2, 3, 4]
+    base = 4 + rng.normal(size=5)
+    losses = {"base": base} | {name: base + noise * rng.normal(size=5) for name, noise in (("a", 0.01), ("b", 0.02))}
+    analysis = analyse({name: dict(enumerate(values.tolist())) for name, values in losses.items()}, "base")
+    told = power_sentence(changed(outcome.largest, statistics=analysis, seeds=seeds, interim={} if stop else None))
+    floors = [100 * np.std(losses[name] - base, ddof=1) / math.sqrt(2) / base.mean() for name in "ab"]
+    least, greatest = (smallest_difference(5, 2, floor, 0.025 if stop else 0.05) for floor in floors)
+    percent = math.hypot(least, greatest) / math.sqrt(2)
+    assert f"a difference of {percent:.2g} % with a probability of 80 %" in told
+    low, high = 0.599 * percent, 2.874 * percent
+    assert f"{least:.2g} to {greatest:.2g} % by model); {low:.2g} to {high:.2g} % by the 95 % range" in told
+    equal = dataclasses.replace(analysis, effects={"a": dataclasses.replace(analysis.effects["a"], standard_error=0)})
+    assert power_sentence(changed(outcome.largest, statistics=equal)) is None
 
 
 # Published results
@@ -391,6 +418,21 @@ def rounded(value: object) -> object:
     and in a root.
     """
     return json.loads(json.dumps(dataclasses.asdict(value)), parse_float=lambda number: f"{float(number):.6g}")
+
+
+def check_later(now: dict, then: dict) -> None:
+    """Compares with a file in which p left out the text, and intervals were in percent of the mean of parts."""
+    for name, value in then.items():
+        if isinstance(value, dict):
+            check_later(now[name], value)
+        elif name in ("p", "holm_p") and value is not None:
+            assert float(now[name]) >= float(value) * (1 - 1e-6)
+        elif name.endswith("_interval") and value is not None:
+            assert [float(end) for end in now[name]] == pytest.approx(
+                [float(end) for end in value], rel=1e-3, abs=1e-4
+            )
+        elif name not in ("counts_text", "paired_loss", "text_error", "text_freedom"):
+            assert now[name] == value, name
 
 
 @pytest.mark.thin(5)
@@ -407,8 +449,12 @@ def test_published_results_are_what_their_runs_say(file, tmp_path):
     outcome = read_outcome(file)
     for found in outcome.scales.values():
         statistics, interim, share = judge(found.models, found.baseline, found.seeds, found.comparison.get("stop"))
-        assert rounded(statistics) == rounded(found.statistics)
-        assert (interim, share) == (found.interim, pytest.approx(found.noise_from_text))
+        assert found.statistics.counts_text is None, "p counts the text now, and the interval did"
+        check_later(rounded(statistics), rounded(found.statistics))
+        for name, looks in (interim or {}).items():
+            for now, then in zip(looks, found.interim[name], strict=True):
+                check_later(dataclasses.asdict(now), dataclasses.asdict(then))
+        assert (interim is None, share) == (found.interim is None, pytest.approx(found.noise_from_text))
         runs = [run for model in found.models.values() for run in [*model.tried, *model.runs]]
         assert found.tokens_per_run == max(run.result.data.tokens_seen for run in runs)
     if outcome.trend:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import error_rates
 import numpy as np
 import pytest
 from scipy import special
@@ -69,6 +70,8 @@ def test_slope_by_hand():
     margin = quantile(degrees) * error
     assert found.slope_interval == pytest.approx((slope - margin, slope + margin))
     assert found.p == pytest.approx(2 * special.stdtr(degrees, -abs(slope) / error))
+    weighted = [(place - middle) / spread * sample for place, sample in zip(places, samples)]
+    assert found.p == pytest.approx(error_rates.p_of_trend(weighted))
 
 
 class TestVerdict:
