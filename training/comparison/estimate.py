@@ -14,6 +14,7 @@ from ..text import check_number, duration, first_line
 from .comparison import Comparison, Scale, Variant
 from .inference import alpha_of_last, smallest_difference
 from .local import environment_of_one_run
+from .primary import primary_test, smallest_value
 
 
 # Steps of a model that are timed, after two that warm up; fewer if they take longer than `_SECONDS`
@@ -36,10 +37,12 @@ def describe_estimate(
     check_number("--noise-floor", noise_floor, 0)
     if warning := plan.machine_warning:
         yield f"warning: {warning}"
-    where = {name: f", scale {name}" if len(plan.scales) > 1 else "" for name in plan.scales}
+    where = {name: f", {plan.config.axis.one} {name}" if plan.config.axis else "" for name in plan.scales}
     for name, scale in plan.scales.items() if has_verdicts else ():
         difference = _describe_difference(scale, noise_floor)
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where[name]}: {difference}"
+    if plan.config.primary is not None:
+        yield from _describe_primary(plan, noise_floor)
     total = 0.0
     for name, scale in plan.scales.items():
         try:
@@ -57,7 +60,7 @@ def describe_estimate(
             f"{duration(seconds)} in all{scale.or_more}"
         )
     if len(plan.scales) > 1:
-        yield f"time on this machine, all scales: about {duration(total)}"
+        yield f"time on this machine, all {plan.config.axis}: about {duration(total)}"
     yield (
         "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of "
         "data, compilation and evaluation"
@@ -69,7 +72,26 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
     if seeds < 2:
         return "none, for a test needs two seeds or more"
     alpha = alpha_of_last(seeds, scale.stop is not None)
-    times = smallest_difference(seeds, len(scale.variants) - 1, 1.0, alpha, _POWER)
+    return _in_floors(smallest_difference(seeds, scale.family, 1.0, alpha, _POWER), floor)
+
+
+def _describe_primary(plan: Comparison, floor: float | None) -> Iterator[str]:
+    test = primary_test(plan.config, {name: scale.flops_of(scale.baseline) for name, scale in plan.scales.items()})
+    seeds = {name: len(scale.seeds) for name, scale in plan.scales.items()}
+    yield f"primary: {test.words}; tested first at 5 %, without a correction"
+    if min(seeds[name] for name in test.weights) < 2:
+        yield "primary: no test, for it needs two seeds or more"
+        return
+    found, margin = smallest_value(test, seeds, _POWER)
+    yield f"primary: smallest value found with probability {100 * _POWER:.0f} %: {_in_floors(found, floor)}"
+    if (own := plan.config.primary.margin) is not None:
+        needed = (
+            f"equal models are found equivalent with this probability from a margin of {_in_floors(margin, floor)}"
+        )
+        yield f"primary: the margin is {own:g} %; {needed}"
+
+
+def _in_floors(times: float, floor: float | None) -> str:
     if floor is None:
         return f"{times:.2g} times the noise floor"
     return f"{times * floor:.2g} % of the loss, if the noise floor is {floor:.2g} %"

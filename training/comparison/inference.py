@@ -90,6 +90,7 @@ class Analysis:
     noise_floor_percent: float | None
     alpha: float  # the nominal probability that any model is wrongly called better or worse
     effects: dict[str, Effect]
+    family: int | None = None  # the number of tests corrected together, if others than these are among them
 
     def open_models(self) -> list[str]:
         return [name for name, effect in self.effects.items() if effect.verdict in _OPEN]
@@ -226,14 +227,17 @@ def _judge(effect: Effect, paired_loss: float, tests: int, alpha: float, share: 
     """Adds verdict and intervals to a corrected test; this analysis spends `share` of `alpha`."""
     if not share:
         return replace(effect, verdict=Verdict.TOO_FEW_SEEDS)
-    if effect.holm_p < alpha:
-        verdict = Verdict.BETTER if effect.mean_difference < 0 else Verdict.WORSE
-    elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
-        verdict = Verdict.TOO_FEW_SEEDS
-    else:
-        verdict = Verdict.WITHIN_NOISE
     margin = critical_t(effect.pairs, 1, alpha * share) * effect.standard_error
-    return _with_intervals(replace(effect, verdict=verdict), margin, paired_loss)
+    return _with_intervals(replace(effect, verdict=verdict_of(effect, tests, alpha, share)), margin, paired_loss)
+
+
+def verdict_of(effect: Effect, tests: int, alpha: float, share: float = 1.0) -> Verdict:
+    """Judges an effect by its corrected p, which is one of so many tests."""
+    if effect.holm_p < alpha:
+        return Verdict.BETTER if effect.mean_difference < 0 else Verdict.WORSE
+    if effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
+        return Verdict.TOO_FEW_SEEDS
+    return Verdict.WITHIN_NOISE
 
 
 def holm(p_values: Iterable[float]) -> list[float]:

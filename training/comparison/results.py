@@ -14,8 +14,10 @@ from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
 from .comparison import Run, ScaleProgress
-from .config import SINGLE
+from .conditions import Findings, Interactions, analyse_interactions
+from .config import SINGLE, Axis, ComparisonConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
+from .primary import Primary, analyse_primary, primary_test
 from .store import RunStore
 from .trend import ScaleLosses, Trend, analyse_trend
 
@@ -180,7 +182,10 @@ class ScaleOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a comparison, which `results.json` holds; a single scale is called `SINGLE`."""
+    """The results of a comparison, which `results.json` holds; a single scale is called `SINGLE`.
+
+    With `interactions`, `scales` holds the conditions.
+    """
 
     name: str
     baseline: str
@@ -189,11 +194,17 @@ class Outcome:
     scales: dict[str, ScaleOutcome]
     trend: Trend | None = None
     version: int = VERSION
+    interactions: Interactions | None = None
+    primary: Primary | None = None
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
         """Files without a version hold a single scale."""
         return {"scales": {SINGLE: content}, **content}
+
+    @property
+    def axis(self) -> Axis | None:
+        return Axis.SCALES if self.trend else Axis.CONDITIONS if self.interactions else None
 
     @property
     def largest(self) -> ScaleOutcome:
@@ -264,6 +275,25 @@ def judge(
     if stop is not None:
         return *analyse_early(losses, baseline, seeds, boundaries, parts=parts), share
     return with_text(analyse(losses, baseline, at_boundary=boundaries), parts), None, share
+
+
+def conclude(outcome: Outcome, config: ComparisonConfig) -> Outcome:
+    """Adds what scales or conditions tell together and the primary test, and corrects the tests that are a family."""
+    scales, is_crossed = outcome.scales, config.axis is Axis.CONDITIONS
+    losses = {name: scale.losses for name, scale in scales.items()}
+    analyses = {name: scale.statistics for name, scale in scales.items()}
+    interactions = analyse_interactions(losses, analyses) if is_crossed else None
+    findings = Findings(analyses, None if is_crossed else trend_of(scales), interactions)
+    primary = None
+    if config.primary is not None:
+        test = primary_test(config, {name: scale.flops(scale.baseline) for name, scale in scales.items()})
+        primary = analyse_primary(test, config.primary.margin, losses, analyses)
+        findings = findings.correct(has_primary=True, alone=test.alone)
+    elif is_crossed:
+        findings = findings.correct()
+    scales = {name: replace(scale, statistics=findings.analyses[name]) for name, scale in scales.items()}
+    outcome = replace(outcome, scales=scales, trend=findings.trend)
+    return replace(outcome, interactions=findings.interactions, primary=primary)
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
