@@ -1,7 +1,7 @@
-"""Compares how much models improve under several conditions, and corrects all tests of a comparison together.
+"""Tests weighted sums of losses, such as interactions, and corrects the tests of scales or conditions together.
 
 Runs of one seed are paired, also under different conditions. An interaction is the difference of a model's paired
-differences under two conditions. It is a weighted sum of losses by seed, and Student's paired t (1908) tests it.
+differences under two conditions, so it is a weighted sum by seed, and Student's paired t (1908) tests it.
 """
 
 import itertools
@@ -11,46 +11,62 @@ from enum import StrEnum
 
 import numpy as np
 
-from .inference import Analysis, Effect, Interval, Losses, holm, verdict_of
+from .inference import Analysis, Interval, Losses, holm, verdict_of
 from .trend import Estimate, Trend, judge_slope, welch_sum
 
 
+ALPHA = 0.05
+
 # Of losses, by scale or condition and by model
 Weights = Mapping[str, Mapping[str, float]]
-# The model of a test, and where it is tested: a scale or condition, two conditions, or None for a trend
+# What is tested, and where: a model at a scale or under a condition, between two conditions, or over all scales (None)
 Test = tuple[str, str | tuple[str, str] | None]
 
 
-class InteractionVerdict(StrEnum):
-    """How the improvement of a model changes from one condition to another."""
+class SumVerdict(StrEnum):
+    """What a test says of a weighted sum."""
 
-    MORE = "improves more"
-    LESS = "improves less"
+    BELOW = "below 0"
+    ABOVE = "above 0"
+    EQUIVALENT = "equivalent"  # only with a margin
     CANNOT_TELL = "cannot tell"
+    NOT_TESTED = "not tested"
+
+
+@dataclass(frozen=True)
+class SumTest:
+    """A weighted sum of losses, in percent of the mean loss of the baseline at the same scale or condition."""
+
+    verdict: SumVerdict
+    note: str = ""  # why there is no test
+    value: float | None = None
+    interval: Interval | None = None  # of 95 %
+    p: float | None = None  # two-sided, over the seeds that all its losses have
+    holm_p: float | None = None  # None if not corrected
+    margin: float | None = None
+    margin_interval: Interval | None = None  # of 90 %
+
+    def judged(self, p: float | None) -> "SumTest":
+        """Returns the test with a corrected p; a difference smaller than the margin is called equivalent."""
+        if p is None or self.verdict is SumVerdict.EQUIVALENT:
+            return replace(self, holm_p=p)
+        verdict = SumVerdict.ABOVE if self.value > 0 else SumVerdict.BELOW
+        return replace(self, holm_p=p, verdict=verdict if p < ALPHA else SumVerdict.CANNOT_TELL)
 
 
 @dataclass(frozen=True)
 class Interaction:
-    """The improvement of a model under the second of two conditions minus that under the first.
-
-    Each improvement is in percent of the mean loss that the baseline has under the same condition.
-    """
+    """The improvement of a model under the second of two conditions minus that under the first."""
 
     model: str
     conditions: tuple[str, str]
-    verdict: InteractionVerdict = InteractionVerdict.CANNOT_TELL
-    note: str = ""  # why there is no test
-    change: float | None = None
-    interval: Interval | None = None
-    p: float | None = None  # two-sided, over the seeds that both conditions have
-    holm_p: float | None = None
+    test: SumTest
 
 
 @dataclass(frozen=True)
 class Interactions:
-    """The interactions of all models and pairs of conditions."""
+    """All models between every two conditions, in the order of the file."""
 
-    alpha: float  # the nominal probability that any of them wrongly improves more or less
     tests: list[Interaction]
 
 
@@ -58,114 +74,99 @@ def interaction_weights(model: str, conditions: tuple[str, str], baseline: str) 
     return {name: {baseline: sign, model: -sign} for name, sign in zip(conditions, (-1.0, 1.0))}
 
 
-def analyse_interactions(
-    losses: Mapping[str, Mapping[str, Losses]], analyses: Mapping[str, Analysis], alpha: float = 0.05
-) -> Interactions:
-    """Tests every model between every two conditions, without a correction. `losses[condition][model][seed]`."""
-    tests, baseline = [], next(iter(analyses.values())).baseline
-    for pair in itertools.combinations(analyses, 2):
-        for model in analyses[pair[0]].effects:
-            weights = interaction_weights(model, pair, baseline)
-            estimate, note = weighted_sum(losses, analyses, weights)
-            test = Interaction(model, pair, note=note)
-            if estimate is not None:
-                test = replace(test, change=estimate.value, interval=estimate.interval(1 - alpha), p=estimate.p())
-            tests.append(test)
-    return Interactions(alpha, tests)
+def analyse_interactions(losses: Mapping[str, Mapping[str, Losses]], analyses: Mapping[str, Analysis]) -> Interactions:
+    """Tests interactions without a correction, from `losses[condition][model][seed]`."""
+    first, *_ = analyses.values()
+    return Interactions(
+        [
+            Interaction(model, pair, sum_test(losses, analyses, interaction_weights(model, pair, first.baseline)))
+            for pair in itertools.combinations(analyses, 2)
+            for model in first.effects
+        ]
+    )
 
 
-def weighted_sum(
+def sum_test(
     losses: Mapping[str, Mapping[str, Losses]],
     analyses: Mapping[str, Analysis],
     weights: Weights,
     is_paired: bool = True,
-) -> tuple[Estimate | None, str]:
-    """Adds losses in percent of the baseline's mean loss at the same scale or under the same condition.
+    margin: float | None = None,
+) -> SumTest:
+    """Tests a weighted sum, over the seeds that all its losses have, or those of each scale if it is not paired.
 
-    Seeds are those that all losses of a sum have: of the whole sum, or of each scale if it is not paired. Without an
-    estimate there is a reason: a model that the analysis of its scale did not test, or fewer than two seeds.
+    There is no test if a model has none in the analysis of its scale, or with fewer than two seeds. A margin, in
+    percent, adds a test of which no correction is needed: if one of the two is wrong, the other is right.
     """
-    weights = {name: {model: weight for model, weight in entry.items() if weight} for name, entry in weights.items()}
-    for name, entry in weights.items():
-        for model in entry.keys() & analyses[name].effects.keys():
-            if (effect := analyses[name].effects[model]).p is None:
-                return None, f"{model}, {name}: {effect.verdict}"
     parts = []
     for group in [weights] if is_paired else [{name: entry} for name, entry in weights.items()]:
-        runs = {name: {model: losses[name][model] for model in entry} for name, entry in group.items()}
-        references = {name: losses[name][analyses[name].baseline] for name in group}
-        seeds = set.intersection(*(set(each) for each in references.values()))
-        seeds = sorted(seeds.intersection(*(each for entry in runs.values() for each in entry.values())))
+        used = {(name, model) for name, entry in group.items() for model, weight in entry.items() if weight}
+        for name, model in sorted(used):
+            effect = analyses[name].effects.get(model)  # None for the baseline
+            if effect is not None and effect.p is None:
+                return SumTest(SumVerdict.NOT_TESTED, f"{model}, {name}: {effect.verdict}", margin=margin)
+        needed = used | {(name, analyses[name].baseline) for name in group}
+        seeds = sorted(set.intersection(*(set(losses[name][model]) for name, model in needed)))
         if len(seeds) < 2:
-            return None, "fewer than two common seeds"
-        total = np.zeros(len(seeds))
-        for name, entry in group.items():
-            percent = 100 / np.mean([references[name][seed] for seed in seeds])
-            for model, weight in entry.items():
-                total += weight * percent * np.array([runs[name][model][seed] for seed in seeds])
-        parts.append(total)
-    return welch_sum(parts), ""
+            return SumTest(SumVerdict.NOT_TESTED, "fewer than two common seeds", margin=margin)
+        of = {(name, model): np.array([losses[name][model][seed] for seed in seeds]) for name, model in needed}
+        percent = {name: 100 / of[name, analyses[name].baseline].mean() for name in group}
+        parts.append(sum(group[name][model] * percent[name] * of[name, model] for name, model in used))
+    estimate = welch_sum(parts)
+    test = SumTest(SumVerdict.CANNOT_TELL, "", estimate.value, estimate.interval(1 - ALPHA), estimate.p())
+    if margin is not None:
+        verdict = SumVerdict.EQUIVALENT if is_equivalent(estimate, margin) else test.verdict
+        narrow = estimate.interval(1 - 2 * ALPHA)
+        test = replace(test, verdict=verdict, margin=margin, margin_interval=narrow)
+    return test
 
 
-@dataclass(frozen=True)
-class Findings:
-    """All tests of a comparison, by scale or condition and over them."""
+def is_equivalent(estimate: Estimate, margin: float) -> bool:
+    """Makes two one-sided tests at 5 %: the 90 % interval must lie within the margin (Schuirmann 1987)."""
+    low, high = estimate.interval(1 - 2 * ALPHA)
+    return -margin < low and high < margin
 
-    analyses: dict[str, Analysis]
-    trend: Trend | None = None
-    interactions: Interactions | None = None
 
-    def correct(self, has_primary: bool = False, alone: Test | None = None) -> "Findings":
-        """Corrects p by Holm's method, and judges again.
+def correct(
+    analyses: dict[str, Analysis],
+    trend: Trend | None,
+    interactions: Interactions | None,
+    has_primary: bool = False,
+    alone: Test | None = None,
+) -> tuple[dict[str, Analysis], Trend | None, Interactions | None]:
+    """Corrects p of all tests by Holm's method, and judges them again.
 
-        All models times scales or conditions are one family, interactions a second. After a primary test there is one
-        family, without the test that stands `alone`.
-        """
-        of_models: dict[Test, float] = {
-            (model, name): effect.p for name, analysis in self.analyses.items() for model, effect in _tested(analysis)
+    All models times scales or conditions are one family, interactions a second. After a primary test all others are
+    one family, without the test that stands `alone` because it is the primary one.
+    """
+    of_models = {(model, name): effect.p for name, each in analyses.items() for model, effect in each.effects.items()}
+    others = {(each.model, each.conditions): each.test.p for each in (interactions.tests if interactions else ())}
+    others |= {(model, None): each.p for model, each in (trend.models.items() if trend else ())}
+    families = [of_models, others]
+    if has_primary:
+        together = of_models | others
+        families = [together, {alone: together.pop(alone, None)}]
+    families = [{test: p for test, p in family.items() if p is not None} for family in families]
+    corrected = {test: p for family in families for test, p in zip(family, holm(family.values()))}
+    size, judged = len(families[0]), {}
+    for name, each in analyses.items():
+        effects = {
+            model: replace(effect, holm_p=corrected.get((model, name))) for model, effect in each.effects.items()
         }
-        others: dict[Test, float] = {
-            (test.model, test.conditions): test.p
-            for test in (self.interactions.tests if self.interactions else ())
-            if test.p is not None
+        verdicts = {
+            model: verdict_of(effect, size, ALPHA) for model, effect in effects.items() if effect.p is not None
         }
-        if self.trend is not None:
-            others |= {(name, None): model.p for name, model in self.trend.models.items() if model.p is not None}
-        families = [of_models, others]
-        if has_primary:
-            together = of_models | others
-            first = {alone: together.pop(alone)} if alone in together else {}
-            families = [together, first]
-        corrected = {test: p for family in families for test, p in zip(family, holm(family.values()))}
-        count = len(families[0])
-        analyses = {name: _judge_again(entry, name, corrected, count) for name, entry in self.analyses.items()}
-        trend, interactions = self.trend, self.interactions
-        if trend is not None:
-            models = {
-                name: judge_slope(model, corrected[name, None], trend.alpha) if (name, None) in corrected else model
-                for name, model in trend.models.items()
-            }
-            trend = replace(trend, models=models)
-        if interactions is not None:
-            tests = [_judge(test, corrected.get((test.model, test.conditions))) for test in interactions.tests]
-            interactions = replace(interactions, tests=tests)
-        return Findings(analyses, trend, interactions)
-
-
-def _tested(analysis: Analysis) -> list[tuple[str, Effect]]:
-    return [(model, effect) for model, effect in analysis.effects.items() if effect.p is not None]
-
-
-def _judge_again(analysis: Analysis, name: str, corrected: Mapping[Test, float], tests: int) -> Analysis:
-    effects = dict(analysis.effects)
-    for model, effect in _tested(analysis):
-        effect = replace(effect, holm_p=corrected[model, name])
-        effects[model] = replace(effect, verdict=verdict_of(effect, tests, analysis.alpha))
-    return replace(analysis, effects=effects, family=tests)
-
-
-def _judge(test: Interaction, p: float | None, alpha: float = 0.05) -> Interaction:
-    verdict = InteractionVerdict.CANNOT_TELL
-    if p is not None and p < alpha:
-        verdict = InteractionVerdict.MORE if test.change > 0 else InteractionVerdict.LESS
-    return replace(test, holm_p=p, verdict=verdict)
+        effects |= {model: replace(effects[model], verdict=verdict) for model, verdict in verdicts.items()}
+        judged[name] = replace(each, effects=effects, family=size)
+    if trend is not None:
+        slopes = {
+            model: judge_slope(trend.models[model], p, ALPHA) for (model, at), p in corrected.items() if at is None
+        }
+        trend = replace(trend, models=trend.models | slopes)
+    if interactions is not None:
+        tests = [
+            replace(each, test=each.test.judged(corrected.get((each.model, each.conditions))))
+            for each in interactions.tests
+        ]
+        interactions = Interactions(tests)
+    return judged, trend, interactions

@@ -245,52 +245,37 @@ class ConditionConfig(ScaleConfig):
 
 
 @dataclass(frozen=True)
-class InteractionConfig(_Section):
-    """The fields of an interaction: how a model's improvement changes between two conditions."""
-
-    model: str | None = None
-    """A model other than the baseline."""
-    conditions: list[str] | None = None
-    """Two conditions: the improvement under the second minus that under the first is tested."""
-
-
-@dataclass(frozen=True)
 class PrimaryConfig(_Section):
-    """The fields of `primary`, of which one is the test that a comparison is made for."""
+    """The fields of `primary`: one test, which the comparison is made for."""
 
     contrast: dict[str, float] | None = None
-    """A weight for each model, 0 in all: the weighted sum of losses, in percent of the baseline's loss."""
-    interaction: InteractionConfig | None = None
-    """A `model` and two `conditions`."""
+    """A weight for each model, 0 in all: the weighted sum of losses in percent of the baseline's loss."""
+    interaction: dict[str, list[str]] | None = None
+    """A model and two conditions: its improvement under the second minus that under the first."""
     trend: str | None = None
     """A model of a ladder."""
     margin: float | None = None
-    """In percent; smaller differences are called equivalent."""
+    """In percent; smaller values are called equivalent."""
 
     def check(self, config: "ComparisonConfig") -> None:
         """Raises `ValueError` for a test that the comparison cannot make."""
-        given = [name for name in ("contrast", "interaction", "trend") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"primary holds {' and '.join(given) or 'no test'}; name a contrast, interaction or trend"
-            )
-        if self.margin is not None and not 0 < self.margin < math.inf:
-            raise ValueError(f"primary: margin={self.margin:g} must be a number above 0, in percent")
-        weights, pair = self.contrast, self.interaction
-        if weights is not None:
+        needs = {"contrast": config.axis, "interaction": Axis.CONDITIONS, "trend": Axis.SCALES}
+        given = [name for name in needs if getattr(self, name) is not None]
+        if len(given) != 1 or needs[given[0]] is not config.axis:
+            here = " or ".join(name for name, axis in needs.items() if axis is config.axis)
+            raise ValueError(f"primary holds {' and '.join(given) or 'no test'}; here it must be one {here}")
+        check_number("primary: margin", self.margin, 0)
+        if (weights := self.contrast) is not None:
             check_keys("primary: contrast", weights, config.models)
             if not any(weights.values()) or abs(sum(weights.values())) > 1e-9:
-                raise ValueError(f"primary: contrast={weights!r}: the weights must sum to 0, and not all be 0")
-        needed = None if weights is not None else Axis.SCALES if self.trend else Axis.CONDITIONS
-        if needed not in (None, config.axis):
-            raise ValueError(f"primary: {given[0]}: it needs {needed}")
-        chosen = pair.conditions or [] if pair else []
-        if pair and (len(chosen) != 2 or len({*chosen} & config.conditions.keys()) != 2):
-            known = ", ".join(config.conditions)
-            raise ValueError(f"primary: interaction: conditions={chosen!r} must be two of {known}")
-        model = pair.model if pair else self.trend
-        if needed and model not in config.models.keys() - {config.baseline}:
-            raise ValueError(f"primary: {given[0]}: model {model!r} must be one of models, other than the baseline")
+                raise ValueError(f"primary: contrast={weights!r} must have weights that sum to 0, not all of them 0")
+            return
+        tested = self.interaction or {self.trend: []}
+        if len(tested) != 1 or not tested.keys() <= config.models.keys() - {config.baseline}:
+            raise ValueError(f"primary: {given[0]}: {', '.join(tested)} must be one model besides the baseline")
+        (pair,) = tested.values()
+        if self.interaction and not (len(pair) == len(config.conditions.keys() & pair) == 2):
+            raise ValueError(f"primary: interaction: {pair!r} must be two of {', '.join(config.conditions)}")
 
 
 @dataclass(frozen=True)
@@ -394,11 +379,11 @@ class ComparisonConfig(_Section):
     @property
     def family(self) -> int:
         """The number of tests that are corrected together with those of one scale or condition."""
-        models, many = len(self.models) - 1, len(self.scale_configs)
+        models, many, is_crossed = len(self.models) - 1, len(self.scale_configs), self.axis is Axis.CONDITIONS
         if self.primary is None:
-            return models * many if self.axis is Axis.CONDITIONS else models
-        others = {None: 0, Axis.SCALES: models, Axis.CONDITIONS: models * math.comb(many, 2)}[self.axis]
-        return models * many + others - (self.primary.contrast is None)
+            return models * many if is_crossed else models
+        others = math.comb(many, 2) if is_crossed else self.axis is Axis.SCALES
+        return models * (many + others) - (self.primary.contrast is None)
 
     def source_of(self, scale: str, source: str) -> str:
         return source if self.axis is None else f"{source}: {self.axis.one} {scale!r}"
@@ -429,8 +414,7 @@ class ComparisonConfig(_Section):
 
 
 # Fields that hold a section, and fields that hold sections by name
-_SECTION_OF = {"learning_rates": SearchConfig, "confirm": ConfirmConfig}
-_SECTION_OF |= {"primary": PrimaryConfig, "interaction": InteractionConfig}
+_SECTION_OF = {"learning_rates": SearchConfig, "confirm": ConfirmConfig, "primary": PrimaryConfig}
 _SECTIONS_OF = {"models": ModelConfig, "factors": FactorConfig, "scales": ScaleConfig, "conditions": ConditionConfig}
 
 

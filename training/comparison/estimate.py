@@ -14,7 +14,7 @@ from ..text import check_number, duration, first_line
 from .comparison import Comparison, Scale, Variant
 from .inference import alpha_of_last, smallest_difference
 from .local import environment_of_one_run
-from .primary import primary_test, smallest_value
+from .primary import plan_primary, smallest_value
 
 
 # Steps of a model that are timed, after two that warm up; fewer if they take longer than `_SECONDS`
@@ -76,19 +76,18 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 
 
 def _describe_primary(plan: Comparison, floor: float | None) -> Iterator[str]:
-    test = primary_test(plan.config, {name: scale.flops_of(scale.baseline) for name, scale in plan.scales.items()})
-    seeds = {name: len(scale.seeds) for name, scale in plan.scales.items()}
-    yield f"primary: {test.words}; tested first at 5 %, without a correction"
-    if min(seeds[name] for name in test.weights) < 2:
-        yield "primary: no test, for it needs two seeds or more"
+    primary = plan_primary(plan.config, {name: scale.flops_of(scale.baseline) for name, scale in plan.scales.items()})
+    seeds = {name: len(plan.scales[name].seeds) for name in primary.weights}
+    yield f"primary test: {primary.about}; first, at 5 % without a correction"
+    if min(seeds.values()) < 2:
         return
-    found, margin = smallest_value(test, seeds, _POWER)
-    yield f"primary: smallest value found with probability {100 * _POWER:.0f} %: {_in_floors(found, floor)}"
+    found, margin = smallest_value(primary, seeds, _POWER)
+    yield f"primary test: smallest value found with probability {100 * _POWER:.0f} %: {_in_floors(found, floor)}"
     if (own := plan.config.primary.margin) is not None:
         needed = (
             f"equal models are found equivalent with this probability from a margin of {_in_floors(margin, floor)}"
         )
-        yield f"primary: the margin is {own:g} %; {needed}"
+        yield f"primary test: the margin is {own:g} %; {needed}"
 
 
 def _in_floors(times: float, floor: float | None) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
@@ -14,10 +14,9 @@ from ..disk import delete, read_bytes
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
-from .conditions import InteractionVerdict
+from .conditions import SumVerdict
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, Verdict, power_warning
-from .primary import PrimaryVerdict
 from .render import Rows, Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
@@ -89,25 +88,15 @@ _EARLY = (
 @rc_context(rcParamsDefault)  # not a `matplotlibrc` of the working directory, which may run LaTeX
 def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None:
     """Writes `results.md`, `figures/*.png` and `report.html`, which may link to a page of `nlq explore`."""
+    results, figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
     drawn = []
-    for name, title, results, caption, draw in _figures(outcome):
+    for name, (title, caption, draw) in {} if outcome.interactions else figures.items():
         if (figure := draw(results)) is not None:
             drawn.append(figure_section(folder, name, title, caption, figure))
         else:
             delete(folder / "figures" / f"{name}.png")  # of results that had more runs
     link = Markdown(f"See what attention does, in the best model and in the baseline: [{PAGE_FILE}]({PAGE_FILE})")
     write_sections(folder, outcome.name, _sections(outcome, drawn), link if has_page else None)
-
-
-def _figures(outcome: Outcome) -> Iterator[tuple[str, str, Outcome | ScaleOutcome, str, Callable]]:
-    """Yields the name of each figure, its title, what it shows, its caption, and the function that draws it."""
-    shown = {("", ""): outcome if outcome.trend else outcome.largest}
-    if outcome.interactions:  # a name may have spaces, which Markdown does not allow in an address
-        named = enumerate(outcome.scales.items(), start=1)
-        shown = {(f"-{number}", f", {name}"): results for number, (name, results) in named}
-    for (suffix, where), results in shown.items():
-        for name, (title, caption, draw) in (FIGURES_OF_A_LADDER if outcome.trend else FIGURES).items():
-            yield f"{name}{suffix}", f"{title}{where}", results, caption, draw
 
 
 @singledispatch
@@ -204,7 +193,7 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     elif outcome.interactions:
         conditions = outcome.scales.items()
         sections += [replace(_models(results), title=f"Condition {name}") for name, results in conditions]
-        sections += [Section("Interactions", [interaction_rows(outcome), INTERACTIONS_CAPTION]), *figures[1:]]
+        sections += [Section("Interactions", [interaction_rows(outcome), INTERACTIONS_CAPTION])]
         sections += [_folded(f"Runs under {name}", results, _runs(results)) for name, results in conditions]
     else:
         sections += [_models(largest), *figures[1:], *_runs(largest), _protocol(protocol_sentences(largest))]
@@ -261,24 +250,26 @@ def outcome_sentences(outcome: Outcome) -> list[str]:
 
 
 def primary_sentence(outcome: Outcome) -> str:
-    primary, others = outcome.primary, outcome.largest.statistics.family
-    if primary.verdict is PrimaryVerdict.NOT_TESTED:
-        return f"Primary test, {primary.test}: not tested ({primary.note})."
+    about, test = f"Primary test, {outcome.primary.about}", outcome.primary.test
+    if test.note:
+        return f"{about}: {test.verdict} ({test.note})."
     margin = ""
-    if primary.margin is not None:
-        low, high = primary.margin_interval
-        margin = f"; equivalent would be a 90 % interval, here [{low:+.2f}, {high:+.2f}], within {primary.margin:g} %"
+    if test.margin is not None:
+        low, high = test.margin_interval
+        margin = f" Equivalent means that its 90 % interval, [{low:+.2f}, {high:+.2f}], is within {test.margin:g} %."
     return (
-        f"Primary test, {primary.test}: {primary.verdict}, {with_interval(primary.value, primary.interval, '+.2f')} "
-        f"% of the baseline's loss, p {p_value(primary.p)}{margin}. It stands first, at 5 % without a correction; "
-        f"{count(others, 'other test')} together are one family."
+        f"{about}: {test.verdict}, {with_interval(test.value, test.interval, '+.2f')} % of the baseline's loss, p "
+        f"{p_value(test.p)}.{margin} It was tested first, at 5 % without a correction; "
+        f"{count(outcome.largest.statistics.family, 'other test')} together are one family."
     )
 
 
 def interaction_sentence(outcome: Outcome) -> str:
-    tests = [test for test in outcome.interactions.tests if test.verdict is not InteractionVerdict.CANNOT_TELL]
+    words = {SumVerdict.ABOVE: "more", SumVerdict.BELOW: "less"}
     found = [
-        f"{test.model} {test.verdict} under {test.conditions[1]} than under {test.conditions[0]}" for test in tests
+        f"{each.model} improves {words[each.test.verdict]} under {each.conditions[1]} than under {each.conditions[0]}"
+        for each in outcome.interactions.tests
+        if each.test.verdict in words
     ]
     return f"Interactions of models and conditions: {'; '.join(found) or 'none found'}."
 

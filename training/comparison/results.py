@@ -14,10 +14,10 @@ from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
 from .comparison import Run, ScaleProgress
-from .conditions import Findings, Interactions, analyse_interactions
+from .conditions import Interactions, analyse_interactions, correct, sum_test
 from .config import SINGLE, Axis, ComparisonConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
-from .primary import Primary, analyse_primary, primary_test
+from .primary import Primary, plan_primary
 from .store import RunStore
 from .trend import ScaleLosses, Trend, analyse_trend
 
@@ -279,21 +279,20 @@ def judge(
 
 def conclude(outcome: Outcome, config: ComparisonConfig) -> Outcome:
     """Adds what scales or conditions tell together and the primary test, and corrects the tests that are a family."""
-    scales, is_crossed = outcome.scales, config.axis is Axis.CONDITIONS
+    scales, primary, is_crossed = outcome.scales, None, config.axis is Axis.CONDITIONS
     losses = {name: scale.losses for name, scale in scales.items()}
     analyses = {name: scale.statistics for name, scale in scales.items()}
     interactions = analyse_interactions(losses, analyses) if is_crossed else None
-    findings = Findings(analyses, None if is_crossed else trend_of(scales), interactions)
-    primary = None
+    trend = None if is_crossed else trend_of(scales)
     if config.primary is not None:
-        test = primary_test(config, {name: scale.flops(scale.baseline) for name, scale in scales.items()})
-        primary = analyse_primary(test, config.primary.margin, losses, analyses)
-        findings = findings.correct(has_primary=True, alone=test.alone)
+        plan = plan_primary(config, {name: scale.flops(scale.baseline) for name, scale in scales.items()})
+        test = sum_test(losses, analyses, plan.weights, plan.is_paired, config.primary.margin)
+        primary = Primary(plan.about, test.judged(test.p))
+        analyses, trend, interactions = correct(analyses, trend, interactions, True, plan.alone)
     elif is_crossed:
-        findings = findings.correct()
-    scales = {name: replace(scale, statistics=findings.analyses[name]) for name, scale in scales.items()}
-    outcome = replace(outcome, scales=scales, trend=findings.trend)
-    return replace(outcome, interactions=findings.interactions, primary=primary)
+        analyses, trend, interactions = correct(analyses, trend, interactions)
+    scales = {name: replace(scale, statistics=analyses[name]) for name, scale in scales.items()}
+    return replace(outcome, scales=scales, trend=trend, interactions=interactions, primary=primary)
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:

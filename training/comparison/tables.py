@@ -188,14 +188,13 @@ def improvement_rows(trend: Trend) -> Rows:
 def interaction_rows(outcome: Outcome) -> Rows:
     return [
         {
-            "model": test.model,
-            "from": test.conditions[0],
-            "to": test.conditions[1],
-            "verdict": f"no test: {test.note}" if test.note else test.verdict,
-            "change of the improvement (%)": with_interval(test.change, test.interval, "+.2f"),
-            "Holm p": p_value(test.holm_p),
+            "model": each.model,
+            "conditions": " to ".join(each.conditions),
+            "verdict": f"{each.test.verdict}: {each.test.note}" if each.test.note else each.test.verdict,
+            "change of the improvement (%)": with_interval(each.test.value, each.test.interval, "+.2f"),
+            "Holm p": p_value(each.test.holm_p),
         }
-        for test in outcome.interactions.tests
+        for each in outcome.interactions.tests
     ]
 
 
