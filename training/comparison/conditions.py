@@ -95,8 +95,8 @@ def sum_test(
 ) -> SumTest:
     """Tests a weighted sum, over the seeds that all its losses have, or those of each scale if it is not paired.
 
-    There is no test if a model has none in the analysis of its scale, or with fewer than two seeds. A margin, in
-    percent, adds a test of which no correction is needed: if one of the two is wrong, the other is right.
+    There is no test if a model has none in the analysis of its scale, or with fewer than two seeds. A margin in percent
+    adds a test of equivalence. Neither is corrected, because at most one of the two can be wrong.
     """
     parts = []
     for group in [weights] if is_paired else [{name: entry} for name, entry in weights.items()]:
