@@ -111,7 +111,7 @@ class Scale:
         return self.variants[run.model].recipe.replace(training=settings)
 
     def power_warning(self) -> str | None:
-        return power_warning(len(self.seeds), self.family, self.stop is not None)
+        return power_warning(len(self.seeds), len(self.variants) - 1, self.stop is not None, self.family)
 
     def describe(self) -> Iterator[str]:
         rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
@@ -229,7 +229,7 @@ class Comparison:
         """Returns how far each scale is that has begun, by name. A scale begins when those before it are finished.
 
         Each seed begins its search where it ended at the last scale that has it: choices of seeds stay independent.
-        Conditions have no order.
+        All conditions begin at once, where the file says.
         """
         if self.config.axis is Axis.CONDITIONS:
             return {name: progress_of(scale, results[name]) for name, scale in self.scales.items()}
@@ -402,10 +402,6 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
 
 def _check_conditions(path: str, conditions: Mapping[str, Scale]) -> None:
     """Raises `ValueError` if two conditions make the same runs."""
-    plans = {
-        name: {model: variant.recipe for model, variant in entry.variants.items()}
-        for name, entry in conditions.items()
-    }
-    for one, other in itertools.combinations(plans, 2):
-        if plans[one] == plans[other]:
+    for (one, first), (other, second) in itertools.combinations(conditions.items(), 2):
+        if all(variant.recipe == second.variants[model].recipe for model, variant in first.variants.items()):
             raise ValueError(f"{path}: the conditions {one!r} and {other!r} have the same recipe")

@@ -17,9 +17,9 @@ from .trend import Estimate, Trend, judge_slope, welch_sum
 
 ALPHA = 0.05
 
-# Of losses, by scale or condition and by model
+# Weights of losses, by scale or condition and by model
 Weights = Mapping[str, Mapping[str, float]]
-# What is tested, and where: a model at a scale or under a condition, between two conditions, or over all scales (None)
+# A model, and a scale or condition, two conditions, or None for a trend
 Test = tuple[str, str | tuple[str, str] | None]
 
 
@@ -38,7 +38,7 @@ class SumTest:
     """A weighted sum of losses, in percent of the mean loss of the baseline at the same scale or condition."""
 
     verdict: SumVerdict
-    note: str = ""  # why there is no test
+    note: str = ""  # the reason if it is not tested
     value: float | None = None
     interval: Interval | None = None  # of 95 %
     p: float | None = None  # two-sided, over the seeds that all its losses have
@@ -65,7 +65,7 @@ class Interaction:
 
 @dataclass(frozen=True)
 class Interactions:
-    """All models between every two conditions, in the order of the file."""
+    """The tests of all models between every two conditions, in the order of the file."""
 
     tests: list[Interaction]
 
@@ -93,19 +93,19 @@ def sum_test(
     is_paired: bool = True,
     margin: float | None = None,
 ) -> SumTest:
-    """Tests a weighted sum, over the seeds that all its losses have, or those of each scale if it is not paired.
+    """Tests a weighted sum over seeds that have all of its losses; unpaired, each scale has its own seeds.
 
-    There is no test if a model has none in the analysis of its scale, or with fewer than two seeds. A margin in percent
-    adds a test of equivalence. Neither is corrected, because at most one of the two can be wrong.
+    Each model must be tested in the analysis of its scale, and two seeds are needed. A margin in percent adds a test
+    of equivalence, without a correction, because at most one of the two tests can be wrong.
     """
     parts = []
     for group in [weights] if is_paired else [{name: entry} for name, entry in weights.items()]:
-        used = {(name, model) for name, entry in group.items() for model, weight in entry.items() if weight}
-        for name, model in sorted(used):
+        used = [(name, model) for name, entry in group.items() for model, weight in entry.items() if weight]
+        for name, model in used:
             effect = analyses[name].effects.get(model)  # None for the baseline
             if effect is not None and effect.p is None:
                 return SumTest(SumVerdict.NOT_TESTED, f"{model}, {name}: {effect.verdict}", margin=margin)
-        needed = used | {(name, analyses[name].baseline) for name in group}
+        needed = {*used, *((name, analyses[name].baseline) for name in group)}
         seeds = sorted(set.intersection(*(set(losses[name][model]) for name, model in needed)))
         if len(seeds) < 2:
             return SumTest(SumVerdict.NOT_TESTED, "fewer than two common seeds", margin=margin)
@@ -136,8 +136,8 @@ def correct(
 ) -> tuple[dict[str, Analysis], Trend | None, Interactions | None]:
     """Corrects p of all tests by Holm's method, and judges them again.
 
-    All models times scales or conditions are one family, interactions a second. After a primary test all others are
-    one family, without the test that stands `alone` because it is the primary one.
+    All models times scales or conditions are one family, interactions a second. With a primary test, all others are
+    one family. If the primary test is one of these too, it is `alone`.
     """
     of_models = {(model, name): effect.p for name, each in analyses.items() for model, effect in each.effects.items()}
     others = {(each.model, each.conditions): each.test.p for each in (interactions.tests if interactions else ())}
@@ -150,13 +150,11 @@ def correct(
     corrected = {test: p for family in families for test, p in zip(family, holm(family.values()))}
     size, judged = len(families[0]), {}
     for name, each in analyses.items():
-        effects = {
-            model: replace(effect, holm_p=corrected.get((model, name))) for model, effect in each.effects.items()
-        }
-        verdicts = {
-            model: verdict_of(effect, size, ALPHA) for model, effect in effects.items() if effect.p is not None
-        }
-        effects |= {model: replace(effects[model], verdict=verdict) for model, verdict in verdicts.items()}
+        effects = dict(each.effects)
+        for model, effect in each.effects.items():
+            if effect.p is not None:
+                effect = replace(effect, holm_p=corrected[model, name])
+                effects[model] = replace(effect, verdict=verdict_of(effect, size, ALPHA))
         judged[name] = replace(each, effects=effects, family=size)
     if trend is not None:
         slopes = {

@@ -288,18 +288,18 @@ def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: floa
     return shift * math.sqrt(2 / seeds) * noise_floor
 
 
-def power_warning(seeds: int, models: int, has_interim: bool = False) -> str | None:
-    """Warns of a plan whose verdicts may be "too few seeds"."""
+def power_warning(seeds: int, models: int, has_interim: bool = False, family: int | None = None) -> str | None:
+    """Warns of a plan whose verdicts may be "too few seeds"; a `family` has other tests too."""
     alpha = alpha_of_last(seeds, has_interim)
-    enough = 2
-    while detectable_effect(enough, models, alpha) > PLAUSIBLE_EFFECT:
+    enough, tests = 2, family or models
+    while detectable_effect(enough, tests, alpha) > PLAUSIBLE_EFFECT:
         enough += 1
     if seeds >= enough:
         return None
-    plan = f"{count(seeds, 'seed')} and {count(models, 'model')}"
+    plan = f"{count(seeds, 'seed')} and {count(models, 'model') if tests == models else count(tests, 'test')}"
     if seeds < 2:
         return f"{plan}: no verdict is possible, for the noise shows only between seeds; take at least {enough} seeds"
-    needed, difference = critical_t(seeds, models, alpha), detectable_effect(seeds, models, alpha)
+    needed, difference = critical_t(seeds, tests, alpha), detectable_effect(seeds, tests, alpha)
     return (
         f"{plan} may need |t| > {needed:.1f}, a difference of {difference:.1f} standard deviations, where up to "
         f"{PLAUSIBLE_EFFECT:g} is plausible; take at least {enough} seeds"

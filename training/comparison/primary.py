@@ -23,7 +23,7 @@ class Primary:
 
 @dataclass(frozen=True)
 class PrimaryPlan:
-    """What a primary test is about, and how it adds losses."""
+    """A primary test in words, and its weights of losses."""
 
     about: str
     weights: Weights
@@ -34,7 +34,7 @@ class PrimaryPlan:
 def plan_primary(config: ComparisonConfig, flops: Mapping[str, float]) -> PrimaryPlan:
     """Returns a primary test; `flops` are those of the baseline, by scale or condition, in order.
 
-    A contrast is the mean over conditions, and in a ladder that of the largest scale.
+    A contrast is the mean over conditions. A ladder tests it at the largest scale.
     """
     primary, baseline = config.primary, config.baseline
     if primary.contrast is not None:
@@ -55,8 +55,8 @@ def plan_primary(config: ComparisonConfig, flops: Mapping[str, float]) -> Primar
 def smallest_value(plan: PrimaryPlan, seeds: Mapping[str, int], power: float) -> tuple[float, float]:
     """Returns what a plan finds with probability `power`, in noise floors, if runs share no noise.
 
-    The first number is the smallest value that differs from 0. The second is the smallest margin within which a value
-    of 0 is equivalent.
+    The first number is the smallest value that is found to differ from 0. The second is the smallest margin that finds
+    a value of 0 equivalent.
     """
     squares = {name: sum(weight**2 for weight in entry.values()) for name, entry in plan.weights.items()}
     groups = [squares] if plan.is_paired else [{name: square} for name, square in squares.items()]

@@ -363,9 +363,8 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
             if name == results.baseline:
                 consequence = "models get no verdict from these seeds"
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    warning = power_warning(
-        len(results.seeds), results.statistics.family or len(results.models) - 1, results.interim is not None
-    )
+    counts = len(results.seeds), len(results.models) - 1
+    warning = power_warning(*counts, results.interim is not None, results.statistics.family)
     if has_tests and warning:
         warnings.append(f"{warning}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:

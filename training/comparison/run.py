@@ -87,18 +87,19 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
     engine = engine or LocalEngine()
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file needs no bars of the data
-    scales, is_crossed = {}, comparison.config.axis is Axis.CONDITIONS
+    scales = {}
     with engine.connected(list(comparison.scales.values())):
         _claim_folder(folder, comparison)
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, comparison.scales)
             added = _added_seeds(folder, comparison.scales)
-            folders = {name: scale_folder(folder, comparison.config.axis, name) for name in comparison.scales}
-            stores = {name: RunStore(path) for name, path in folders.items()}
+            axis = comparison.config.axis
+            stores = {name: RunStore(scale_folder(folder, axis, name)) for name in comparison.scales}
             for name, store in stores.items():
-                data_folder = folders[_condition_of_data(comparison, name)] if is_crossed else folder
-                data, fingerprint = engine.prepare_data(comparison.scales[name], data_folder)
-                _check_same_dataset(data_folder / FINGERPRINT_FILE, fingerprint)
+                # Conditions may differ in dataset and tokenizer
+                of_data = store.folder if axis is Axis.CONDITIONS else folder
+                data, fingerprint = engine.prepare_data(comparison.scales[name], of_data)
+                _check_same_dataset(of_data / FINGERPRINT_FILE, fingerprint)
                 progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
@@ -109,13 +110,6 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
             outcome = conclude(outcome, comparison.config)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
-
-
-def _condition_of_data(comparison: Comparison, name: str) -> str:
-    """Returns the first condition with the same data, whose folder has their tokenizer."""
-    recipes = {other: scale.variants[scale.baseline].recipe for other, scale in comparison.scales.items()}
-    data = {other: (recipe.digest("data"), recipe.tokenizer_name) for other, recipe in recipes.items()}
-    return next(other for other in data if data[other] == data[name])
 
 
 def _make_runs(
