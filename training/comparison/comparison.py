@@ -64,7 +64,7 @@ class Scale:
     name: str  # of the comparison, and of the scale if there are several
     config: ComparisonConfig
     variants: dict[str, Variant]
-    family: int  # the number of tests that are corrected together with those of this scale
+    family: int  # the number of tests that are corrected together
 
     @property
     def baseline(self) -> str:

@@ -34,7 +34,7 @@ _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
 
 
 class Axis(StrEnum):
-    """What a comparison crosses its models with: the field in its file, and the folder of the results."""
+    """Names the fields that cross models with something, and their folders of results."""
 
     SCALES = "scales"
     CONDITIONS = "conditions"
@@ -225,7 +225,7 @@ class ScaleConfig(_Section):
 
 @dataclass(frozen=True)
 class ConditionConfig(ScaleConfig):
-    """The fields of a condition in `conditions`: those of a scale, and the other fields of a recipe."""
+    """The fields of a condition in `conditions`: a scale has these too, but only some fields of a recipe."""
 
     others: dict[str, Any] = field(default_factory=dict)
     """Other fields of a recipe, which checks their values."""
@@ -378,7 +378,7 @@ class ComparisonConfig(_Section):
 
     @property
     def family(self) -> int:
-        """The number of tests that are corrected together with those of one scale or condition."""
+        """The number of tests that are corrected together, at each scale or under all conditions."""
         models, many, is_crossed = len(self.models) - 1, len(self.scale_configs), self.axis is Axis.CONDITIONS
         if self.primary is None:
             return models * many if is_crossed else models

@@ -15,7 +15,7 @@ from .trend import slope_weights
 
 @dataclass(frozen=True)
 class Primary:
-    """The primary test; of a trend, its value is that of a decade of compute."""
+    """The primary test. A trend has its slope as value, in percent per decade of compute."""
 
     about: str  # in words
     test: SumTest
@@ -32,7 +32,7 @@ class PrimaryPlan:
 
 
 def plan_primary(config: ComparisonConfig, flops: Mapping[str, float]) -> PrimaryPlan:
-    """Returns a primary test; `flops` are those of the baseline, by scale or condition, in order.
+    """Returns a primary test. `flops` counts a run of the baseline, by scale or condition, in order.
 
     A contrast is the mean over conditions. A ladder tests it at the largest scale.
     """
