@@ -259,8 +259,8 @@ def primary_sentence(outcome: Outcome) -> str:
         margin = f" Equivalent means that its 90 % interval, [{low:+.2f}, {high:+.2f}], is within {test.margin:g} %."
     return (
         f"{about}: {test.verdict}, {with_interval(test.value, test.interval, '+.2f')} % of the baseline's loss, p "
-        f"{p_value(test.p)}.{margin} It was tested first, at 5 % without a correction; "
-        f"{count(outcome.largest.statistics.family, 'other test')} together are one family."
+        f"{p_value(test.p)}.{margin} It counts seeds, not the choice of the test text. It was tested first, at 5 % "
+        f"without a correction; {count(outcome.largest.statistics.family, 'other test')} together are one family."
     )
 
 
