@@ -157,10 +157,12 @@ def correct(
                 effects[model] = replace(effect, verdict=verdict_of(effect, size, ALPHA))
         judged[name] = replace(each, effects=effects, family=size)
     if trend is not None:
-        slopes = {
-            model: judge_slope(trend.models[model], p, ALPHA) for (model, at), p in corrected.items() if at is None
-        }
-        trend = replace(trend, models=trend.models | slopes)
+        slopes = dict(trend.models)
+        for model in [model for model, where in corrected if where is None]:
+            p = corrected[model, None]
+            verdict, meaning = judge_slope(slopes[model], p, ALPHA)
+            slopes[model] = replace(slopes[model], verdict=verdict, meaning=meaning, holm_p=p)
+        trend = replace(trend, models=slopes)
     if interactions is not None:
         tests = [
             replace(each, test=each.test.judged(corrected.get((each.model, each.conditions))))

@@ -49,7 +49,9 @@ def plan_primary(config: ComparisonConfig, flops: Mapping[str, float]) -> Primar
         return PrimaryPlan(about, interaction_weights(model, pair, baseline), alone=(model, in_order))
     slope = zip(flops, map(float, slope_weights(flops.values())))
     weights = {name: {baseline: weight, primary.trend: -weight} for name, weight in slope}
-    return PrimaryPlan(f"trend of {primary.trend}", weights, False, (primary.trend, None))
+    return PrimaryPlan(
+        f"slope of the improvement of {primary.trend} per decade", weights, False, (primary.trend, None)
+    )
 
 
 def smallest_value(plan: PrimaryPlan, seeds: Mapping[str, int], power: float) -> tuple[float, float]:

@@ -194,13 +194,15 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
         conditions = outcome.scales.items()
         sections += [replace(_models(results), title=f"Condition {name}") for name, results in conditions]
         sections += [Section("Interactions", [interaction_rows(outcome), INTERACTIONS_CAPTION])]
-        sections += [_folded(f"Runs under {name}", results, _runs(results)) for name, results in conditions]
+        for name, results in conditions:
+            data = Section("Data and machine", [provenance(results)])
+            sections.append(_folded(f"Runs under {name}", results, [*_runs(results), data]))
     else:
         sections += [_models(largest), *figures[1:], *_runs(largest), _protocol(protocol_sentences(largest))]
     configuration = [
         Markdown(f"{code(outcome.command)}, which is after the command line:"),
         code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
-        provenance(largest),
+        *([] if outcome.interactions else [provenance(largest)]),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]
 

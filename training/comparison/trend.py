@@ -124,7 +124,8 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, "", steps, *fields)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
-        models[name] = judge_slope(trend, holm_p, alpha)
+        verdict, meaning = judge_slope(trend, holm_p, alpha)
+        models[name] = replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
     floors = {name: _noise_floor(runs[baseline]) for name, runs in losses.items()}
     return Trend(baseline, alpha, flops, floors, multiplier_note, models)
 
@@ -158,15 +159,13 @@ def _improvement(base: np.ndarray, differences: np.ndarray) -> float | None:
     return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if pairs.any() else None
 
 
-def judge_slope(trend: ModelTrend, holm_p: float, alpha: float) -> ModelTrend:
+def judge_slope(trend: ModelTrend, holm_p: float, alpha: float) -> tuple[TrendVerdict, str]:
     is_ahead = list(trend.steps.values())[-1].improvement > 0
-    verdict, meaning = TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
-    if holm_p < alpha and trend.slope > 0:
-        verdict, meaning = TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
-    elif holm_p < alpha:
-        meaning = f"{'loses some of its lead over' if is_ahead else 'falls behind'} the baseline"
-        verdict = TrendVerdict.SHRINKS
-    return replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
+    if holm_p >= alpha:
+        return TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
+    if trend.slope > 0:
+        return TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
+    return TrendVerdict.SHRINKS, f"{'loses some of its lead over' if is_ahead else 'falls behind'} the baseline"
 
 
 def _noise_floor(losses: np.ndarray) -> float | None:
