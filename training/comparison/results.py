@@ -184,7 +184,7 @@ class ScaleOutcome:
 class Outcome:
     """The results of a comparison, which `results.json` holds; a single scale is called `SINGLE`.
 
-    With `interactions`, `scales` holds the conditions.
+    `scales` holds the conditions if there are `interactions`.
     """
 
     name: str
