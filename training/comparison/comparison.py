@@ -21,7 +21,7 @@ from ..run.lora import choose_trained
 from ..run.recipe import Recipe, read_recipe, without_private
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
-from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
+from .config import SINGLE, Axis, ComparisonConfig, ComparisonFile, ModelConfig, ScaleConfig, with_sections
 from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
 from .points import Points
@@ -65,6 +65,7 @@ class Scale:
     name: str  # of the comparison, and of the scale if there are several
     config: ComparisonConfig
     variants: dict[str, Variant]
+    family: int  # the number of tests that are corrected together
     takes_points: bool = False  # those that seeds chose at a smaller scale
 
     @property
@@ -132,7 +133,7 @@ class Scale:
         return recipe.replace(training=settings)
 
     def power_warning(self) -> str | None:
-        return power_warning(len(self.seeds), len(self.variants) - 1, self.stop is not None)
+        return power_warning(len(self.seeds), len(self.variants) - 1, self.stop is not None, self.family)
 
     def describe(self) -> Iterator[str]:
         rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
@@ -258,7 +259,7 @@ class Comparison:
 
     name: str
     config: ComparisonConfig  # of the same comparison if there are no `differences`
-    scales: dict[str, Scale]  # from the smallest to the largest
+    scales: dict[str, Scale]  # from the smallest to the largest; or conditions, in the order of the file
     command: str = ""
 
     @property
@@ -273,7 +274,10 @@ class Comparison:
         """Returns how far each scale is that has begun, by name. A scale begins when those before it are finished.
 
         Each seed begins its search where it ended at the last scale that has it: choices of seeds stay independent.
+        All conditions begin at once, where the file says.
         """
+        if self.config.axis is Axis.CONDITIONS:
+            return {name: progress_of(scale, results[name]) for name, scale in self.scales.items()}
         starts: dict[str, dict[int, Run]] = {}
         progress: dict[str, ScaleProgress] = {}
         for name, scale in self.scales.items():
@@ -291,7 +295,7 @@ class Comparison:
             if len(self.scales) == 1:
                 yield from about
             else:
-                yield from (f"scale {name}", *(f"  {line}" for line in about))
+                yield from (f"{self.config.axis.one} {name}", *(f"  {line}" for line in about))
 
     def describe(self) -> Iterator[str]:
         yield from self.by_scale({name: scale.describe() for name, scale in self.scales.items()})
@@ -321,7 +325,7 @@ def outline(config: ComparisonConfig, source: str) -> Comparison:
             match = fields.match if "match" in fields.nulls else fields.match or here.match
             starts_anew = model in changes and changes[model].learning_rates is not None
             variants[model] = Variant(fields, rates, match, starts_anew)
-        scales[name] = Scale(here.name, here, variants)
+        scales[name] = Scale(here.name, here, variants, config.family)
     return Comparison(config.name, config, scales)
 
 
@@ -332,23 +336,29 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         entry, source = config.scale_configs[name], config.source_of(name, file.source)
         for model, variant in scale.variants.items():
             _check_overrides(file.overrides, variant.config, f"{source}: model {model!r}")
+        if config.axis is Axis.CONDITIONS:
+            _check_overrides(file.overrides, entry, source)
         recipe = with_sections(file.recipe, entry, file.recipe_source)
-        recipe_source = file.recipe_source if config.scales is None else source
+        recipe_source = file.recipe_source if config.axis is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
-    scales = dict(sorted(scales.items(), key=lambda item: item[1].flops_of(config.baseline)))
-    if config.scales is None:
+    if config.axis is Axis.SCALES:
+        scales = dict(sorted(scales.items(), key=lambda item: item[1].flops_of(config.baseline)))
+        _check_scales(file.source, scales)
+        config = replace(config, scales={name: config.scales[name] for name in scales})
+    elif config.axis is Axis.CONDITIONS:
+        _check_conditions(file.source, scales)
+    if config.axis is None:
         config = scales[SINGLE].config
     else:
-        _check_scales(file.source, scales)
-        recipe = read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict()
-        config = replace(config, recipe=recipe, scales={name: config.scales[name] for name in scales})
-        for name in list(scales)[1:]:
-            scales[name] = replace(scales[name], takes_points=config.tune is not None and config.tune.at != "each")
+        config = replace(config, recipe=read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict())
+        if config.axis is Axis.SCALES and config.tune is not None:
+            for name in list(scales)[1:]:
+                scales[name] = replace(scales[name], takes_points=config.tune.at != "each")
     return Comparison(config.name, config, scales, file.command)
 
 
-def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig, source: str) -> None:
-    """Raises `ValueError` for a field of the command line that a model sets itself."""
+def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig | ScaleConfig, source: str) -> None:
+    """Raises `ValueError` for a field of the command line that a model or condition sets itself."""
     names = overrides.keys() & {*config.recipe_fields(), *(config.training or {})}
     names |= overrides.get("switches", {}).keys() & (config.switches or {}).keys()
     if names:
@@ -452,3 +462,10 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
         if flops == before:
             compute = f"{flops:.3g} FLOPs a run"
             raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {compute}")
+
+
+def _check_conditions(path: str, conditions: Mapping[str, Scale]) -> None:
+    """Raises `ValueError` if two conditions make the same runs."""
+    for (one, first), (other, second) in itertools.combinations(conditions.items(), 2):
+        if all(variant.recipe == second.variants[model].recipe for model, variant in first.variants.items()):
+            raise ValueError(f"{path}: the conditions {one!r} and {other!r} have the same recipe")

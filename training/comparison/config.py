@@ -3,7 +3,8 @@
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,10 +28,21 @@ from .points import LEARNING_RATE, Points, Range
 
 
 SECTIONS = ("switches", "training")
-# A comparison without `scales` has one scale, of a name that no file can give
+# A comparison without `scales` and `conditions` has one scale, of a name that no file can give
 SINGLE = "(single)"
 # These differ between the runs of one model; `seeds` and `learning_rates` set them
 _SET_BY_RUN = ("learning_rate", "seed", "data_seed")
+
+
+class Axis(StrEnum):
+    """Names the fields that cross models with something, and their folders of results."""
+
+    SCALES = "scales"
+    CONDITIONS = "conditions"
+
+    @property
+    def one(self) -> str:
+        return self.removesuffix("s")
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,8 @@ def _read_field(name: str, value: Any, source: str) -> Any:
     """Reads the sections in a field; `Value` checks any other value."""
     if name == "learning_rates" and isinstance(value, list):
         return [float(rate) if type(rate) is int else rate for rate in value]
+    if name == "contrast" and isinstance(value, Mapping):
+        return {model: float(weight) if type(weight) is int else weight for model, weight in value.items()}
     if name in _SECTION_OF and isinstance(value, Mapping):
         return _SECTION_OF[name].read(value, f"{source}: {name}")
     if name in _SECTIONS_OF and value is not None:
@@ -236,6 +250,61 @@ class ScaleConfig(_Section):
 
 
 @dataclass(frozen=True)
+class ConditionConfig(ScaleConfig):
+    """The fields of a condition in `conditions`: a scale has these too, but only some fields of a recipe."""
+
+    others: dict[str, Any] = field(default_factory=dict)
+    """Other fields of a recipe, which checks their values."""
+
+    @classmethod
+    def read(cls, content: Any, source: str) -> "ConditionConfig":
+        content = read_section(content, source)
+        own = ScaleConfig.__dataclass_fields__.keys() - {"nulls"}
+        # One condition may neither run code of its own nor predict something else
+        check_keys(source, content, own | Recipe.__dataclass_fields__.keys() - {"parts", "objective"})
+        others = {name: content.pop(name) for name in content.keys() - own}
+        return super().read({**content, "others": others}, source)
+
+    def to_dict(self) -> dict[str, Any]:
+        fields = super().to_dict()
+        return fields | fields.pop("others")
+
+
+@dataclass(frozen=True)
+class PrimaryConfig(_Section):
+    """The fields of `primary`: one test, which the comparison is made for."""
+
+    contrast: dict[str, float] | None = None
+    """A weight for each model, 0 in all: the weighted sum of losses in percent of the baseline's loss."""
+    interaction: dict[str, list[str]] | None = None
+    """A model and two conditions: its improvement under the second minus that under the first."""
+    trend: str | None = None
+    """A model of a ladder."""
+    margin: float | None = None
+    """In percent; smaller values are called equivalent."""
+
+    def check(self, config: "ComparisonConfig") -> None:
+        """Raises `ValueError` for a test that the comparison cannot make."""
+        needs = {"contrast": config.axis, "interaction": Axis.CONDITIONS, "trend": Axis.SCALES}
+        given = [name for name in needs if getattr(self, name) is not None]
+        if len(given) != 1 or needs[given[0]] is not config.axis:
+            here = " or ".join(name for name, axis in needs.items() if axis is config.axis)
+            raise ValueError(f"primary holds {' and '.join(given) or 'no test'}; here it must be one {here}")
+        check_number("primary: margin", self.margin, 0)
+        if (weights := self.contrast) is not None:
+            check_keys("primary: contrast", weights, config.models)
+            if not any(weights.values()) or abs(sum(weights.values())) > 1e-9:
+                raise ValueError(f"primary: contrast={weights!r} must have weights that sum to 0, not all of them 0")
+            return
+        tested = self.interaction or {self.trend: []}
+        if len(tested) != 1 or not tested.keys() <= config.models.keys() - {config.baseline}:
+            raise ValueError(f"primary: {given[0]}: {', '.join(tested)} must be one model besides the baseline")
+        (pair,) = tested.values()
+        if self.interaction and not (len(pair) == len(config.conditions.keys() & pair) == 2):
+            raise ValueError(f"primary: interaction: {pair!r} must be two of {', '.join(config.conditions)}")
+
+
+@dataclass(frozen=True)
 class ConfirmConfig(_Section):
     """The fields of `confirm`; the screening chooses the others itself."""
 
@@ -268,6 +337,10 @@ class ComparisonConfig(_Section):
     """With `factors`: `learning_rates`, `seeds` and `stop` of the comparison that confirms what survives."""
     scales: dict[str, ScaleConfig] | None = None
     """The sizes at which the models are compared, from the smallest to the largest."""
+    conditions: dict[str, ConditionConfig] | None = None
+    """Changes of the recipe, each with its own baseline; all models are compared under each."""
+    primary: PrimaryConfig | None = None
+    """The test that the comparison is made for."""
     tokens_per_parameter: float | None = None
     """The tokens of a run for each non-embedding parameter of the baseline, in place of `max_steps`."""
     learning_rates: float | list[float] | SearchConfig | None = None
@@ -291,6 +364,11 @@ class ComparisonConfig(_Section):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("factors", "scales", "stop"):
+            if self.conditions is not None and getattr(self, name) is not None:
+                raise ValueError(f"conditions and {name} exclude each other")
+            if self.primary is not None and name != "scales" and getattr(self, name) is not None:
+                raise ValueError(f"primary and {name} exclude each other: it is tested once, with all runs")
         if self.factors is None:
             self._check_models()
         if self.tune is not None:
@@ -333,19 +411,35 @@ class ComparisonConfig(_Section):
             raise ValueError(f"baseline={self.baseline!r} must be one of the models {names}")
         if len(models) < 2:
             raise ValueError(f"models holds only the baseline {self.baseline!r}; there is nothing to compare it with")
-        for name, scale in (self.scales or {}).items():
-            check_keys(f"scale {name!r}: models", scale.models or {}, models)
-        if self.scales is not None and len(self.scales) < 2:
-            names = ", ".join(map(repr, self.scales)) or "nothing"
-            raise ValueError(f"scales holds only {names}; a ladder needs two or more")
+        for name, scale in self.scale_configs.items() if self.axis else ():
+            check_keys(f"{self.axis.one} {name!r}: models", scale.models or {}, models)
+        if self.axis is not None and len(self.scale_configs) < 2:
+            names = ", ".join(map(repr, self.scale_configs)) or "nothing"
+            needs = "a ladder needs" if self.axis is Axis.SCALES else "models are crossed with"
+            raise ValueError(f"{self.axis} holds only {names}; {needs} two or more")
+        if self.primary is not None:
+            self.primary.check(self)
+
+    @property
+    def axis(self) -> Axis | None:
+        return next((axis for axis in Axis if getattr(self, axis) is not None), None)
 
     @property
     def scale_configs(self) -> dict[str, ScaleConfig]:
-        """The scales; without any, one that changes nothing."""
-        return {SINGLE: ScaleConfig()} if self.scales is None else self.scales
+        """The scales or conditions; without any, one that changes nothing."""
+        return {SINGLE: ScaleConfig()} if self.axis is None else getattr(self, self.axis)
+
+    @property
+    def family(self) -> int:
+        """The number of tests that are corrected together, at each scale or under all conditions."""
+        models, many, is_crossed = len(self.models) - 1, len(self.scale_configs), self.axis is Axis.CONDITIONS
+        if self.primary is None:
+            return models * many if is_crossed else models
+        others = math.comb(many, 2) if is_crossed else self.axis is Axis.SCALES
+        return models * (many + others) - (self.primary.contrast is None)
 
     def source_of(self, scale: str, source: str) -> str:
-        return source if self.scales is None else f"{source}: scale {scale!r}"
+        return source if self.axis is None else f"{source}: {self.axis.one} {scale!r}"
 
     def at_scale(self, name: str, source: str) -> "ComparisonConfig":
         """Returns the comparison at one scale, whose fields replace its own."""
@@ -358,21 +452,28 @@ class ComparisonConfig(_Section):
             models[model] = models[model].with_changes(changes, f"{source}: model {model!r}")
         return replace(
             self,
-            name=self.name if self.scales is None else f"{self.name}, {name}",
+            name=self.name if self.axis is None else f"{self.name}, {name}",
             models=models,
             scales=None,
+            conditions=None,
+            primary=self.primary if self.axis is None else None,
             seeds=seeds,
             tokens_per_parameter=scale.tokens_per_parameter or self.tokens_per_parameter,
         )
 
     def without_seeds(self) -> "ComparisonConfig":
-        scales = self.scales and {name: replace(entry, seeds=None) for name, entry in self.scales.items()}
-        return replace(self, seeds=None, scales=scales)
+        scales = {name: replace(entry, seeds=None) for name, entry in self.scale_configs.items()}
+        return replace(self, seeds=None, **({self.axis: scales} if self.axis else {}))
 
 
 # Fields that hold a section, and fields that hold sections by name
-_SECTION_OF = {"learning_rates": SearchConfig, "confirm": ConfirmConfig, "tune": TuneConfig}
-_SECTIONS_OF = {"models": ModelConfig, "factors": FactorConfig, "scales": ScaleConfig}
+_SECTION_OF = {
+    "learning_rates": SearchConfig,
+    "confirm": ConfirmConfig,
+    "tune": TuneConfig,
+    "primary": PrimaryConfig,
+}
+_SECTIONS_OF = {"models": ModelConfig, "factors": FactorConfig, "scales": ScaleConfig, "conditions": ConditionConfig}
 
 
 @dataclass(frozen=True)

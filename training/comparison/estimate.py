@@ -14,6 +14,7 @@ from ..text import check_number, duration, first_line
 from .comparison import Comparison, Scale, Variant
 from .inference import alpha_of_last, noise_range, smallest_difference
 from .local import environment_of_one_run
+from .primary import plan_primary, smallest_value
 
 
 # Steps of a model that are timed, after two that warm up; fewer if they take longer than `_SECONDS`
@@ -40,12 +41,14 @@ def describe_estimate(
     check_number("--noise-floor", noise_floor, 0)
     if warning := plan.machine_warning:
         yield f"warning: {warning}"
-    where = {name: f", scale {name}" if len(plan.scales) > 1 else "" for name in plan.scales}
+    where = {name: f", {plan.config.axis.one} {name}" if plan.config.axis else "" for name in plan.scales}
     for name, scale in plan.scales.items() if has_verdicts else ():
         difference = _describe_difference(scale, noise_floor)
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where[name]}: {difference}"
     if has_verdicts:
         yield _INDEPENDENT
+    if plan.config.primary is not None:
+        yield from _describe_primary(plan, noise_floor)
     total = 0.0
     for name, scale in plan.scales.items():
         try:
@@ -63,7 +66,7 @@ def describe_estimate(
             f"{duration(seconds)} in all{scale.or_more}"
         )
     if len(plan.scales) > 1:
-        yield f"time on this machine, all scales: about {duration(total)}"
+        yield f"time on this machine, all {plan.config.axis}: about {duration(total)}"
     yield (
         "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of "
         "data, compilation and evaluation"
@@ -75,7 +78,24 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
     if seeds < 2:
         return "none, for a test needs two seeds or more"
     alpha = alpha_of_last(seeds, scale.stop is not None)
-    times = smallest_difference(seeds, len(scale.variants) - 1, 1.0, alpha, _POWER)
+    return _in_floors(smallest_difference(seeds, scale.family, 1.0, alpha, _POWER), floor, seeds)
+
+
+def _describe_primary(plan: Comparison, floor: float | None) -> Iterator[str]:
+    primary = plan_primary(plan.config, {name: scale.flops_of(scale.baseline) for name, scale in plan.scales.items()})
+    seeds = {name: len(plan.scales[name].seeds) for name in primary.weights}
+    yield f"primary test: {primary.about}; first, at 5 % without a correction"
+    if (fewest := min(seeds.values())) < 2:
+        return
+    found, margin = smallest_value(primary, seeds, _POWER)
+    probability = f"{100 * _POWER:.0f} %"
+    yield f"primary test: smallest value found with probability {probability}: {_in_floors(found, floor, fewest)}"
+    if (own := plan.config.primary.margin) is not None:
+        needed = _in_floors(margin, floor, fewest)
+        yield f"primary test: the margin is {own:g} %; equal models are found equivalent so often from {needed}"
+
+
+def _in_floors(times: float, floor: float | None, seeds: int) -> str:
     if floor is None:
         return f"{times:.2g} times the noise floor"
     low, high = (f"{times * floor * end:.2g}" for end in noise_range(seeds - 1))

@@ -141,6 +141,7 @@ class Analysis:
     alpha: float  # the nominal probability that any model is wrongly called better or worse
     effects: dict[str, Effect]
     counts_text: bool | None = None  # whether p does; None in files of versions in which only intervals did
+    family: int | None = None  # the number of tests corrected together, if others than these are among them
 
     def open_models(self) -> list[str]:
         return [name for name, effect in self.effects.items() if effect.verdict in _OPEN]
@@ -307,31 +308,23 @@ def _judge(effect: Effect, tests: int, alpha: float, share: float) -> Effect:
     """Adds verdict and intervals to a corrected test; this analysis spends `share` of `alpha`."""
     if not share:
         return replace(effect, verdict=Verdict.TOO_FEW_SEEDS)
-    if effect.holm_p < alpha:
-        verdict = Verdict.BETTER if effect.mean_difference < 0 else Verdict.WORSE
-    elif effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
-        verdict = Verdict.TOO_FEW_SEEDS
-    else:
-        verdict = Verdict.WITHIN_NOISE
     margin = effect.widest(alpha * share).margin(alpha * share)
     ends = (effect.mean_difference + margin, effect.mean_difference - margin)
     return replace(
         effect,
-        verdict=verdict,
+        verdict=verdict_of(effect, tests, alpha, share),
         loss_improvement_interval=tuple(_loss_improvement(end, effect.paired_loss) for end in ends),
         perplexity_improvement_interval=tuple(map(_perplexity_improvement, ends)),
     )
 
 
-def is_equivalent(effect: Effect, margin: float, alpha: float = 0.05) -> bool:
-    """Tells whether the true improvement is smaller than `margin` on both sides, in percent of the baseline's loss.
-
-    Two one-sided tests at `alpha` (Schuirmann 1987): the interval of the level 1 - 2 `alpha` lies inside. False for a
-    model that was not tested.
-    """
-    if effect.p is None or not effect.paired_loss:
-        return False
-    return max(map(abs, effect.widest(2 * alpha).interval(2 * alpha))) < margin / 100 * abs(effect.paired_loss)
+def verdict_of(effect: Effect, tests: int, alpha: float, share: float = 1.0) -> Verdict:
+    """Judges an effect by its corrected p, which is one of so many tests."""
+    if effect.holm_p < alpha:
+        return Verdict.BETTER if effect.mean_difference < 0 else Verdict.WORSE
+    if effect.standard_error and detectable_effect(effect.pairs, tests, alpha * share) > PLAUSIBLE_EFFECT:
+        return Verdict.TOO_FEW_SEEDS
+    return Verdict.WITHIN_NOISE
 
 
 def holm(p_values: Iterable[float]) -> list[float]:
@@ -382,18 +375,18 @@ def noise_range(freedom: float) -> tuple[float, float]:
     return tuple(math.sqrt(freedom / stats.chi2.ppf(quantile, freedom)) for quantile in (0.975, 0.025))
 
 
-def power_warning(seeds: int, models: int, has_interim: bool = False) -> str | None:
-    """Warns of a plan whose verdicts may be "too few seeds"."""
+def power_warning(seeds: int, models: int, has_interim: bool = False, family: int | None = None) -> str | None:
+    """Warns of a plan whose verdicts may be "too few seeds"; a `family` has other tests too."""
     alpha = alpha_of_last(seeds, has_interim)
-    enough = 2
-    while detectable_effect(enough, models, alpha) > PLAUSIBLE_EFFECT:
+    enough, tests = 2, family or models
+    while detectable_effect(enough, tests, alpha) > PLAUSIBLE_EFFECT:
         enough += 1
     if seeds >= enough:
         return None
-    plan = f"{count(seeds, 'seed')} and {count(models, 'model')}"
+    plan = f"{count(seeds, 'seed')} and {count(models, 'model') if tests == models else count(tests, 'test')}"
     if seeds < 2:
         return f"{plan}: no verdict is possible, for the noise shows only between seeds; take at least {enough} seeds"
-    needed, difference = critical_t(seeds, models, alpha), detectable_effect(seeds, models, alpha)
+    needed, difference = critical_t(seeds, tests, alpha), detectable_effect(seeds, tests, alpha)
     return (
         f"{plan} may need |t| > {needed:.1f}, a difference of {difference:.1f} standard deviations, where up to "
         f"{PLAUSIBLE_EFFECT:g} is plausible; take at least {enough} seeds"

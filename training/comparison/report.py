@@ -1,8 +1,10 @@
 """The report of a comparison, made from its outcome alone, and parts of it for terminals and cards."""
 
+import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from ..disk import delete, read_bytes
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
+from .conditions import SumVerdict
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
 from .points import LEARNING_RATE
@@ -22,9 +25,12 @@ from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
 from .tables import (
     BONFERRONI,
+    INTERACTIONS_CAPTION,
     describe_verdict,
     given_fields,
     improvement_rows,
+    interaction_rows,
+    p_value,
     point_rows,
     provenance,
     rate_rows,
@@ -34,6 +40,7 @@ from .tables import (
     task_rows,
     trend_tables,
     tuning_gain,
+    with_interval,
 )
 from .trend import TrendVerdict
 
@@ -111,7 +118,7 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     """Writes `results.md`, `figures/*.png` and `report.html`, which may link to a page of `nlq explore`."""
     results, figures = (outcome, FIGURES_OF_A_LADDER) if outcome.trend else (outcome.largest, FIGURES)
     drawn = []
-    for name, (title, caption, draw) in figures.items():
+    for name, (title, caption, draw) in {} if outcome.interactions else figures.items():
         if (figure := draw(results)) is not None:
             drawn.append(figure_section(folder, name, title, caption, figure))
         else:
@@ -124,15 +131,20 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
 def describe(outcome: Outcome) -> str:
     """The outcome for a terminal: warnings, a line for each model, then notes."""
     if outcome.trend:
-        rows, notes = improvement_rows(outcome.trend), outcome_sentences(outcome)
+        tables, notes = [improvement_rows(outcome.trend)], outcome_sentences(outcome)
+    elif outcome.interactions:
+        scales = outcome.scales.items()
+        rows = [{"condition": name, **row} for name, each in scales for row in _columns(each, _TERMINAL_COLUMNS)]
+        tables, notes = [rows, interaction_rows(outcome)], outcome_sentences(outcome)
     else:
-        rows, notes = _columns(outcome.largest, _TERMINAL_COLUMNS), _notes(outcome.largest)
+        primary = [primary_sentence(outcome)] if outcome.primary else []
+        tables, notes = [_columns(outcome.largest, _TERMINAL_COLUMNS)], [*primary, *_notes(outcome.largest)]
 
     def wrap(sentences: Iterable[str]) -> list[str]:
         return [textwrap.fill(text, _TERMINAL_WIDTH, subsequent_indent="  ") for text in sentences]
 
     warnings = wrap(f"warning: {text}" for text in warning_sentences(outcome))
-    return "\n".join([*warnings, *table_lines(rows), *wrap(notes)])
+    return "\n".join([*warnings, *itertools.chain(*map(table_lines, tables)), *wrap(notes)])
 
 
 def table_lines(rows: Rows) -> list[str]:
@@ -174,6 +186,10 @@ def verdicts(outcome: Outcome, model: str | None = None, run: str | None = None,
     if outcome.trend:
         ladder = f"This is the scale {scale} of a ladder of {len(outcome.scales)} scales: {', '.join(outcome.scales)}."
         parts += [ladder, trend_sentence(outcome), improvement_rows(outcome.trend)]
+    elif outcome.interactions:
+        names = ", ".join(outcome.scales)
+        parts += [f"This is the condition {scale} of {len(outcome.scales)}: {names}.", interaction_rows(outcome)]
+    parts += [primary_sentence(outcome)] if outcome.primary else []
     return to_text(parts)
 
 
@@ -186,7 +202,7 @@ def read_for_card(run: Path, folder: Path) -> tuple[Markdown, dict[str, bytes]]:
     if "design" in read_json(folder / RESULTS_FILE):
         raise ValueError(f"{folder} is a screening, without verdicts on models; name its folder {CONFIRMATION!r}")
     outcome = read_outcome(folder / RESULTS_FILE)
-    names = (run.parent.name, run.name, run.parents[2].name if outcome.trend else None)
+    names = (run.parent.name, run.name, run.parents[2].name if outcome.axis else None)
     text = verdicts(outcome, *names) if folder in run.parents else verdicts(outcome)
     text = f"{text}\n\nThe whole report, with every run, is in [comparison/results.md](comparison/results.md)."
     return Markdown(without_folders(text)), contents
@@ -198,19 +214,32 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
     if outcome.trend:
         tables = [part for rows, caption in trend_tables(outcome) for part in (rows, caption)]
         sections += [Section("The trend over scales", tables), *figures[1:], _protocol(trend_protocol(outcome))]
-        for name, results in outcome.scales.items():
-            parts = [cost_sentence(results), bullets(protocol_sentences(results))]
-            for section in (_models(results), *_runs(results)):
-                parts += [Markdown(f"### {section.title}"), *section.parts]
-            sections.append(Section(f"Scale {name}", parts, is_folded=True))
+        sections += [
+            _folded(f"Scale {name}", results, [_models(results), *_runs(results)])
+            for name, results in outcome.scales.items()
+        ]
+    elif outcome.interactions:
+        conditions = outcome.scales.items()
+        sections += [replace(_models(results), title=f"Condition {name}") for name, results in conditions]
+        sections += [Section("Interactions", [interaction_rows(outcome), INTERACTIONS_CAPTION])]
+        for name, results in conditions:
+            data = Section("Data and machine", [provenance(results)])
+            sections.append(_folded(f"Runs under {name}", results, [*_runs(results), data]))
     else:
         sections += [_models(largest), *figures[1:], *_runs(largest), _protocol(protocol_sentences(largest))]
     configuration = [
         Markdown(f"{code(outcome.command)}, which is after the command line:"),
         code(yaml.safe_dump(outcome.comparison, sort_keys=False), "yaml"),
-        provenance(largest),
+        *([] if outcome.interactions else [provenance(largest)]),
     ]
     return [*sections, Section("Configuration", configuration, is_folded=True)]
+
+
+def _folded(title: str, results: ScaleOutcome, sections: list[Section]) -> Section:
+    parts = [cost_sentence(results), bullets(protocol_sentences(results))]
+    for section in sections:
+        parts += [Markdown(f"### {section.title}"), *section.parts]
+    return Section(title, parts, is_folded=True)
 
 
 def _protocol(sentences: list[str]) -> Section:
@@ -241,10 +270,39 @@ def _runs(results: ScaleOutcome) -> list[Section]:
 
 
 def outcome_sentences(outcome: Outcome) -> list[str]:
+    sentences = [primary_sentence(outcome)] if outcome.primary else []
+    if outcome.interactions:
+        sentences += [f"Condition {name}. {outcome_sentence(results)}" for name, results in outcome.scales.items()]
+        return [*sentences, interaction_sentence(outcome)]
     sentence = outcome_sentence(outcome.largest)
     if outcome.trend is None:
-        return [sentence]
-    return [f"Largest scale: {list(outcome.scales)[-1]}. {sentence}", trend_sentence(outcome)]
+        return [*sentences, sentence]
+    return [*sentences, f"Largest scale: {list(outcome.scales)[-1]}. {sentence}", trend_sentence(outcome)]
+
+
+def primary_sentence(outcome: Outcome) -> str:
+    about, test = f"Primary test, {outcome.primary.about}", outcome.primary.test
+    if test.note:
+        return f"{about}: {test.verdict} ({test.note})."
+    margin = ""
+    if test.margin is not None:
+        low, high = test.margin_interval
+        margin = f" Equivalent means that its 90 % interval, [{low:+.2f}, {high:+.2f}], is within {test.margin:g} %."
+    return (
+        f"{about}: {test.verdict}, {with_interval(test.value, test.interval, '+.2f')} % of the baseline's loss, p "
+        f"{p_value(test.p)}.{margin} It counts seeds, not the choice of the test text. It was tested first, at 5 % "
+        f"without a correction; {count(outcome.largest.statistics.family, 'other test')} together are one family."
+    )
+
+
+def interaction_sentence(outcome: Outcome) -> str:
+    words = {SumVerdict.ABOVE: "more", SumVerdict.BELOW: "less"}
+    found = [
+        f"{each.model} improves {words[each.test.verdict]} under {each.conditions[1]} than under {each.conditions[0]}"
+        for each in outcome.interactions.tests
+        if each.test.verdict in words
+    ]
+    return f"Interactions of models and conditions: {'; '.join(found) or 'none found'}."
 
 
 def trend_sentence(outcome: Outcome) -> str:
@@ -305,7 +363,7 @@ def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
     """What a reader must know first, of the largest scale first."""
     warnings = []
     for name, scale in reversed(outcome.scales.items()):
-        prefix = f"Scale {name}: " if len(outcome.scales) > 1 else ""
+        prefix = f"{outcome.axis.one.capitalize()} {name}: " if outcome.axis else ""
         warnings += [f"{prefix}{text}" for text in _warnings_of_scale(scale, has_tests)]
     if outcome.trend and outcome.trend.multiplier_note:
         warnings.append(outcome.trend.multiplier_note)
@@ -337,7 +395,8 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
                 consequence = "models get no verdict from these seeds"
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
     warnings += _ends_of_ranges(results)
-    warning = power_warning(len(results.seeds), len(results.models) - 1, results.interim is not None)
+    counts = len(results.seeds), len(results.models) - 1
+    warning = power_warning(*counts, results.interim is not None, results.statistics.family)
     if has_tests and warning:
         warnings.append(f"{warning}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
@@ -398,7 +457,7 @@ def noise_floor_sentence(results: ScaleOutcome) -> str:
 def power_sentence(results: ScaleOutcome) -> str | None:
     """Says what a comparison finds by the noise of its paired differences; None where nothing has noise."""
     analysis, has_interim = results.statistics, results.interim is not None
-    alpha = alpha_of_last(len(results.seeds), has_interim) / len(analysis.effects)
+    alpha = alpha_of_last(len(results.seeds), has_interim) / (analysis.family or len(analysis.effects))
     tested = [effect for effect in analysis.effects.values() if (effect.standard_error or 0.0) > ROUNDING]
     if not tested or not analysis.baseline_mean_loss:
         return None
@@ -417,6 +476,7 @@ def power_sentence(results: ScaleOutcome) -> str | None:
 
 def protocol_sentences(results: ScaleOutcome) -> list[str]:
     alpha, seeds, tested = results.statistics.alpha, results.seeds, len(results.tested)
+    family = results.statistics.family
     sentences = [
         noise_floor_sentence(results),
         f"{len(results.models)} models, {'up to ' if results.interim else ''}{count(len(seeds), 'seed')} "
@@ -456,7 +516,8 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
     elif tested:
         sentences.append(
             "Each model is tested by a paired t-test on its differences from the baseline, seed by seed. Holm's "
-            f"method corrects p for {count(tested, 'test')}; better or worse means a corrected p below {alpha:g}. "
+            f"method corrects p for {count(family or tested, 'test')}; better or worse means a corrected p below "
+            f"{alpha:g}. "
             "Intervals are 95 % t intervals of one model each, not corrected, so an interval may exclude 0 where the "
             "verdict is within noise."
         )

@@ -14,9 +14,11 @@ from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
 from .comparison import Run, ScaleProgress
-from .config import SINGLE, TuneConfig
+from .conditions import Interactions, analyse_interactions, correct, sum_test
+from .config import SINGLE, Axis, ComparisonConfig, TuneConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
 from .points import Points
+from .primary import Primary, plan_primary
 from .store import RunStore
 from .trend import ScaleLosses, Trend, analyse_trend
 
@@ -202,7 +204,10 @@ class ScaleOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a comparison, which `results.json` holds; a single scale is called `SINGLE`."""
+    """The results of a comparison, which `results.json` holds; a single scale is called `SINGLE`.
+
+    `scales` holds the conditions if there are `interactions`.
+    """
 
     name: str
     baseline: str
@@ -211,11 +216,17 @@ class Outcome:
     scales: dict[str, ScaleOutcome]
     trend: Trend | None = None
     version: int = VERSION
+    interactions: Interactions | None = None
+    primary: Primary | None = None
 
     @staticmethod
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
         """Files without a version hold a single scale."""
         return {"scales": {SINGLE: content}, **content}
+
+    @property
+    def axis(self) -> Axis | None:
+        return Axis.SCALES if self.trend else Axis.CONDITIONS if self.interactions else None
 
     @property
     def largest(self) -> ScaleOutcome:
@@ -285,6 +296,24 @@ def judge(
     else:
         analysis, interim = analyse(losses, baseline, at_boundary=boundaries, parts=parts), None
     return analysis, interim, noise_from_text(list(parts[baseline].values())) if analysis.counts_text else None
+
+
+def conclude(outcome: Outcome, config: ComparisonConfig) -> Outcome:
+    """Adds what scales or conditions tell together and the primary test, and corrects the tests that are a family."""
+    scales, primary, is_crossed = outcome.scales, None, config.axis is Axis.CONDITIONS
+    losses = {name: scale.losses for name, scale in scales.items()}
+    analyses = {name: scale.statistics for name, scale in scales.items()}
+    interactions = analyse_interactions(losses, analyses) if is_crossed else None
+    trend = None if is_crossed else trend_of(scales)
+    if config.primary is not None:
+        plan = plan_primary(config, {name: scale.flops(scale.baseline) for name, scale in scales.items()})
+        test = sum_test(losses, analyses, plan.weights, plan.is_paired, config.primary.margin)
+        primary = Primary(plan.about, test.judged(test.p))
+        analyses, trend, interactions = correct(analyses, trend, interactions, True, plan.alone)
+    elif is_crossed:
+        analyses, trend, interactions = correct(analyses, trend, interactions)
+    scales = {name: replace(scale, statistics=analyses[name]) for name, scale in scales.items()}
+    return replace(outcome, scales=scales, trend=trend, interactions=interactions, primary=primary)
 
 
 def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:

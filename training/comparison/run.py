@@ -23,11 +23,11 @@ from ..sharing.scrub import without_folders
 from ..text import bar_options
 from ..values import to_json
 from .comparison import Comparison, Run, Scale, ScaleProgress
-from .config import SINGLE, ComparisonConfig, read_made_from
+from .config import SINGLE, Axis, ComparisonConfig, read_made_from
 from .downstream import score_runs
 from .local import LocalEngine
 from .report import write_report
-from .results import Outcome, gather, read_outcome, trend_of
+from .results import Outcome, conclude, gather, read_outcome
 from .store import RunStore, scale_folder
 
 
@@ -93,18 +93,21 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
         with engine.alone_in(folder):
             check_same_models(folder / MODELS_FILE, comparison.scales)
             added = _added_seeds(folder, comparison.scales)
-            stores = {name: RunStore(scale_folder(folder, name)) for name in comparison.scales}
+            axis = comparison.config.axis
+            stores = {name: RunStore(scale_folder(folder, axis, name)) for name in comparison.scales}
             for name, store in stores.items():
-                data, fingerprint = engine.prepare_data(comparison.scales[name], folder)
-                _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
+                # Conditions may differ in dataset and tokenizer
+                of_data = store.folder if axis is Axis.CONDITIONS else folder
+                data, fingerprint = engine.prepare_data(comparison.scales[name], of_data)
+                _check_same_dataset(of_data / FINGERPRINT_FILE, fingerprint)
                 progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
                 tasks = score_runs(progress, store)
                 scales[name] = gather(progress, store, tasks=tasks, added_seeds=added.get(name, []))
             config = without_folders(comparison.config.to_dict())
-            trend = trend_of(scales)
-            outcome = Outcome(comparison.name, comparison.baseline, comparison.command, config, scales, trend)
+            outcome = Outcome(comparison.name, comparison.baseline, comparison.command, config, scales)
+            outcome = conclude(outcome, comparison.config)
             write_text(folder / RESULTS_FILE, to_json(outcome))
     return outcome
 
@@ -143,7 +146,7 @@ def _explore_best(comparison: Comparison, outcome: Outcome, folder: Path) -> boo
     differences[scale.baseline] = 0.0
     best = min(finished, key=lambda name: (differences[name], name != scale.baseline))
     shown = {model: finished[model] for model in dict.fromkeys((scale.baseline, best))}
-    runs = {model: scale_folder(folder, name) / run.folder for model, run in shown.items()}
+    runs = {model: scale_folder(folder, comparison.config.axis, name) / run.folder for model, run in shown.items()}
     seeds = " and ".join(f"{model} of seed {run.seed}" for model, run in shown.items())
     note = f"One run of each model: {seeds}. The report compares all seeds."
     return explore_runs(recipe, runs, "test", folder, [note])
@@ -214,7 +217,7 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
             except (KeyError, TypeError, AttributeError):
                 raise ValueError(f"{file}: {model!r} is not a model of this comparison, or has wrong fields") from None
             if not is_same:
-                where = f"model {model!r} of scale {name!r}" if len(scales) > 1 else f"model {model!r}"
+                where = f"model {model!r} of {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
 
 

@@ -30,8 +30,9 @@ def describe_status(folder: Path) -> list[str]:
         return lines or [f"{SCREENING}: not begun"]
     plan = outline(config, COMPARISON_FILE)
     lines = {name: ["waits for the scale before it"] for name in plan.scales}
-    for name, progress in plan.progress({name: RunStore(scale_folder(folder, name)) for name in lines}).items():
-        lines[name] = _describe(progress, scale_folder(folder, name))
+    stores = {name: RunStore(scale_folder(folder, config.axis, name)) for name in lines}
+    for name, progress in plan.progress(stores).items():
+        lines[name] = _describe(progress, stores[name].folder)
     return list(plan.by_scale(lines))
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from ..files import METRICS_FILE
 from ..result import RunResult
 from .comparison import Run
-from .config import SINGLE
+from .config import Axis
 
 
-def scale_folder(folder: Path, name: str) -> Path:
-    """Returns the folder of a scale in that of its comparison, which is the same for a single scale."""
-    return folder if name == SINGLE else folder / "scales" / name
+def scale_folder(folder: Path, axis: Axis | None, name: str) -> Path:
+    """Returns the folder of a scale or condition in that of its comparison, which is the same for a single scale."""
+    return folder if axis is None else folder / axis / name
 
 
 class RunStore:

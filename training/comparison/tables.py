@@ -179,7 +179,7 @@ def run_rows(results: ScaleOutcome) -> Rows:
 
 def trend_tables(outcome: Outcome) -> list[tuple[Rows, str]]:
     tables = [(improvement_rows(outcome.trend), _IMPROVEMENTS_CAPTION)]
-    if rows := family_rows(outcome):
+    if outcome.primary is None and (rows := family_rows(outcome)):
         tables.append((rows, _FAMILY_CAPTION))
     if not outcome.trend.multiplier_note:
         models = outcome.trend.models.items()
@@ -216,6 +216,19 @@ def improvement_rows(trend: Trend) -> Rows:
     ]
 
 
+def interaction_rows(outcome: Outcome) -> Rows:
+    return [
+        {
+            "model": each.model,
+            "conditions": " to ".join(each.conditions),
+            "verdict": f"{each.test.verdict}: {each.test.note}" if each.test.note else each.test.verdict,
+            "change of the improvement (%)": with_interval(each.test.value, each.test.interval, "+.2f"),
+            "Holm p": p_value(each.test.holm_p),
+        }
+        for each in outcome.interactions.tests
+    ]
+
+
 def _steps(model: ModelTrend, unit: str, quantity: str, form: str) -> dict[str, str]:
     cells = {}
     for scale, step in model.steps.items():
@@ -229,6 +242,10 @@ _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; "
     "positive is better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the "
     "number of models."
+)
+INTERACTIONS_CAPTION = (
+    "Improvement under the second condition minus that under the first, each in percent of the loss that the baseline "
+    "has there, seed by seed, with the 95 % interval of one test. Only seeds count, not the choice of the test text."
 )
 _FAMILY_CAPTION = (
     "p of the test at each scale, corrected by Holm's method for all models at all scales as one family. The verdict "

@@ -7,7 +7,7 @@ the compute multiplier, are weighted sums of means over the seeds of a scale. So
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -95,9 +95,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     except ValueError as error:
         multiplier_note = str(error)
 
-    decades = np.log10(list(flops.values()))
-    centred = decades - decades.mean()
-    weights, models = centred / (centred @ centred), {}
+    weights, models = slope_weights(flops.values()), {}
     for model in (name for name in scales[0].losses if name != baseline):
         steps, obstacles, percents = {}, [], []
         for scale in scales:
@@ -122,10 +120,17 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, "", steps, *fields)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
-        verdict, meaning = _judge(trend, holm_p, alpha)
+        verdict, meaning = judge_slope(trend, holm_p, alpha)
         models[name] = replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
     floors = {name: _noise_floor(runs[baseline]) for name, runs in losses.items()}
     return Trend(baseline, alpha, flops, floors, multiplier_note, models)
+
+
+def slope_weights(flops: Iterable[float]) -> np.ndarray:
+    """Returns the weights of values in the slope of their least-squares line over log10 of compute."""
+    decades = np.log10(list(flops))
+    centred = decades - decades.mean()
+    return centred / (centred @ centred)
 
 
 def _array(runs: dict[int, float | None]) -> np.ndarray:
@@ -150,7 +155,7 @@ def _improvement(base: np.ndarray, differences: np.ndarray) -> float | None:
     return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if pairs.any() else None
 
 
-def _judge(trend: ModelTrend, holm_p: float, alpha: float) -> tuple[TrendVerdict, str]:
+def judge_slope(trend: ModelTrend, holm_p: float, alpha: float) -> tuple[TrendVerdict, str]:
     is_ahead = list(trend.steps.values())[-1].improvement > 0
     if holm_p >= alpha:
         return TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"

@@ -95,7 +95,7 @@ class TestOutput:
 
 @pytest.mark.parametrize(("seeds", "stop", "alpha"), [(2, None, 0.05), (5, None, 0.05), (5, "early", 0.025)])
 def test_smallest_difference(seeds, stop, alpha):
-    scale = SimpleNamespace(seeds=range(seeds), variants=range(3), stop=stop)
+    scale = SimpleNamespace(seeds=range(seeds), family=2, stop=stop)
     times = smallest_difference(seeds, 2, 1.0, alpha, 0.8)
     told = f"{times * 0.5:.2g} % of the loss, if the noise floor is 0.5 %; "
     assert estimate._describe_difference(scale, 0.5).startswith(told)

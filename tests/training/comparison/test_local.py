@@ -203,7 +203,7 @@ class TestFolder:
         check_same_models(tmp_path / "models.json", scales)
         weights = tmp_path / "model" / "model.safetensors"
         save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights)
-        with pytest.raises(ValueError, match=r"model 'base' of scale 'now' has changed since .* \(other weights\)"):
+        with pytest.raises(ValueError, match=r"model 'base' of 'now' has changed since .* \(other weights\)"):
             check_same_models(tmp_path / "models.json", scales)
         (tmp_path / "models.json").write_text('{"now": {"base": []}}')
         with pytest.raises(ValueError, match="'base' is not a model of this comparison"):

@@ -173,7 +173,16 @@ LISTED = {
 }
 
 
-@pytest.mark.parametrize("name, fields", [("search", {}), ("ladder", {"scales": SCALES, **LISTED})])
+CROSSED = {
+    "conditions": {"plain": {}, "long": {"training": {"max_steps": 24}}},
+    "primary": {"contrast": {"base": -1, "good": 1}, "margin": 1.0},
+    **LISTED,
+}
+
+
+@pytest.mark.parametrize(
+    "name, fields", [("search", {}), ("ladder", {"scales": SCALES, **LISTED}), ("conditions", CROSSED)]
+)
 def test_reports_are_those_of_the_golden_files(report, name, fields):
     folder = report(**fields, seeds=[0, 1, 2])
     outcome, text = read_outcome(folder / "results.json"), (folder / "results.md").read_text()

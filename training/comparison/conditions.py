@@ -1,0 +1,172 @@
+"""Tests weighted sums of losses, such as interactions, and corrects the tests of scales or conditions together.
+
+Runs of one seed are paired, also under different conditions. An interaction is the difference of a model's paired
+differences under two conditions, so it is a weighted sum by seed, and Student's paired t (1908) tests it.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from .inference import Analysis, Estimate, Interval, Losses, holm, verdict_of
+from .trend import Trend, judge_slope, welch_sum
+
+
+ALPHA = 0.05
+
+# Weights of losses, by scale or condition and by model
+Weights = Mapping[str, Mapping[str, float]]
+# A model, and a scale or condition, two conditions, or None for a trend
+Test = tuple[str, str | tuple[str, str] | None]
+
+
+class SumVerdict(StrEnum):
+    """What a test says of a weighted sum."""
+
+    BELOW = "below 0"
+    ABOVE = "above 0"
+    EQUIVALENT = "equivalent"  # only with a margin
+    CANNOT_TELL = "cannot tell"
+    NOT_TESTED = "not tested"
+
+
+@dataclass(frozen=True)
+class SumTest:
+    """A weighted sum of losses, in percent of the mean loss of the baseline at the same scale or condition."""
+
+    verdict: SumVerdict
+    note: str = ""  # the reason if it is not tested
+    value: float | None = None
+    interval: Interval | None = None  # of 95 %
+    p: float | None = None  # two-sided, over the seeds that all its losses have
+    holm_p: float | None = None  # None if not corrected
+    margin: float | None = None
+    margin_interval: Interval | None = None  # of 90 %
+
+    def judged(self, p: float | None) -> "SumTest":
+        """Returns the test with a corrected p; a difference smaller than the margin is called equivalent."""
+        if p is None or self.verdict is SumVerdict.EQUIVALENT:
+            return replace(self, holm_p=p)
+        verdict = SumVerdict.ABOVE if self.value > 0 else SumVerdict.BELOW
+        return replace(self, holm_p=p, verdict=verdict if p < ALPHA else SumVerdict.CANNOT_TELL)
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """The improvement of a model under the second of two conditions minus that under the first."""
+
+    model: str
+    conditions: tuple[str, str]
+    test: SumTest
+
+
+@dataclass(frozen=True)
+class Interactions:
+    """The tests of all models between every two conditions, in the order of the file."""
+
+    tests: list[Interaction]
+
+
+def interaction_weights(model: str, conditions: tuple[str, str], baseline: str) -> Weights:
+    return {name: {baseline: sign, model: -sign} for name, sign in zip(conditions, (-1.0, 1.0))}
+
+
+def analyse_interactions(losses: Mapping[str, Mapping[str, Losses]], analyses: Mapping[str, Analysis]) -> Interactions:
+    """Tests interactions without a correction, from `losses[condition][model][seed]`."""
+    first, *_ = analyses.values()
+    return Interactions(
+        [
+            Interaction(model, pair, sum_test(losses, analyses, interaction_weights(model, pair, first.baseline)))
+            for pair in itertools.combinations(analyses, 2)
+            for model in first.effects
+        ]
+    )
+
+
+def sum_test(
+    losses: Mapping[str, Mapping[str, Losses]],
+    analyses: Mapping[str, Analysis],
+    weights: Weights,
+    is_paired: bool = True,
+    margin: float | None = None,
+) -> SumTest:
+    """Tests a weighted sum over seeds that have all of its losses; unpaired, each scale has its own seeds.
+
+    Each model must be tested in the analysis of its scale, and two seeds are needed. A margin in percent adds a test
+    of equivalence, without a correction, because at most one of the two tests can be wrong.
+    """
+    parts = []
+    for group in [weights] if is_paired else [{name: entry} for name, entry in weights.items()]:
+        used = [(name, model) for name, entry in group.items() for model, weight in entry.items() if weight]
+        for name, model in used:
+            effect = analyses[name].effects.get(model)  # None for the baseline
+            if effect is not None and effect.p is None:
+                return SumTest(SumVerdict.NOT_TESTED, f"{model}, {name}: {effect.verdict}", margin=margin)
+        needed = {*used, *((name, analyses[name].baseline) for name in group)}
+        seeds = sorted(set.intersection(*(set(losses[name][model]) for name, model in needed)))
+        if len(seeds) < 2:
+            return SumTest(SumVerdict.NOT_TESTED, "fewer than two common seeds", margin=margin)
+        of = {(name, model): np.array([losses[name][model][seed] for seed in seeds]) for name, model in needed}
+        percent = {name: 100 / of[name, analyses[name].baseline].mean() for name in group}
+        parts.append(sum(group[name][model] * percent[name] * of[name, model] for name, model in used))
+    estimate = welch_sum(parts)
+    test = SumTest(SumVerdict.CANNOT_TELL, "", estimate.value, estimate.interval(ALPHA), estimate.p())
+    if margin is not None:
+        verdict = SumVerdict.EQUIVALENT if is_equivalent(estimate, margin) else test.verdict
+        narrow = estimate.interval(2 * ALPHA)
+        test = replace(test, verdict=verdict, margin=margin, margin_interval=narrow)
+    return test
+
+
+def is_equivalent(estimate: Estimate, margin: float) -> bool:
+    """Makes two one-sided tests at 5 %: the 90 % interval must lie within the margin (Schuirmann 1987)."""
+    low, high = estimate.interval(2 * ALPHA)
+    return -margin < low and high < margin
+
+
+def correct(
+    analyses: dict[str, Analysis],
+    trend: Trend | None,
+    interactions: Interactions | None,
+    has_primary: bool = False,
+    alone: Test | None = None,
+) -> tuple[dict[str, Analysis], Trend | None, Interactions | None]:
+    """Corrects p of all tests by Holm's method, and judges them again.
+
+    All models times scales or conditions are one family, interactions a second. With a primary test, all others are
+    one family. If the primary test is one of these too, it is `alone`.
+    """
+    of_models = {(model, name): effect.p for name, each in analyses.items() for model, effect in each.effects.items()}
+    others = {(each.model, each.conditions): each.test.p for each in (interactions.tests if interactions else ())}
+    others |= {(model, None): each.p for model, each in (trend.models.items() if trend else ())}
+    families = [of_models, others]
+    if has_primary:
+        together = of_models | others
+        families = [together, {alone: together.pop(alone, None)}]
+    families = [{test: p for test, p in family.items() if p is not None} for family in families]
+    corrected = {test: p for family in families for test, p in zip(family, holm(family.values()))}
+    size, judged = len(families[0]), {}
+    for name, each in analyses.items():
+        effects = dict(each.effects)
+        for model, effect in each.effects.items():
+            if effect.p is not None:
+                effect = replace(effect, holm_p=corrected[model, name])
+                effects[model] = replace(effect, verdict=verdict_of(effect, size, ALPHA))
+        judged[name] = replace(each, effects=effects, family=size)
+    if trend is not None:
+        slopes = dict(trend.models)
+        for model in [model for model, where in corrected if where is None]:
+            p = corrected[model, None]
+            verdict, meaning = judge_slope(slopes[model], p, ALPHA)
+            slopes[model] = replace(slopes[model], verdict=verdict, meaning=meaning, holm_p=p)
+        trend = replace(trend, models=slopes)
+    if interactions is not None:
+        tests = [
+            replace(each, test=each.test.judged(corrected.get((each.model, each.conditions))))
+            for each in interactions.tests
+        ]
+        interactions = Interactions(tests)
+    return judged, trend, interactions

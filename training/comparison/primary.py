@@ -1,0 +1,77 @@
+"""The primary test of a comparison: what it is made for, tested first and without a correction."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, stats
+
+from .conditions import ALPHA, SumTest, Test, Weights, interaction_weights
+from .config import Axis, ComparisonConfig
+from .inference import smallest_difference
+from .trend import slope_weights
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The primary test. A trend has its slope as value, in percent per decade of compute."""
+
+    about: str  # in words
+    test: SumTest
+
+
+@dataclass(frozen=True)
+class PrimaryPlan:
+    """A primary test in words, and its weights of losses."""
+
+    about: str
+    weights: Weights
+    is_paired: bool = True  # over conditions; scales are independent
+    alone: Test | None = None  # the same test among the others
+
+
+def plan_primary(config: ComparisonConfig, flops: Mapping[str, float]) -> PrimaryPlan:
+    """Returns a primary test. `flops` counts a run of the baseline, by scale or condition, in order.
+
+    A contrast is the mean over conditions. A ladder tests it at the largest scale.
+    """
+    primary, baseline = config.primary, config.baseline
+    if primary.contrast is not None:
+        about = " ".join(f"{weight:+g} {model}" for model, weight in primary.contrast.items())
+        names = list(flops) if config.axis is Axis.CONDITIONS else list(flops)[-1:]
+        mean = {model: weight / len(names) for model, weight in primary.contrast.items()}
+        return PrimaryPlan(f"contrast of losses, {about}", dict.fromkeys(names, mean))
+    if primary.interaction is not None:
+        (model, pair), *_ = primary.interaction.items()
+        about = f"improvement of {model} under {pair[1]} minus that under {pair[0]}"
+        in_order = tuple(name for name in flops if name in pair)
+        return PrimaryPlan(about, interaction_weights(model, pair, baseline), alone=(model, in_order))
+    slope = zip(flops, map(float, slope_weights(flops.values())))
+    weights = {name: {baseline: weight, primary.trend: -weight} for name, weight in slope}
+    return PrimaryPlan(
+        f"slope of the improvement of {primary.trend} per decade", weights, False, (primary.trend, None)
+    )
+
+
+def smallest_value(plan: PrimaryPlan, seeds: Mapping[str, int], power: float) -> tuple[float, float]:
+    """Returns what a plan finds with probability `power`, in noise floors, if runs share no noise.
+
+    The first number is the smallest value that is found to differ from 0. The second is the smallest margin that finds
+    a value of 0 equivalent.
+    """
+    squares = {name: sum(weight**2 for weight in entry.values()) for name, entry in plan.weights.items()}
+    groups = [squares] if plan.is_paired else [{name: square} for name, square in squares.items()]
+    runs = np.array([min(seeds[name] for name in group) for group in groups])
+    variances = np.array([sum(group.values()) for group in groups]) / runs
+    # As in `welch_sum`
+    freedom = (variances.sum() ** 2 / (variances**2 / (runs - 1)).sum() + runs.min() - 1) / 2
+    error = math.sqrt(variances.sum())
+    difference = smallest_difference(freedom + 1, 1, 1.0, ALPHA, power) / math.sqrt(2 / (freedom + 1))
+    # Half of the 90 % interval, over the noise that may be estimated, in a thousand steps of equal probability
+    half = stats.t.isf(ALPHA, freedom) * np.sqrt(stats.chi2.ppf((np.arange(1000) + 0.5) / 1000, freedom) / freedom)
+
+    def missing(margin: float) -> float:
+        return power - np.mean(np.clip(2 * stats.norm.cdf(margin - half) - 1, 0, None))
+
+    return difference * error, optimize.brentq(missing, 0, half.max() + 10) * error
