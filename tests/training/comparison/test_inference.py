@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import special, stats
+from scipy import optimize, special, stats
 from support.properties import examples
 
 from modeling_nlq.training.comparison.inference import (
@@ -248,6 +248,8 @@ class TestText:
         whole, parts["base"][3] = analyse(losses, "base", parts=parts).effects["a"], None
         found, alone = analyse(losses, "base", parts=parts), analyse(losses, "base")
         assert found == alone and found.counts_text is False and found.effects["a"].p < whole.p / 2
+        losses["base"][3] = None  # a diverged run needs none
+        assert analyse(losses, "base", parts=parts).counts_text
 
     def test_equivalent_needs_the_text_too(self):
         differences = 0.001 * np.random.default_rng(3).normal(size=(8, 1)) + np.zeros((8, 10))
@@ -260,13 +262,16 @@ class TestText:
 
 
 @examples(30)
-@given(seed=st.integers(0, 10_000), margin=st.floats(0.1, 3.0), shift=st.floats(-0.05, 0.05))
-def test_equivalence_is_two_one_sided_tests(seed, margin, shift):
-    differences = shift + 0.02 * np.random.default_rng(seed).normal(size=(5, 1))
-    losses, _ = of_text(differences + np.zeros((5, 10)))
+@given(seed=st.integers(0, 10_000), shift=st.floats(-0.05, 0.05))
+def test_equivalence_is_two_one_sided_tests(seed, shift):
+    losses, _ = of_text(shift + 0.02 * np.random.default_rng(seed).normal(size=(5, 1)) + np.zeros((5, 10)))
+    effect = analyse(losses, "base").effects["a"]
     base, model = (np.array(list(losses[name].values())) for name in ("base", "a"))
-    bound = margin / 100 * base.mean()
-    above = stats.ttest_1samp(model - base, -bound, alternative="greater").pvalue
-    below = stats.ttest_1samp(model - base, bound, alternative="less").pvalue
-    assert is_equivalent(analyse(losses, "base").effects["a"], margin) == (max(above, below) < 0.05)
+
+    def p_at(margin):
+        above = stats.ttest_1samp(model - base, -margin / 100 * base.mean(), alternative="greater").pvalue
+        return max(above, stats.ttest_1samp(model - base, margin / 100 * base.mean(), alternative="less").pvalue)
+
+    least = optimize.brentq(lambda margin: p_at(margin) - 0.05, 1e-6, 100)
+    assert [is_equivalent(effect, factor * least) for factor in (0.99, 1.01)] == [False, True]
     assert not is_equivalent(analyse({"base": runs(3.0), "a": runs(3.0)}, "base").effects["a"], 100.0)
