@@ -261,7 +261,7 @@ class TestText:
         assert verdicts == ["equivalent", "within noise"]
 
 
-@examples(30)
+@examples(10)
 @given(seed=st.integers(0, 10_000), shift=st.floats(-0.05, 0.05))
 def test_equivalence_is_two_one_sided_tests(seed, shift):
     losses, _ = of_text(shift + 0.02 * np.random.default_rng(seed).normal(size=(5, 1)) + np.zeros((5, 10)))
