@@ -242,11 +242,15 @@ def progress_of(
         in_question = [model for model, count in counts.items() if count == seen]
         if seen >= most or scale.baseline not in in_question or progress.ready:
             return progress
-        losses = {
-            model: {tuning.reported.seed: results[tuning.reported.name].test_loss for tuning in tunings}
+        reported = {
+            model: {tuning.reported.seed: results[tuning.reported.name] for tuning in tunings}
             for model, tunings in progress.tunings.items()
         }
-        analysis = analyse(losses, scale.baseline, at_boundary=progress.at_boundary, most=most)
+        losses = {model: {seed: run.test_loss for seed, run in runs.items()} for model, runs in reported.items()}
+        parts = {
+            model: {seed: run.losses.test.loss_parts for seed, run in runs.items()} for model, runs in reported.items()
+        }
+        analysis = analyse(losses, scale.baseline, at_boundary=progress.at_boundary, most=most, parts=parts)
         open_models = [model for model in analysis.open_models() if model in in_question]
         if not open_models:
             return progress

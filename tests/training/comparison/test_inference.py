@@ -247,6 +247,8 @@ class TestText:
         whole, parts["base"][3] = analyse(losses, "base", parts=parts).effects["a"], None
         found, alone = analyse(losses, "base", parts=parts), analyse(losses, "base")
         assert found == alone and found.counts_text is False and found.effects["a"].p < whole.p / 2
+        losses["base"][3] = None  # a diverged run needs none
+        assert analyse(losses, "base", parts=parts).counts_text
 
     def test_equivalent_needs_the_text_too(self):
         differences = 0.001 * np.random.default_rng(3).normal(size=(8, 1)) + np.zeros((8, 10))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from support.planted import Interrupted, PlantedEngine
+from support.runs import change_json
 
 from modeling_nlq.training.api import load_plan
 from modeling_nlq.training.comparison.comparison import progress_of
@@ -109,6 +110,16 @@ def test_a_killed_comparison_decides_the_same(make_file, tmp_path):
     more = load_plan(make_file(models=models, seeds=[*seeds, 5], stop="early"))
     with pytest.raises(ValueError, match="stop: early needs the plan of its interim analyses"):
         run_comparison(more, tmp_path / "whole", engine)
+
+
+def test_a_model_stays_where_the_text_may_explain_its_difference(make_file, tmp_path):
+    plan = load_plan(make_file(models=dict.fromkeys(("base", "planted")), seeds=[0, 1, 2, 3], stop="early"))
+    run_comparison(plan, tmp_path, PlantedEngine(lambda _, run: 4 + 0.01 * run.seed + 0.5 * (run.model == "planted")))
+    progress = progress_of(plan.largest, RunStore(tmp_path))
+    assert not progress.ready and len(progress.reported("planted")) == 3
+    for file in tmp_path.glob("runs/planted/*/metrics.json"):
+        change_json(file, losses__test__loss_parts=[1.5, 3.5, 4.5, 5.5, 7.5])
+    assert [run.seed for run in progress_of(plan.largest, RunStore(tmp_path)).ready] == [3, 3]
 
 
 @pytest.mark.parametrize(
