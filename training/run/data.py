@@ -2,13 +2,13 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..disk import atomic_dir, write_text
 from ..files import read_json
@@ -19,18 +19,21 @@ from .blocks import Blocks
 from .documents import check_text, load_documents
 from .objectives import objective_of
 from .recipe import Recipe
+from .synthetic import BLANK, END, PAD
 
 
 END_OF_TEXT = "<|endoftext|>"
 # A token other than end-of-text, because a collator gives padding no label
-PAD = "<|pad|>"
+PADDING = "<|pad|>"
 MASK = "<|mask|>"
 # Says that the blocks beside it are complete
 BLOCKS_FILE = "blocks.json"
 
 
 def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
-    """Trains the tokenizer of a recipe on the training documents (`bpe:SIZE`), or loads it."""
+    """Trains the tokenizer of a recipe on the training documents (`bpe:SIZE`), makes that of a task, or loads it."""
+    if recipe.synthetic is not None:
+        return make_word_tokenizer(recipe.synthetic.tokens)
     if recipe.new_vocabulary_size is not None:
         # A tokenizer learns from the first documents of a stream, which is read again
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
@@ -57,7 +60,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PAD, MASK],
+        special_tokens=[END_OF_TEXT, PADDING, MASK],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -74,11 +77,20 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
         unk_token=None,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=PAD,
+        pad_token=PADDING,
         mask_token=AddedToken(MASK, lstrip=True, special=True),  # of a word with its blank
         post_processor=processors.Sequence([offsets, pair]),
         clean_up_tokenization_spaces=False,
     )
+
+
+def make_word_tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Makes the tokenizer of a synthetic task, whose words have blanks between them, from its vocabulary."""
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, tokens[BLANK]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"bos_token": END, "eos_token": END, "pad_token": PAD, "unk_token": BLANK}
+    special = {name: tokens[index] for name, index in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:

@@ -1,0 +1,335 @@
+"""Synthetic tasks, whose rows are made from a seed: what a model must recall, copy, memorise or count.
+
+An answer is never an input: `BLANK` stands in its place. To add a task, write a subclass of `Task` and its row in
+`TASKS`. In shapes, `count` is a number of rows.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..files import SYNTHETIC, check_keys, is_synthetic
+from ..text import check_number
+from ..values import Value
+
+
+# Tokens of every task, before its own words, and their ids
+SPECIAL = ("<|endoftext|>", "<|pad|>", "<|blank|>")
+END, PAD, BLANK = range(3)
+NO_ANSWER = -100
+
+# Rows that are made at a time
+_CHUNK = 2048
+
+# Inputs and answers, each `(count, tokens)`
+Rows = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Task(Value):
+    """The sizes of a task; raises `ValueError` for sizes that are not allowed.
+
+    Attributes:
+        objective: that of its recipes.
+        kinds: of words. Each has `vocabulary` words, such as `k0`, `k1`, ...
+        marks: words besides.
+        shortest, fewest: the least `length` and `vocabulary`.
+    """
+
+    objective = "causal"
+    kinds = ("w",)
+    marks = ()
+    shortest = 1
+    fewest = 2
+
+    rows: int = 40_000
+    """Of training, validation and test together."""
+    seed: int = 0
+    """Another seed makes other rows."""
+    length: int = 64
+    """The tokens of a row."""
+    test_length: int | None = None
+    """The length in the test, where it differs."""
+    vocabulary: int = 32
+    """The words of each kind."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        least = {"seed": 0, "length": self.shortest, "test_length": self.shortest, "vocabulary": self.fewest}
+        for name, value in vars(self).items():
+            check_number(f"task: {name}", value, least.get(name, 1))
+
+    @property
+    def longest(self) -> int:
+        return max(self.length, self.test_length or 0)
+
+    @property
+    def sample_lengths(self) -> tuple[int, ...]:
+        """The tokens of the longest row, or of its source and its target."""
+        return (self.longest,)
+
+    @property
+    def tokens(self) -> list[str]:
+        """The whole vocabulary, in the order of ids."""
+        words = [f"{kind}{number}" for kind in self.kinds for number in range(self.vocabulary)]
+        return [*SPECIAL, *self.marks, *words]
+
+    def word(self, kind: str, numbers: np.ndarray | int = 0) -> np.ndarray | int:
+        """Returns the ids of words of a kind."""
+        return len(SPECIAL) + len(self.marks) + self.kinds.index(kind) * self.vocabulary + numbers
+
+    def draw(self, generator: np.random.Generator, count: int, length: int) -> Rows:
+        """Returns at most `count` rows: ids, and answers with `NO_ANSWER` elsewhere. Shorter rows end in `PAD`."""
+        raise NotImplementedError
+
+
+def _subsets(generator: np.random.Generator, count: int, total: int, size: int) -> np.ndarray:
+    """Returns `(count, size)` numbers below `total`, different and in random order in each row."""
+    return generator.random((count, total)).argsort(axis=1)[:, :size]
+
+
+def _empty(count: int, length: int) -> Rows:
+    return np.full((count, length), BLANK), np.full((count, length), NO_ANSWER)
+
+
+@dataclass(frozen=True)
+class Recall(Task):
+    """Multi-query associative recall (Arora et al. 2023, arXiv 2312.04927).
+
+    A row begins with pairs of a key and its value. Later each key is asked for its value once, at a random place.
+    """
+
+    pairs: int = 8
+    """The pairs of a row."""
+
+    kinds = ("k", "v")
+    # The most words of a key, and of a value
+    widest = 1
+    is_noisy = False
+
+    @property
+    def shortest(self):
+        return 4 * self.widest * self.pairs
+
+    @property
+    def fewest(self):
+        return self.pairs
+
+    def draw(self, generator, count, length):
+        keys = _subsets(generator, count, self.vocabulary, self.pairs)[..., None]
+        if self.widest > 1:
+            keys = generator.integers(self.vocabulary, size=(count, self.pairs, self.widest))
+        keys = self._cut(generator, self.word("k", keys))
+        codes = np.sort(keys @ len(self.tokens) ** np.arange(self.widest), axis=1)
+        keys = keys[(np.diff(codes, axis=1) > 0).all(axis=1)]  # a key has one value
+        values = self._cut(generator, self.word("v", generator.integers(self.vocabulary, size=keys.shape)))
+        count, units = len(keys), length // (2 * self.widest)  # a unit has room for a key and a value
+        if self.is_noisy:
+            inputs = self.word("n", generator.integers(self.vocabulary, size=(count, units, 2 * self.widest)))
+            places = np.sort(_subsets(generator, count, units, 2 * self.pairs), axis=1)
+        else:
+            inputs = np.full((count, units, 2 * self.widest), BLANK)
+            asked = np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1) + self.pairs
+            places = np.concatenate([np.tile(np.arange(self.pairs), (count, 1)), asked], axis=1)
+        answers, rows = np.full(inputs.shape, NO_ANSWER), np.arange(count)[:, None]
+        told, asked = np.split(places, 2, axis=1)
+        inputs[rows, told] = np.concatenate([keys, values], axis=2)
+        order = _subsets(generator, count, self.pairs, self.pairs)
+        keys, values = keys[rows, order], values[rows, order]
+        inputs[rows, asked] = np.concatenate([keys, np.where(values == PAD, PAD, BLANK)], axis=2)
+        answers[rows, asked, self.widest :] = np.where(values == PAD, NO_ANSWER, values)
+        inputs, answers = inputs.reshape(count, -1), answers.reshape(count, -1)
+        order = (inputs == PAD).argsort(axis=1, kind="stable")
+        return np.take_along_axis(inputs, order, axis=1), np.take_along_axis(answers, order, axis=1)
+
+    def _cut(self, generator: np.random.Generator, words: np.ndarray) -> np.ndarray:
+        """Leaves one word or more of each key or value `(count, pairs, widest)`."""
+        sizes = generator.integers(1, self.widest + 1, size=(*words.shape[:2], 1))
+        return np.where(np.arange(self.widest) < sizes, words, PAD)
+
+
+@dataclass(frozen=True)
+class FuzzyRecall(Recall):
+    """Fuzzy recall (Poli et al. 2024, arXiv 2403.17844): keys and values have one to three words."""
+
+    length: int = 96
+    widest = 3
+
+
+@dataclass(frozen=True)
+class NoisyRecall(Recall):
+    """Noisy recall (arXiv 2403.17844): words without meaning stand between pairs and questions."""
+
+    kinds = ("k", "v", "n")
+    is_noisy = True
+
+
+@dataclass(frozen=True)
+class SelectiveCopy(Task):
+    """Selective copying (arXiv 2403.17844): words at random places among dots are to be written in their order."""
+
+    copied: int = 8
+    """The words to copy."""
+
+    marks = (".", ">")
+
+    @property
+    def shortest(self):
+        return 2 * self.copied + 1
+
+    def draw(self, generator, count, length):
+        inputs, answers = _empty(count, length)
+        room = length - self.copied - 1
+        inputs[:, :room], inputs[:, room] = len(SPECIAL), len(SPECIAL) + 1
+        words = self.word("w", generator.integers(self.vocabulary, size=(count, self.copied)))
+        places = np.sort(_subsets(generator, count, room, self.copied), axis=1)
+        inputs[np.arange(count)[:, None], places] = answers[:, room + 1 :] = words
+        return inputs, answers
+
+
+@dataclass(frozen=True)
+class Memorize(Task):
+    """Memorisation (arXiv 2403.17844): each key has the same value in all rows, which is never an input."""
+
+    vocabulary: int = 256
+
+    kinds = ("k", "v")
+    shortest = 2
+
+    def draw(self, generator, count, length):
+        inputs, answers = _empty(count, length)
+        values = np.random.default_rng(self.seed).integers(self.vocabulary, size=self.vocabulary)
+        keys = generator.integers(self.vocabulary, size=(count, length // 2))
+        inputs[:, : length - 1 : 2], answers[:, 1::2] = self.word("k", keys), self.word("v", values[keys])
+        return inputs, answers
+
+
+@dataclass(frozen=True)
+class Induction(Task):
+    """Induction heads (Olsson et al. 2022, arXiv 2209.11895; Sanford et al. 2024, arXiv 2408.14332).
+
+    The first half of a row has different words. Then for some of them the word is asked that followed.
+    """
+
+    vocabulary: int = 64
+
+    shortest = 4
+
+    @property
+    def fewest(self):
+        return (self.longest + 3) // 2
+
+    def draw(self, generator, count, length):
+        inputs, answers = _empty(count, length)
+        told = length - 2 * (length // 4)
+        words = self.word("w", _subsets(generator, count, self.vocabulary, told))
+        places, rows = _subsets(generator, count, told - 1, length // 4), np.arange(count)[:, None]
+        inputs[:, :told], inputs[:, told::2] = words, words[rows, places]
+        answers[:, told + 1 :: 2] = words[rows, places + 1]
+        return inputs, answers
+
+
+@dataclass(frozen=True)
+class Parity(Task):
+    """Parity, the smallest task of state tracking (Hahn 2020, arXiv 1906.06755): the sum of digits modulo 2.
+
+    Each row has 1 to `length` digits; `test_length` is the number in each row of a test. `vocabulary` is the modulus.
+    """
+
+    length: int = 16
+    vocabulary: int = 2
+
+    kinds = ("",)
+    marks = ("=",)
+
+    @property
+    def sample_lengths(self):
+        return (self.longest + 2,)
+
+    def draw(self, generator, count, length):
+        sizes = generator.integers(1 if length == self.length else length, length + 1, size=(count, 1))
+        places = np.arange(length + 2)
+        digits = np.where(places < sizes, generator.integers(self.vocabulary, size=(count, length + 2)), 0)
+        is_answer = places == sizes + 1
+        cases = [places < sizes, places == sizes, is_answer]
+        inputs = np.select(cases, [self.word("", digits), len(SPECIAL), BLANK], PAD)
+        total = digits.sum(axis=1, keepdims=True) % self.vocabulary
+        return inputs, np.where(is_answer, self.word("", total), NO_ANSWER)
+
+
+@dataclass(frozen=True)
+class Reverse(Task):
+    """Reversal, for an encoder and decoder: the words of the source from the last to the first."""
+
+    length: int = 16
+
+    objective = "seq2seq"
+
+    @property
+    def sample_lengths(self):
+        return (self.longest + 1,) * 2
+
+    def draw(self, generator, count, length):
+        words = self.word("w", generator.integers(self.vocabulary, size=(count, length)))
+        end = np.full((count, 1), END)
+        return np.concatenate([words, end], axis=1), np.concatenate([words[:, ::-1], end], axis=1)
+
+
+TASKS: dict[str, type[Task]] = {
+    "recall": Recall,
+    "fuzzy-recall": FuzzyRecall,
+    "noisy-recall": NoisyRecall,
+    "selective-copy": SelectiveCopy,
+    "memorize": Memorize,
+    "induction": Induction,
+    "parity": Parity,
+    "reverse": Reverse,
+}
+
+
+def task_of(dataset: str, sizes: dict[str, Any] | None) -> Task | None:
+    """Returns the task of a recipe; `None` for text."""
+    if not is_synthetic(dataset):
+        if sizes is not None:
+            raise ValueError(f"task={sizes!r} needs dataset: {SYNTHETIC}NAME, not {dataset!r}")
+        return None
+    kind = TASKS.get(dataset.removeprefix(SYNTHETIC))
+    if kind is None:
+        raise ValueError(f"dataset={dataset!r} must be {SYNTHETIC} and one of {', '.join(TASKS)}")
+    check_keys("task", sizes or {}, [item.name for item in dataclasses.fields(kind)])
+    return kind(**(sizes or {}))
+
+
+def make_splits(task: Task, validation: float, test: float, most: int | None = None) -> dict[str, Rows]:
+    """Makes the rows of each split, which a hash of the row decides, so that no row is in two splits.
+
+    `validation` and `test` are the shares that are held out, at most `most` rows of each. Held-out rows are all
+    different; raises `ValueError` if the task has too few of them.
+    """
+    ends = {"validation": validation, "test": validation + test, "train": 1.0}
+    splits, start = {}, 0.0
+    for index, (split, end) in enumerate(ends.items()):
+        count, is_held_out = round(task.rows * (end - start)), split != "train"
+        if is_held_out and most is not None:
+            count = min(count, most)
+        length = task.test_length or task.length if split == "test" else task.length
+        generator, rows, seen = np.random.default_rng([task.seed, index]), [], set()
+        chances = 10 + 10 * task.rows // _CHUNK
+        while len(rows) < max(1, count) and end > start:
+            for row, answers in zip(*task.draw(generator, _CHUNK, length)):
+                key = row[row != PAD].astype(np.int32).tobytes()
+                if start <= xxhash.xxh64_intdigest(key) / 2**64 < end and key not in seen:
+                    rows.append((row, answers))
+                    if is_held_out:
+                        seen.add(key)
+            chances -= 1
+            if not chances:
+                found = f"of the {count} different rows for {split} only {len(rows)} were found"
+                raise ValueError(f"task: rows={task.rows}: {found}; lower rows, or set larger sizes")
+        if rows:
+            splits[split] = tuple(np.array(part, dtype=np.int32) for part in zip(*rows[: max(1, count)]))
+        start = end
+    return splits
