@@ -12,6 +12,7 @@ from ..disk import delete, read_bytes
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
+from .accuracy import NOTE
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, Verdict, power_warning
 from .render import Rows, Section, bullets, to_text, warning, write_sections
@@ -48,6 +49,9 @@ _TERMINAL_COLUMNS = {
     "pseudo-perplexity improvement (%)": "of pseudo-perplexity %",
     "Holm p": "Holm p",
     BONFERRONI: BONFERRONI,
+    "accuracy (%)": "accuracy %",
+    "seeds at 99 %": "seeds at 99 %",
+    "Fisher p": "Fisher p",
     "seeds": "seeds",
     "learning rate": "learning rate",
     "verdict": "verdict",
@@ -345,6 +349,7 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         f"{len(results.models)} models, {'up to ' if results.interim else ''}{count(len(seeds), 'seed')} "
         f"({', '.join(map(str, seeds))}), {results.tokens_per_run:,} tokens a run.",
         results.objective.loss_note,
+        not results.objective.has_parts and NOTE,
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]
@@ -382,6 +387,8 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
             "kind. The tests are about this text."
             if results.counts_text
             else "Tests and intervals are about this test text: it is too short to tell how much its choice matters."
+            if results.objective.has_parts
+            else "Tests and intervals count seeds alone: the rows of the test are taken as they are."
         )
     speed = "Speed and time are the median of the reported runs, and memory the most of any."
     return [text for text in (*sentences, *_about_rates(results), speed) if text]

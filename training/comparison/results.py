@@ -21,6 +21,8 @@ from .trend import ScaleLosses, Trend, analyse_trend
 
 
 VERSION = 2
+# The accuracy with which a task counts as learned
+MASTERED = 0.99
 # Fields of a scale and of a model in files of version 1 and older; runs have them now
 _SHARED = ("dataset_fingerprint", "train_tokens", "validation_tokens", "test_tokens", "device", "versions")
 _SHARED += ("parameters", "trained_parameters", "non_embedding_parameters", "flops_per_token")
@@ -38,6 +40,7 @@ class History:
     gradient_norm: Curve = field(default_factory=list)
     loss_spikes: list[int] = field(default_factory=list)
     stability: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    mastered_at: int | None = None  # the step of the first evaluation with an accuracy of `MASTERED`
 
 
 @dataclass(frozen=True)
@@ -294,7 +297,8 @@ def _read_run(finished: RunStore, run: Run) -> RunOutcome:
         for layer, curves in read_stability(log).items()
     }
     curves = map(_without_nan, (loss, validation_loss, norm))
-    history = History(*curves, loss_spikes=loss_spikes(loss), stability=stability)
+    mastered = [entry["step"] for entry in log if entry.get("eval_token_accuracy", 0.0) >= MASTERED]
+    history = History(*curves, loss_spikes(loss), stability, min(mastered, default=None))
     result = replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on)))
     return RunOutcome(f"runs/{run.name}", run.seed, run.learning_rate, result, history)
 

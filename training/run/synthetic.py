@@ -211,22 +211,20 @@ class Memorize(Task):
 class Induction(Task):
     """Induction heads (Olsson et al. 2022, arXiv 2209.11895; Sanford et al. 2024, arXiv 2408.14332).
 
-    The first half of a row has different words. Then for some of them the word is asked that followed.
+    A third of a row has different words. Then for each but the last the word is asked that followed.
     """
-
-    vocabulary: int = 64
 
     shortest = 4
 
     @property
     def fewest(self):
-        return (self.longest + 3) // 2
+        return self.longest - 2 * ((self.longest - 1) // 3)
 
     def draw(self, generator, count, length):
         inputs, answers = _empty(count, length)
-        told = length - 2 * (length // 4)
+        told = length - 2 * ((length - 1) // 3)
         words = self.word("w", _subsets(generator, count, self.vocabulary, told))
-        places, rows = _subsets(generator, count, told - 1, length // 4), np.arange(count)[:, None]
+        places, rows = _subsets(generator, count, told - 1, (length - 1) // 3), np.arange(count)[:, None]
         inputs[:, :told], inputs[:, told::2] = words, words[rows, places]
         answers[:, told + 1 :: 2] = words[rows, places + 1]
         return inputs, answers
