@@ -92,10 +92,10 @@ def test_rows_have_the_answers_of_the_definition(name, data):
 
 
 def test_lengths_and_seeds():
-    rows = make_splits(TASKS["parity"](rows=2000, length=8, test_length=12), 0.01, 0.1)
+    rows = make_splits(TASKS["parity"](rows=2000, length=14, test_length=20), 0.01, 0.1)
     lengths = {split: np.bincount((inputs > 3).sum(axis=1)) for split, (inputs, _) in rows.items()}
-    assert np.all(lengths["train"][1:] > 150) and len(lengths["train"]) == 9  # each length as often
-    assert np.flatnonzero(lengths["test"]).tolist() == [12]
+    assert np.all(lengths["train"][1:] > 90) and len(lengths["train"]) == 15  # each length as often
+    assert np.flatnonzero(lengths["test"]).tolist() == [20]
     first, again, other = (make_splits(TASKS["recall"](rows=50, seed=seed), 0.2, 0.0) for seed in (0, 0, 1))
     assert all(np.array_equal(one, two) for split in first for one, two in zip(first[split], again[split]))
     assert not np.array_equal(first["train"][0], other["train"][0]) and "test" not in first
@@ -134,14 +134,7 @@ def test_too_few_rows():
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 16}
-TRAINING = {
-    "max_steps": 8,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 64,
-    "save_steps": 2,
-    "eval_steps": 4,
-    "logging_steps": 1,
-}
+TRAINING = {"max_steps": 8, "save_steps": 2, "eval_steps": 4, "logging_steps": 1, "per_device_eval_batch_size": 64}
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +154,7 @@ def test_a_run_resumes_evaluates_and_publishes(file, tmp_path, capsys):
     assert logged_losses(cut) == logged_losses(whole)
     assert (cut / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert result.losses.test.loss_parts is None and result.losses.validation.bits_per_byte is None
-    assert result.data.train_tokens == 300 * 12
+    assert result.data.train_tokens == 300 * 14
 
     tokenizer, model = AutoTokenizer.from_pretrained(whole), AutoModelForCausalLM.from_pretrained(whole)
     task = load_recipe(file).synthetic
