@@ -19,6 +19,7 @@ from transformers import TrainerState
 from ..run.conflicts import check_recipe, emulated_bf16
 from ..run.lora import choose_trained
 from ..run.recipe import Recipe, read_recipe, without_private
+from ..run.synthetic import difficulty
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
 from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
@@ -290,11 +291,15 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         recipe = with_sections(file.recipe, entry, file.recipe_source)
         recipe_source = file.recipe_source if config.scales is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
-    scales = dict(sorted(scales.items(), key=lambda item: item[1].flops_of(config.baseline)))
+    order = dict(zip(scales, [scale.flops_of(config.baseline) for scale in scales.values()]))
+    climbs = difficulty([scale.variants[config.baseline].recipe.synthetic for scale in scales.values()])
+    if climbs is not None:
+        order = dict(zip(scales, climbs[1]))
+    scales = dict(sorted(scales.items(), key=lambda item: order[item[0]]))
     if config.scales is None:
         config = scales[SINGLE].config
     else:
-        _check_scales(file.source, scales)
+        _check_scales(file.source, scales, climbs is not None)
         recipe = read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict()
         config = replace(config, recipe=recipe, scales={name: config.scales[name] for name in scales})
     return Comparison(config.name, config, scales, file.command)
@@ -379,13 +384,13 @@ def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: 
         raise ValueError(f"{source} has the tokenizer {tokenizer!r}, {other} {expected!r}; name one in the recipe")
 
 
-def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
+def _check_scales(path: str, scales: Mapping[str, Scale], climbs: bool) -> None:
     """Raises `ValueError` if scales cannot be compared with each other."""
     baselines = {name: scale.variants[scale.baseline] for name, scale in scales.items()}
     first = next(iter(baselines))
     for smaller, larger in itertools.pairwise(scales):
         _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
         flops, before = (scale.flops_of(scale.baseline) for scale in (scales[larger], scales[smaller]))
-        if flops == before:
+        if flops == before and not climbs:
             compute = f"{flops:.3g} FLOPs a run"
             raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {compute}")

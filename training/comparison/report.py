@@ -241,7 +241,7 @@ def trend_protocol(outcome: Outcome) -> list[str]:
     if tested := sum(model.p is not None for model in trend.models.values()):
         test = (
             "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
-            f"logarithm of compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, "
+            f"logarithm of {trend.axis}. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, "
             f"corrected for {tested} models by Holm's method."
         )
     meanings = _by_text((model.meaning, name) for name, model in trend.models.items())

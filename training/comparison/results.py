@@ -10,6 +10,7 @@ from ..files import STATE_FILE, read_json
 from ..result import RunResult
 from ..run.objectives import Objective, objective_in
 from ..run.stability import loss_spikes, read_stability
+from ..run.synthetic import Task, difficulty, task_of
 from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
@@ -17,7 +18,7 @@ from .comparison import Run, ScaleProgress
 from .config import SINGLE
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text, with_text
 from .store import RunStore
-from .trend import ScaleLosses, Trend, analyse_trend
+from .trend import COMPUTE, ScaleLosses, Trend, analyse_trend
 
 
 VERSION = 2
@@ -177,6 +178,11 @@ class ScaleOutcome:
         recipe = self.comparison.get("recipe")
         return objective_in(recipe if isinstance(recipe, dict) else {})
 
+    @property
+    def task(self) -> Task | None:
+        recipe = self.comparison["recipe"]
+        return task_of(recipe.get("dataset"), recipe.get("task"))
+
     def flops(self, model: str) -> int:
         return self.models[model].size.flops_per_token * self.tokens_per_run
 
@@ -273,12 +279,12 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     """Returns the trend of the test losses, with the intervals of each scale's analysis."""
     if len(scales) < 2:
         return None
-    losses = []
-    for name, scale in scales.items():
-        flops = {model: scale.flops(model) for model in scale.models}
+    losses, climbs = [], difficulty([scale.task for scale in scales.values()])
+    for index, (name, scale) in enumerate(scales.items()):
+        flops = {model: scale.flops(model) if climbs is None else climbs[1][index] for model in scale.models}
         at_boundary = [model for model, outcome in scale.models.items() if outcome.boundaries]
         losses.append(ScaleLosses(name, flops, scale.losses, at_boundary))
-    trend = analyse_trend(losses, next(iter(scales.values())).baseline)
+    trend = analyse_trend(losses, next(iter(scales.values())).baseline, axis=climbs[0] if climbs else COMPUTE)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
             steps = trend.models[model].steps

@@ -5,6 +5,7 @@ An answer is never an input: `BLANK` stands in its place. To add a task, write a
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,6 +300,18 @@ def task_of(dataset: str, sizes: dict[str, Any] | None) -> Task | None:
         raise ValueError(f"dataset={dataset!r} must be {SYNTHETIC} and one of {', '.join(TASKS)}")
     check_keys("task", sizes or {}, [item.name for item in dataclasses.fields(kind)])
     return kind(**(sizes or {}))
+
+
+def difficulty(tasks: Sequence[Task | None]) -> tuple[str, list[int]] | None:
+    """Returns the size in which all tasks differ, the most special one, and its values; `None` without one."""
+    kinds = {type(task) for task in tasks}
+    if len(kinds) > 1 or None in tasks:
+        return None
+    for name in reversed([item.name for item in dataclasses.fields(tasks[0])]):
+        values = [getattr(task, name) for task in tasks]
+        if name not in ("rows", "seed") and None not in values and len(set(values)) == len(values):
+            return name, values
+    return None
 
 
 def make_splits(task: Task, validation: float, test: float, most: int | None = None) -> dict[str, Rows]:
