@@ -33,7 +33,7 @@ def with_accuracies(results, accuracies):
     for name, model in results.models.items():
         runs = []
         for run, accuracy in zip(model.runs, accuracies[name]):
-            test = replace(run.result.losses.test, token_accuracy=accuracy)
+            test = replace(run.result.losses.test, token_accuracy=accuracy, loss_parts=None)
             result = replace(run.result, losses=replace(run.result.losses, test=test))
             at = 100 + run.seed if accuracy >= 0.99 else None
             runs.append(replace(run, result=result, history=replace(run.history, mastered_at=at)))
