@@ -37,14 +37,13 @@ class Task(Value):
         objective: that of its recipes.
         kinds: of words. Each has `vocabulary` words, such as `k0`, `k1`, ...
         marks: words besides.
-        shortest, fewest: the least `length` and `vocabulary`.
+        added: the tokens of a row besides `length`.
     """
 
     objective = "causal"
     kinds = ("w",)
     marks = ()
-    shortest = 1
-    fewest = 2
+    added = 0
 
     rows: int = 40_000
     """Of training, validation and test together."""
@@ -59,18 +58,19 @@ class Task(Value):
 
     def __post_init__(self):
         super().__post_init__()
-        least = {"seed": 0, "length": self.shortest, "test_length": self.shortest, "vocabulary": self.fewest}
+        shortest, fewest = self.least()
+        least = {"seed": 0, "length": shortest, "test_length": shortest, "vocabulary": fewest}
         for name, value in vars(self).items():
             check_number(f"task: {name}", value, least.get(name, 1))
 
-    @property
-    def longest(self) -> int:
-        return max(self.length, self.test_length or 0)
+    def least(self) -> tuple[int, int]:
+        """Returns the least length and vocabulary."""
+        return 2, 2
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
         """The tokens of the longest row, or of its source and its target."""
-        return (self.longest,)
+        return (max(self.length, self.test_length or 0) + self.added,) * (2 if self.objective == "seq2seq" else 1)
 
     @property
     def tokens(self) -> list[str]:
@@ -83,17 +83,18 @@ class Task(Value):
         return len(SPECIAL) + len(self.marks) + self.kinds.index(kind) * self.vocabulary + numbers
 
     def draw(self, generator: np.random.Generator, count: int, length: int) -> Rows:
-        """Returns at most `count` rows: ids, and answers with `NO_ANSWER` elsewhere. Shorter rows end in `PAD`."""
+        """Returns at most `count` rows with their answers, and where these are. Shorter rows end in `PAD`."""
         raise NotImplementedError
+
+    def make(self, generator: np.random.Generator, count: int, length: int) -> Rows:
+        """Returns the inputs of at most `count` rows, and the answers, with `NO_ANSWER` elsewhere."""
+        rows, is_answer = self.draw(generator, count, length)
+        return np.where(is_answer, BLANK, rows), np.where(is_answer, rows, NO_ANSWER)
 
 
 def _subsets(generator: np.random.Generator, count: int, total: int, size: int) -> np.ndarray:
     """Returns `(count, size)` numbers below `total`, different and in random order in each row."""
     return generator.random((count, total)).argsort(axis=1)[:, :size]
-
-
-def _empty(count: int, length: int) -> Rows:
-    return np.full((count, length), BLANK), np.full((count, length), NO_ANSWER)
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,8 @@ class Recall(Task):
     widest = 1
     is_noisy = False
 
-    @property
-    def shortest(self):
-        return 4 * self.widest * self.pairs
-
-    @property
-    def fewest(self):
-        return self.pairs
+    def least(self):
+        return 4 * self.widest * self.pairs, self.pairs
 
     def draw(self, generator, count, length):
         keys = _subsets(generator, count, self.vocabulary, self.pairs)[..., None]
@@ -128,23 +124,21 @@ class Recall(Task):
         keys = keys[(np.diff(codes, axis=1) > 0).all(axis=1)]  # a key has one value
         values = self._cut(generator, self.word("v", generator.integers(self.vocabulary, size=keys.shape)))
         count, units = len(keys), length // (2 * self.widest)  # a unit has room for a key and a value
+        words = np.full((count, units, 2 * self.widest), BLANK)
+        # The units of pairs, then those of questions
+        asked = self.pairs + np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1)
+        places = np.concatenate([np.tile(np.arange(self.pairs), (count, 1)), asked], axis=1)
         if self.is_noisy:
-            inputs = self.word("n", generator.integers(self.vocabulary, size=(count, units, 2 * self.widest)))
+            words = self.word("n", generator.integers(self.vocabulary, size=words.shape))
             places = np.sort(_subsets(generator, count, units, 2 * self.pairs), axis=1)
-        else:
-            inputs = np.full((count, units, 2 * self.widest), BLANK)
-            asked = np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1) + self.pairs
-            places = np.concatenate([np.tile(np.arange(self.pairs), (count, 1)), asked], axis=1)
-        answers, rows = np.full(inputs.shape, NO_ANSWER), np.arange(count)[:, None]
-        told, asked = np.split(places, 2, axis=1)
-        inputs[rows, told] = np.concatenate([keys, values], axis=2)
-        order = _subsets(generator, count, self.pairs, self.pairs)
-        keys, values = keys[rows, order], values[rows, order]
-        inputs[rows, asked] = np.concatenate([keys, np.where(values == PAD, PAD, BLANK)], axis=2)
-        answers[rows, asked, self.widest :] = np.where(values == PAD, NO_ANSWER, values)
-        inputs, answers = inputs.reshape(count, -1), answers.reshape(count, -1)
-        order = (inputs == PAD).argsort(axis=1, kind="stable")
-        return np.take_along_axis(inputs, order, axis=1), np.take_along_axis(answers, order, axis=1)
+        rows, order = np.arange(count)[:, None], _subsets(generator, count, self.pairs, self.pairs)
+        pairs, is_answer = np.concatenate([keys, values], axis=2), np.zeros(words.shape, dtype=bool)
+        words[rows, places] = np.concatenate([pairs, pairs[rows, order]], axis=1)
+        is_answer[rows, places[:, self.pairs :], self.widest :] = True
+        words, is_answer = words.reshape(count, -1), is_answer.reshape(count, -1)
+        order = (words == PAD).argsort(axis=1, kind="stable")
+        words, is_answer = (np.take_along_axis(part, order, axis=1) for part in (words, is_answer))
+        return words, is_answer & (words != PAD)
 
     def _cut(self, generator: np.random.Generator, words: np.ndarray) -> np.ndarray:
         """Leaves one word or more of each key or value `(count, pairs, widest)`."""
@@ -177,18 +171,17 @@ class SelectiveCopy(Task):
 
     marks = (".", ">")
 
-    @property
-    def shortest(self):
-        return 2 * self.copied + 1
+    def least(self):
+        return 2 * self.copied + 1, 2
 
     def draw(self, generator, count, length):
-        inputs, answers = _empty(count, length)
+        dot, write = len(SPECIAL), len(SPECIAL) + 1
         room = length - self.copied - 1
-        inputs[:, :room], inputs[:, room] = len(SPECIAL), len(SPECIAL) + 1
-        words = self.word("w", generator.integers(self.vocabulary, size=(count, self.copied)))
+        copied = self.word("w", generator.integers(self.vocabulary, size=(count, self.copied)))
         places = np.sort(_subsets(generator, count, room, self.copied), axis=1)
-        inputs[np.arange(count)[:, None], places] = answers[:, room + 1 :] = words
-        return inputs, answers
+        words = np.concatenate([np.full((count, room), dot), np.full((count, 1), write), copied], axis=1)
+        words[np.arange(count)[:, None], places] = copied
+        return words, np.arange(length) > room
 
 
 @dataclass(frozen=True)
@@ -198,14 +191,12 @@ class Memorize(Task):
     vocabulary: int = 256
 
     kinds = ("k", "v")
-    shortest = 2
 
     def draw(self, generator, count, length):
-        inputs, answers = _empty(count, length)
         values = np.random.default_rng(self.seed).integers(self.vocabulary, size=self.vocabulary)
         keys = generator.integers(self.vocabulary, size=(count, length // 2))
-        inputs[:, : length - 1 : 2], answers[:, 1::2] = self.word("k", keys), self.word("v", values[keys])
-        return inputs, answers
+        words = np.stack([self.word("k", keys), self.word("v", values[keys])], axis=2).reshape(count, -1)
+        return words, np.arange(words.shape[1]) % 2 == 1
 
 
 @dataclass(frozen=True)
@@ -215,20 +206,17 @@ class Induction(Task):
     A third of a row has different words. Then for each but the last the word is asked that followed.
     """
 
-    shortest = 4
-
-    @property
-    def fewest(self):
-        return self.longest - 2 * ((self.longest - 1) // 3)
+    def least(self):
+        longest = self.sample_lengths[0]
+        return 4, longest - 2 * ((longest - 1) // 3)
 
     def draw(self, generator, count, length):
-        inputs, answers = _empty(count, length)
-        told = length - 2 * ((length - 1) // 3)
-        words = self.word("w", _subsets(generator, count, self.vocabulary, told))
-        places, rows = _subsets(generator, count, told - 1, (length - 1) // 3), np.arange(count)[:, None]
-        inputs[:, :told], inputs[:, told::2] = words, words[rows, places]
-        answers[:, told + 1 :: 2] = words[rows, places + 1]
-        return inputs, answers
+        asked = (length - 1) // 3
+        told = self.word("w", _subsets(generator, count, self.vocabulary, length - 2 * asked))
+        places, rows = _subsets(generator, count, told.shape[1] - 1, asked), np.arange(count)[:, None]
+        pairs = np.stack([told[rows, places], told[rows, places + 1]], axis=2).reshape(count, -1)
+        places = np.arange(length) - told.shape[1]
+        return np.concatenate([told, pairs], axis=1), (places > 0) & (places % 2 == 1)
 
 
 @dataclass(frozen=True)
@@ -243,20 +231,15 @@ class Parity(Task):
 
     kinds = ("",)
     marks = ("=",)
-
-    @property
-    def sample_lengths(self):
-        return (self.longest + 2,)
+    added = 2
 
     def draw(self, generator, count, length):
         sizes = generator.integers(1 if length == self.length else length, length + 1, size=(count, 1))
         places = np.arange(length + 2)
         digits = np.where(places < sizes, generator.integers(self.vocabulary, size=(count, length + 2)), 0)
-        is_answer = places == sizes + 1
-        cases = [places < sizes, places == sizes, is_answer]
-        inputs = np.select(cases, [self.word("", digits), len(SPECIAL), BLANK], PAD)
-        total = digits.sum(axis=1, keepdims=True) % self.vocabulary
-        return inputs, np.where(is_answer, self.word("", total), NO_ANSWER)
+        digits[places == sizes + 1] = digits.sum(axis=1) % self.vocabulary
+        words = np.where(places == sizes, len(SPECIAL), self.word("", digits))
+        return np.where(places > sizes + 1, PAD, words), places == sizes + 1
 
 
 @dataclass(frozen=True)
@@ -266,12 +249,9 @@ class Reverse(Task):
     length: int = 16
 
     objective = "seq2seq"
+    added = 1
 
-    @property
-    def sample_lengths(self):
-        return (self.longest + 1,) * 2
-
-    def draw(self, generator, count, length):
+    def make(self, generator, count, length):
         words = self.word("w", generator.integers(self.vocabulary, size=(count, length)))
         end = np.full((count, 1), END)
         return np.concatenate([words, end], axis=1), np.concatenate([words[:, ::-1], end], axis=1)
@@ -330,7 +310,7 @@ def make_splits(task: Task, validation: float, test: float, most: int | None = N
         generator, rows, seen = np.random.default_rng([task.seed, index]), [], set()
         chances = 10 + 10 * task.rows // _CHUNK
         while len(rows) < max(1, count) and end > start:
-            for row, answers in zip(*task.draw(generator, _CHUNK, length)):
+            for row, answers in zip(*task.make(generator, _CHUNK, length)):
                 key = row[row != PAD].astype(np.int32).tobytes()
                 if start <= xxhash.xxh64_intdigest(key) / 2**64 < end and key not in seen:
                     rows.append((row, answers))
