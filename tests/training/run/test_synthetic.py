@@ -188,11 +188,8 @@ def test_a_run_of_pairs(tmp_path):
 
 ONE, TWO = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}, {"num_hidden_layers": 2}
 CANON = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1, "canon": "A"}
-LINEAR, LEARNED, NARROW = (
-    {"attention_activation": "linear_attention"},
-    {"position_embedding": "learned"},
-    {"head_dim": 16},
-)
+LINEAR = {"attention_activation": "linear_attention"}
+LEARNED, NARROW = {"position_embedding": "learned"}, {"head_dim": 16}
 EIGHT, SIXTEEN = {"pairs": 8, "length": 32, "rows": 20_000}, {"pairs": 16, "length": 64, "rows": 20_000}
 WORDS, BITS = {"length": 64, "rows": 20_000}, {"length": 16, "test_length": 64, "rows": 40_000}
 
@@ -211,19 +208,14 @@ WORDS, BITS = {"length": 64, "rows": 20_000}, {"length": 16, "test_length": 64, 
     ],
 )
 def test_what_attention_can_learn(name, task, switches, steps, least, most, tmp_path):
-    """Bounds on the accuracy of each seed in the test; chance is 5 % in `induction`, 3 % in `recall`, 50 % in `parity`."""
+    """Bounds the accuracy of each seed; chance is 5 % in `induction`, 3 % in `recall` and 50 % in `parity`."""
     width = switches["hidden_size"]
-    switches = {
-        "position_embedding": "rope",
-        "max_position_embeddings": 66,
-        "intermediate_size": 2 * width,
-        **switches,
-    }
+    sizes = {"position_embedding": "rope", "max_position_embeddings": 66, "intermediate_size": 2 * width}
     training = {"max_steps": steps, "learning_rate": 8e-3, "warmup_steps": 0.1, "lr_scheduler_type": "cosine"}
     training |= {"weight_decay": 0.1, "adam_beta2": 0.95, "eval_strategy": "no", "save_strategy": "no"}
     training |= {"per_device_train_batch_size": 64 if name == "recall" else 32, "report_to": "none"}
     recipe = {"model": "tiny-linear", "dataset": f"synthetic:{name}", "task": task, "test_fraction": 0.05}
-    recipe |= {"training": training, "switches": {"initializer_range": width**-0.5, **switches}}
+    recipe |= {"training": training, "switches": {"initializer_range": width**-0.5, **sizes, **switches}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     results = [train(tmp_path / "recipe.yaml", output_dir=tmp_path / str(seed), seed=seed) for seed in range(3)]
     accuracies = [result.losses.test.token_accuracy for result in results]
