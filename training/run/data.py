@@ -19,12 +19,12 @@ from .blocks import Blocks
 from .documents import check_text, load_documents
 from .objectives import objective_of
 from .recipe import Recipe
-from .synthetic import BLANK, END, PAD
+from .synthetic import SPECIAL
 
 
 END_OF_TEXT = "<|endoftext|>"
 # A token other than end-of-text, because a collator gives padding no label
-PADDING = "<|pad|>"
+PAD = "<|pad|>"
 MASK = "<|mask|>"
 # Says that the blocks beside it are complete
 BLOCKS_FILE = "blocks.json"
@@ -60,7 +60,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PADDING, MASK],
+        special_tokens=[END_OF_TEXT, PAD, MASK],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -77,7 +77,7 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
         unk_token=None,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=PADDING,
+        pad_token=PAD,
         mask_token=AddedToken(MASK, lstrip=True, special=True),  # of a word with its blank
         post_processor=processors.Sequence([offsets, pair]),
         clean_up_tokenization_spaces=False,
@@ -86,10 +86,10 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
 
 def make_word_tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
     """Makes the tokenizer of a synthetic task, whose words have blanks between them, from its vocabulary."""
-    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, tokens[BLANK]))
+    end, pad, blank = tokens[: len(SPECIAL)]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, blank))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"bos_token": END, "eos_token": END, "pad_token": PAD, "unk_token": BLANK}
-    special = {name: tokens[index] for name, index in names.items()}
+    special = {"bos_token": end, "eos_token": end, "pad_token": pad, "unk_token": blank}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 

@@ -165,14 +165,10 @@ class Seq2Seq(Pairs):
         return chrf_of(model, tokenizer, rows, self.recipe)
 
 
-class Answers(Objective):
-    """Predicts the answers in the rows of a synthetic task, with a decoder."""
+class OfTask(Objective):
+    """An objective on the rows of a synthetic task."""
 
-    kind = ModelKind.DECODER
     columns = ()
-    lengths = {"task: length": "decoder"}
-    label_shift = 1
-    loss_type = "ForCausalLM"
     loss_unit = "answer"
     loss_note = "Losses and accuracies are of answers only."
     has_bits_per_byte = False
@@ -186,6 +182,15 @@ class Answers(Objective):
             raise ValueError(f"task={self.recipe.task!r}: its words are not those of the tokenizer")
         return Blocks(documents, sum(map(len, documents["input_ids"])))
 
+
+class Answers(OfTask):
+    """Predicts the answers, with a decoder."""
+
+    kind = ModelKind.DECODER
+    lengths = {"task: length": "decoder"}
+    label_shift = 1
+    loss_type = "ForCausalLM"
+
     def make_collator(self, tokenizer, model):
         from transformers import default_data_collator
 
@@ -195,12 +200,10 @@ class Answers(Objective):
         return [int(token) for token in row["input_ids"]], None
 
 
-class AnswersOfPairs(Pairs, Answers):
-    """Predicts the target in the rows of a synthetic task, with an encoder and decoder."""
+class AnswersOfPairs(Pairs, OfTask):
+    """Predicts the target, with an encoder and decoder."""
 
     lengths = {"task: source length": "encoder", "task: target length": "decoder"}
-    label_shift = 0
-    loss_type = "ForMaskedLM"
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "seq2seq": Seq2Seq}

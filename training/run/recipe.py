@@ -25,7 +25,7 @@ from ..loading import is_saved_model, load_config, read_record
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from ..values import Value, check_type
-from .objectives import OBJECTIVES, Answers, Masked, Objective, PackedText, Seq2Seq, objective_in
+from .objectives import OBJECTIVES, Answers, Masked, Objective, OfTask, PackedText, Seq2Seq, objective_in
 from .synthetic import Task, task_of
 
 
@@ -64,7 +64,7 @@ class Recipe(Value):
     dataset: str = _field("data", "python-stdlib")
     """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl or .parquet; or
     `synthetic:TASK`."""
-    task: dict[str, Any] | None = _field("data", None, Answers)
+    task: dict[str, Any] | None = _field("data", None, OfTask)
     """With `dataset: synthetic:TASK`, the sizes of the task that differ from its defaults."""
     dataset_config: str | None = _field("data", None, _TEXT)
     """The configuration of a Hub dataset."""

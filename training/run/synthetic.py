@@ -300,27 +300,31 @@ def make_splits(task: Task, validation: float, test: float, most: int | None = N
     `validation` and `test` are the shares that are held out, at most `most` rows of each. Held-out rows are all
     different; raises `ValueError` if the task has too few of them.
     """
-    ends = {"validation": validation, "test": validation + test, "train": 1.0}
-    splits, start = {}, 0.0
-    for index, (split, end) in enumerate(ends.items()):
-        count, is_held_out = round(task.rows * (end - start)), split != "train"
+    ends = {
+        "validation": (0.0, validation),
+        "test": (validation, validation + test),
+        "train": (validation + test, 1.0),
+    }
+    splits = {}
+    for index, (split, (start, end)) in enumerate(ends.items()):
+        if start == end:
+            continue
+        count, is_held_out = max(1, round(task.rows * (end - start))), split != "train"
         if is_held_out and most is not None:
             count = min(count, most)
         length = task.test_length or task.length if split == "test" else task.length
         generator, rows, seen = np.random.default_rng([task.seed, index]), [], set()
-        chances = 10 + 10 * task.rows // _CHUNK
-        while len(rows) < max(1, count) and end > start:
+        for _ in range(10 + 10 * task.rows // _CHUNK):
             for row, answers in zip(*task.make(generator, _CHUNK, length)):
                 key = row[row != PAD].astype(np.int32).tobytes()
                 if start <= xxhash.xxh64_intdigest(key) / 2**64 < end and key not in seen:
                     rows.append((row, answers))
                     if is_held_out:
                         seen.add(key)
-            chances -= 1
-            if not chances:
-                found = f"of the {count} different rows for {split} only {len(rows)} were found"
-                raise ValueError(f"task: rows={task.rows}: {found}; lower rows, or set larger sizes")
-        if rows:
-            splits[split] = tuple(np.array(part, dtype=np.int32) for part in zip(*rows[: max(1, count)]))
-        start = end
+            if len(rows) >= count:
+                break
+        if len(rows) < count:
+            found = f"of the {count} different rows for {split} only {len(rows)} were found"
+            raise ValueError(f"task: rows={task.rows}: {found}; lower rows, or set larger sizes")
+        splits[split] = tuple(np.array(part, dtype=np.int32) for part in zip(*rows[:count]))
     return splits
