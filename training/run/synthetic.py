@@ -300,13 +300,10 @@ def make_splits(task: Task, validation: float, test: float, most: int | None = N
     `validation` and `test` are the shares that are held out, at most `most` rows of each. Held-out rows are all
     different; raises `ValueError` if the task has too few of them.
     """
-    ends = {
-        "validation": (0.0, validation),
-        "test": (validation, validation + test),
-        "train": (validation + test, 1.0),
-    }
+    held_out = validation + test
+    bounds = {"validation": (0.0, validation), "test": (validation, held_out), "train": (held_out, 1.0)}
     splits = {}
-    for index, (split, (start, end)) in enumerate(ends.items()):
+    for index, (split, (start, end)) in enumerate(bounds.items()):
         if start == end:
             continue
         count, is_held_out = max(1, round(task.rows * (end - start))), split != "train"
