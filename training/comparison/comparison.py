@@ -19,7 +19,7 @@ from transformers import TrainerState
 from ..run.conflicts import check_recipe, emulated_bf16
 from ..run.lora import choose_trained
 from ..run.recipe import Recipe, read_recipe, without_private
-from ..run.synthetic import difficulty
+from ..run.synthetic import Task, difficulty
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
 from .config import SINGLE, ComparisonConfig, ComparisonFile, ModelConfig, with_sections
@@ -87,6 +87,10 @@ class Scale:
     @property
     def tokens_per_run(self) -> int:
         return self.variants[self.baseline].tokens
+
+    @property
+    def task(self) -> Task | None:
+        return self.variants[self.baseline].recipe.synthetic
 
     @property
     def steps_per_run(self) -> int:
@@ -291,11 +295,9 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         recipe = with_sections(file.recipe, entry, file.recipe_source)
         recipe_source = file.recipe_source if config.scales is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
-    order = dict(zip(scales, [scale.flops_of(config.baseline) for scale in scales.values()]))
-    climbs = difficulty([scale.variants[config.baseline].recipe.synthetic for scale in scales.values()])
-    if climbs is not None:
-        order = dict(zip(scales, climbs[1]))
-    scales = dict(sorted(scales.items(), key=lambda item: order[item[0]]))
+    climbs = difficulty([scale.task for scale in scales.values()])
+    order = [scale.flops_of(config.baseline) for scale in scales.values()] if climbs is None else climbs[1]
+    scales = {name: scales[name] for _, name in sorted(zip(order, scales), key=lambda pair: pair[0])}
     if config.scales is None:
         config = scales[SINGLE].config
     else:

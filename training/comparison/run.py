@@ -95,8 +95,10 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
             added = _added_seeds(folder, comparison.scales)
             stores = {name: RunStore(scale_folder(folder, name)) for name in comparison.scales}
             for name, store in stores.items():
-                data, fingerprint = engine.prepare_data(comparison.scales[name], folder)
-                _check_same_dataset(folder / FINGERPRINT_FILE, fingerprint)
+                # Scales may have other sizes of a task
+                place = folder if comparison.scales[name].task is None else store.folder
+                data, fingerprint = engine.prepare_data(comparison.scales[name], place)
+                _check_same_dataset(place / FINGERPRINT_FILE, fingerprint)
                 progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step

@@ -101,9 +101,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     curve, multiplier_note = None, ""
     try:
         if axis != COMPUTE:
-            raise ValueError(
-                f"There are no compute multipliers: the scales differ in {axis}, the difficulty of a task."
-            )
+            raise ValueError(f"There are no compute multipliers: the scales differ in {axis}, a size of the task.")
         curve = LossCurve(settled, [flops[name] for name in settled], [losses[name][baseline] for name in settled])
     except ValueError as error:
         multiplier_note = str(error)

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.inline_engine import InlineEngine
 from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
@@ -26,6 +27,14 @@ def make(make_file):
         return load_plan(make_file(**{"recipe": recipe, "models": models, "seeds": SEEDS, **fields}))
 
     return plan
+
+
+class PreparingEngine(PlantedEngine):
+    """Makes tokenizer and rows, and plants what is measured."""
+
+    def prepare_data(self, scale, folder):
+        super().prepare_data(scale, folder)
+        return InlineEngine.prepare_data(self, scale, folder)
 
 
 def with_accuracies(results, accuracies):
@@ -69,8 +78,8 @@ def test_reports_on_text_have_no_accuracies(make_file, tmp_path):
 
 
 def test_a_ladder_climbs_in_difficulty(make, tmp_path):
-    scales = {"hard": {"task": {"pairs": 16}}, "easy": {"task": {"pairs": 4}}, "middle": {"task": {"pairs": 8}}}
-    plan = make(scales=scales)
+    pairs = {"hard": 16, "easy": 4, "middle": 8}
+    plan = make(scales={name: {"task": {"pairs": count, "rows": 200}} for name, count in pairs.items()})
     assert list(plan.scales) == ["easy", "middle", "hard"]
     gains = {"easy": 0.0, "middle": 0.1, "hard": 0.2}
 
@@ -78,7 +87,7 @@ def test_a_ladder_climbs_in_difficulty(make, tmp_path):
         noise = 0.001 * ((7 * run.seed + len(scale.name) + len(run.model)) % 3)
         return 2.0 + noise - gains[scale.name.split(", ")[1]] * (run.model == "twin")
 
-    outcome = run_comparison(plan, tmp_path / "run", PlantedEngine(loss))
+    outcome = run_comparison(plan, tmp_path / "run", PreparingEngine(loss))
     assert outcome.trend.axis == "pairs" and outcome.trend.flops == {"easy": 4, "middle": 8, "hard": 16}
     # 5 % of the loss at each doubling
     assert outcome.trend.models["twin"].slope == pytest.approx(5 / math.log10(2), rel=0.02)
