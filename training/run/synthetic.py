@@ -1,7 +1,7 @@
-"""Synthetic tasks, whose rows are made from a seed: what a model must recall, copy, memorise or count.
+"""Makes the rows of synthetic tasks, in which a model must recall, copy, memorise or count.
 
-An answer is never an input: `BLANK` stands in its place. To add a task, write a subclass of `Task` and its row in
-`TASKS`. In shapes, `count` is a number of rows.
+The model never reads an answer, because `BLANK` stands in its place. To add a task, write a subclass of `Task` and its
+row in `TASKS`. In shapes, `count` is a number of rows.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Task(Value):
     """The sizes of a task; raises `ValueError` for sizes that are not allowed.
 
     Attributes:
-        objective: that of its recipes.
+        objective: what its recipes set.
         kinds: of words. Each has `vocabulary` words, such as `k0`, `k1`, ...
         marks: words besides.
         added: the tokens of a row besides `length`.
@@ -125,7 +125,7 @@ class Recall(Task):
         values = self._cut(generator, self.word("v", generator.integers(self.vocabulary, size=keys.shape)))
         count, units = len(keys), length // (2 * self.widest)  # a unit has room for a key and a value
         words = np.full((count, units, 2 * self.widest), BLANK)
-        # The units of pairs, then those of questions
+        # Pairs come first, then questions
         asked = self.pairs + np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1)
         places = np.concatenate([np.tile(np.arange(self.pairs), (count, 1)), asked], axis=1)
         if self.is_noisy:
@@ -283,12 +283,11 @@ def task_of(dataset: str, sizes: dict[str, Any] | None) -> Task | None:
 
 
 def difficulty(tasks: Sequence[Task | None]) -> tuple[str, list[int]] | None:
-    """Returns the size in which all tasks differ, the most special one, and its values; `None` without one."""
-    kinds = {type(task) for task in tasks}
-    if len(kinds) > 1 or None in tasks:
+    """Returns the last size in which each two tasks of one kind differ, and its values; `None` without one."""
+    if len({type(task) for task in tasks}) > 1 or None in tasks:
         return None
-    for name in reversed([item.name for item in dataclasses.fields(tasks[0])]):
-        values = [getattr(task, name) for task in tasks]
+    for item in reversed(dataclasses.fields(tasks[0])):
+        name, values = item.name, [getattr(task, item.name) for task in tasks]
         if name not in ("rows", "seed") and None not in values and len(set(values)) == len(values):
             return name, values
     return None

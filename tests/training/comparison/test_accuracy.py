@@ -57,7 +57,7 @@ def test_reports_count_the_seeds_that_learn(make, tmp_path):
     assert [row["seeds at 99 %"] for row in cells.values()] == ["3 of 4", "0 of 4", "0 of 4"]
     assert [row["steps to 99 %"] for row in cells.values()] == ["101", NOTHING, NOTHING]
     assert cells["base"]["accuracy (%)"] == "79.8 (20.0 to 100.0)"
-    # Of the ways to choose the 3 seeds that learn among 8, those with all 3 in one model; Holm's method doubles p
+    # All of the 3 seeds that learn belong to one model, and Holm's method doubles p
     p = 2 * math.comb(4, 3) / math.comb(8, 3)
     assert learned_p(ACCURACIES["base"], ACCURACIES["twin"]) == pytest.approx(p)
     assert cells["twin"]["Fisher p"] == cells["half"]["Fisher p"] == f"{2 * p:.2g}"

@@ -99,7 +99,7 @@ def test_lengths_and_seeds():
     first, again, other = (make_splits(TASKS["recall"](rows=50, seed=seed), 0.2, 0.0) for seed in (0, 0, 1))
     assert all(np.array_equal(one, two) for split in first for one, two in zip(first[split], again[split]))
     assert not np.array_equal(first["train"][0], other["train"][0]) and "test" not in first
-    # A row held out under one seed is none of training under another
+    # No seed trains on rows that another holds out
     assert not {*map(tuple, first["validation"][0])} & {*map(tuple, other["train"][0])}
 
 
@@ -190,8 +190,8 @@ ONE, TWO = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
 CANON = {"hidden_size": 64, "num_attention_heads": 1, "num_hidden_layers": 1, "canon": "A"}
 LINEAR = {"attention_activation": "linear_attention"}
 LEARNED, NARROW = {"position_embedding": "learned"}, {"head_dim": 16}
-EIGHT, SIXTEEN = {"pairs": 8, "length": 32, "rows": 20_000}, {"pairs": 16, "length": 64, "rows": 20_000}
-WORDS, BITS = {"length": 64, "rows": 20_000}, {"length": 16, "test_length": 64, "rows": 40_000}
+EIGHT, SIXTEEN = {"pairs": 8, "length": 32}, {"pairs": 16, "length": 64, "vocabulary": 64}
+WORDS, BITS = {"length": 64}, {"length": 16, "test_length": 64}
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ WORDS, BITS = {"length": 64, "rows": 20_000}, {"length": 16, "test_length": 64, 
         pytest.param("induction", WORDS, ONE | LEARNED, 600, 0.0, 0.2, id="one layer does not"),
         pytest.param("recall", EIGHT, CANON, 200, 0.99, 1.0, id="softmax recalls 8 pairs"),
         pytest.param("recall", EIGHT, CANON | LINEAR, 250, 0.99, 1.0, id="linear attention recalls 8 pairs"),
-        pytest.param("recall", SIXTEEN, CANON | NARROW, 200, 0.99, 1.0, id="softmax recalls 16 pairs by 16 channels"),
+        pytest.param("recall", SIXTEEN, CANON | NARROW, 250, 0.99, 1.0, id="softmax recalls 16 pairs by 16 channels"),
         pytest.param("recall", SIXTEEN, CANON | NARROW | LINEAR, 250, 0.0, 0.6, id="linear attention does not"),
         pytest.param("parity", BITS, ONE | TWO, 600, 0.45, 0.55, id="softmax does not count to 64"),
     ],
@@ -214,7 +214,12 @@ def test_what_attention_can_learn(name, task, switches, steps, least, most, tmp_
     training = {"max_steps": steps, "learning_rate": 8e-3, "warmup_steps": 0.1, "lr_scheduler_type": "cosine"}
     training |= {"weight_decay": 0.1, "adam_beta2": 0.95, "eval_strategy": "no", "save_strategy": "no"}
     training |= {"per_device_train_batch_size": 64 if name == "recall" else 32, "report_to": "none"}
-    recipe = {"model": "tiny-linear", "dataset": f"synthetic:{name}", "task": task, "test_fraction": 0.05}
+    recipe = {
+        "model": "tiny-linear",
+        "dataset": f"synthetic:{name}",
+        "task": {"rows": 20_000, **task},
+        "test_fraction": 0.05,
+    }
     recipe |= {"training": training, "switches": {"initializer_range": width**-0.5, **sizes, **switches}}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     results = [train(tmp_path / "recipe.yaml", output_dir=tmp_path / str(seed), seed=seed) for seed in range(3)]
