@@ -38,6 +38,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
     for (name, half), length in zip(objective_of(recipe).lengths.items(), recipe.sample_lengths):
+        length = length if recipe.synthetic is None else recipe.synthetic.longest
         positions, context = positions_of(config, half), context_of(config, half)
         if positions is not None and length > positions:
             less = "" if positions == context else f" less the {context - positions} up to the id of the pad token"

@@ -69,8 +69,13 @@ class Task(Value):
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
-        """The tokens of the longest row, or of its source and its target."""
-        return (max(self.length, self.test_length or 0) + self.added,) * (2 if self.objective == "seq2seq" else 1)
+        """The tokens of a row of training, or of its source and its target."""
+        return (self.length + self.added,) * (2 if self.objective == "seq2seq" else 1)
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest row of any split."""
+        return max(self.length, self.test_length or 0) + self.added
 
     @property
     def tokens(self) -> list[str]:
@@ -207,8 +212,7 @@ class Induction(Task):
     """
 
     def least(self):
-        longest = self.sample_lengths[0]
-        return 4, longest - 2 * ((longest - 1) // 3)
+        return 4, self.longest - 2 * ((self.longest - 1) // 3)
 
     def draw(self, generator, count, length):
         asked = (length - 1) // 3

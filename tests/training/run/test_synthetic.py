@@ -78,7 +78,7 @@ def test_rows_have_the_answers_of_the_definition(name, data):
     for inputs, labels in (pair for split in splits.values() for pair in zip(*split)):
         words = [word for word in tokens[inputs] if word != "<|pad|>"]
         answers = {int(place): tokens[labels[place]] for place in np.flatnonzero(labels != -100)}
-        assert len(labels) <= max(task.sample_lengths)
+        assert len(labels) <= task.longest
         if name == "reverse":
             assert [*answers.values()] == [*words[-2::-1], "<|endoftext|>"] and len(words) == task.length + 1
             continue
@@ -119,7 +119,7 @@ def test_lengths_and_seeds():
         ({"block_size": 32}, "block_size=32 does not go with dataset='synthetic:recall'"),
         ({"tokenizer": "bpe:300"}, "tokenizer='bpe:300' does not go with dataset='synthetic:recall'"),
         ({"dataset": "synthetic:reverse"}, "dataset='synthetic:reverse' needs objective: seq2seq"),
-        ({"task": {"length": 999}}, "task: length=999 exceeds max_position_embeddings=256"),
+        ({"task": {"test_length": 999}}, "task: length=999 exceeds max_position_embeddings=256"),
     ],
 )
 def test_refusals(fields, message):
