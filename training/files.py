@@ -21,6 +21,7 @@ from .text import QUOTE_IT
 # Suffixes of data files, before `.gz` if any, and the builder of `datasets` for each
 DATA_FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 BUILT_IN_CORPORA = ("python-stdlib", "python-docstrings")
+SYNTHETIC = "synthetic:"  # before the name of a task
 CARD_FILE = "README.md"
 CHECKSUMS_FILE = "checksums.json"
 CONVERSION_FILE = "conversion.json"
@@ -70,6 +71,14 @@ _FREE_FIELDS = {
 
 def data_format(path: str | Path) -> str | None:
     return DATA_FORMATS.get(Path(Path(path).name.lower().removesuffix(".gz")).suffix)
+
+
+def is_synthetic(dataset: Any) -> bool:
+    return str(dataset).startswith(SYNTHETIC)
+
+
+def is_built_in(dataset: str) -> bool:
+    return dataset in BUILT_IN_CORPORA or is_synthetic(dataset)
 
 
 def yaml_text(content: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from transformers import TrainerState
 from ..run.conflicts import check_recipe, emulated_bf16
 from ..run.lora import choose_trained
 from ..run.recipe import Recipe, read_recipe, without_private
+from ..run.synthetic import Task, difficulty
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
 from .config import SINGLE, Axis, ComparisonConfig, ComparisonFile, ModelConfig, ScaleConfig, with_sections
@@ -102,6 +103,10 @@ class Scale:
     @property
     def tokens_per_run(self) -> int:
         return self.variants[self.baseline].tokens
+
+    @property
+    def task(self) -> Task | None:
+        return self.variants[self.baseline].recipe.synthetic
 
     @property
     def steps_per_run(self) -> int:
@@ -346,7 +351,8 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         recipe_source = file.recipe_source if config.axis is None else source
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
     if config.axis is Axis.SCALES:
-        scales = dict(sorted(scales.items(), key=lambda item: item[1].flops_of(config.baseline)))
+        heights = heights_of(scales)
+        scales = {name: scales[name] for name in sorted(scales, key=heights.get)}
         _check_scales(file.source, scales)
         config = replace(config, scales={name: config.scales[name] for name in scales})
     elif config.axis is Axis.CONDITIONS:
@@ -359,6 +365,13 @@ def read_comparison(file: ComparisonFile) -> Comparison:
             for name in list(scales)[1:]:
                 scales[name] = replace(scales[name], takes_points=config.tune.at != "each")
     return Comparison(config.name, config, scales, file.command)
+
+
+def heights_of(scales: Mapping[str, Scale]) -> dict[str, float]:
+    """Returns what a ladder climbs, by scale: the size of a task that differs, or else the FLOPs of the baseline."""
+    climbs = difficulty([scale.task for scale in scales.values()])
+    values = [scale.flops_of(scale.baseline) for scale in scales.values()] if climbs is None else climbs[1]
+    return dict(zip(scales, values))
 
 
 def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig | ScaleConfig, source: str) -> None:
@@ -459,12 +472,11 @@ def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: 
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
     """Raises `ValueError` if scales cannot be compared with each other."""
     baselines = {name: scale.variants[scale.baseline] for name, scale in scales.items()}
-    first = next(iter(baselines))
+    first, heights = next(iter(baselines)), heights_of(scales)
     for smaller, larger in itertools.pairwise(scales):
         _check_same_tokenizer(f"{path}: scale {larger!r}", baselines[larger], f"scale {first!r}", baselines[first])
-        flops, before = (scale.flops_of(scale.baseline) for scale in (scales[larger], scales[smaller]))
-        if flops == before:
-            compute = f"{flops:.3g} FLOPs a run"
+        if heights[larger] == heights[smaller]:
+            compute = f"{heights[larger]:.3g} FLOPs a run"
             raise ValueError(f"{path}: the scales {smaller!r} and {larger!r} have the same compute, {compute}")
 
 

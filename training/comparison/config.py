@@ -234,6 +234,8 @@ class ScaleConfig(_Section):
     """As in a recipe."""
     tokenizer: str | None = None
     """As in a recipe."""
+    task: dict[str, Any] | None = None
+    """As in a recipe, whole."""
     block_size: int | None = None
     """As in a recipe."""
     switches: dict[str, Any] | None = None

@@ -11,7 +11,7 @@ import torch
 from ..run.objectives import objective_of
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
-from .comparison import Comparison, Scale, Variant
+from .comparison import Comparison, Scale, Variant, heights_of
 from .inference import alpha_of_last, noise_range, smallest_difference
 from .local import environment_of_one_run
 from .primary import plan_primary, smallest_value
@@ -82,7 +82,7 @@ def _describe_difference(scale: Scale, floor: float | None) -> str:
 
 
 def _describe_primary(plan: Comparison, floor: float | None) -> Iterator[str]:
-    primary = plan_primary(plan.config, {name: scale.flops_of(scale.baseline) for name, scale in plan.scales.items()})
+    primary = plan_primary(plan.config, heights_of(plan.scales))
     seeds = {name: len(plan.scales[name].seeds) for name in primary.weights}
     yield f"primary test: {primary.about}; first, at 5 % without a correction"
     if (fewest := min(seeds.values())) < 2:

@@ -20,6 +20,7 @@ from ..disk import atomic_dir, read_bytes
 from .inference import Interval
 from .render import Section
 from .results import Outcome, RunOutcome, ScaleOutcome
+from .trend import COMPUTE
 
 
 Style = dict[str, Any]
@@ -178,8 +179,10 @@ def draw_losses(outcome: Outcome) -> Figure | None:
     figure, axes = _begin_figure(f"{outcome.name}: loss over compute, every seed")
     for name, style in _model_styles(outcome).items():
         losses = {
-            float(results.flops(name)): [run.test_loss for run in results.models[name].finished]
-            for results in outcome.scales.values()
+            outcome.trend.models[name].steps[scale].flops
+            if name in outcome.trend.models
+            else outcome.trend.flops[scale]: [run.test_loss for run in results.models[name].finished]
+            for scale, results in outcome.scales.items()
         }
         _plot_means(axes, losses, {**style, "alpha": 0.8})
         _plot_runs(axes, losses, {**style, "alpha": 0.6, "markersize": 4})
@@ -390,7 +393,7 @@ def _add_legend(
 
 def _scale_compute(axes: Axes, outcome: Outcome) -> None:
     axes.set_xscale("log")
-    axes.set_xlabel("FLOPs of a run")
+    axes.set_xlabel("FLOPs of a run" if outcome.trend.axis == COMPUTE else outcome.trend.axis)
     names, flops = zip(*outcome.trend.flops.items())
     above = axes.secondary_xaxis("top")
     above.xaxis.set_major_locator(FixedLocator(flops))

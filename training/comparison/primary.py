@@ -31,23 +31,23 @@ class PrimaryPlan:
     alone: Test | None = None  # the same test among the others
 
 
-def plan_primary(config: ComparisonConfig, flops: Mapping[str, float]) -> PrimaryPlan:
-    """Returns a primary test. `flops` counts a run of the baseline, by scale or condition, in order.
+def plan_primary(config: ComparisonConfig, heights: Mapping[str, float]) -> PrimaryPlan:
+    """Returns a primary test. `heights` are what a ladder climbs, by scale, or any numbers by condition, in order.
 
     A contrast is the mean over conditions. A ladder tests it at the largest scale.
     """
     primary, baseline = config.primary, config.baseline
     if primary.contrast is not None:
         about = " ".join(f"{weight:+g} {model}" for model, weight in primary.contrast.items())
-        names = list(flops) if config.axis is Axis.CONDITIONS else list(flops)[-1:]
+        names = list(heights) if config.axis is Axis.CONDITIONS else list(heights)[-1:]
         mean = {model: weight / len(names) for model, weight in primary.contrast.items()}
         return PrimaryPlan(f"contrast of losses, {about}", dict.fromkeys(names, mean))
     if primary.interaction is not None:
         (model, pair), *_ = primary.interaction.items()
         about = f"improvement of {model} under {pair[1]} minus that under {pair[0]}"
-        in_order = tuple(name for name in flops if name in pair)
+        in_order = tuple(name for name in heights if name in pair)
         return PrimaryPlan(about, interaction_weights(model, pair, baseline), alone=(model, in_order))
-    slope = zip(flops, map(float, slope_weights(flops.values())))
+    slope = zip(heights, map(float, slope_weights(heights.values())))
     weights = {name: {baseline: weight, primary.trend: -weight} for name, weight in slope}
     return PrimaryPlan(
         f"slope of the improvement of {primary.trend} per decade", weights, False, (primary.trend, None)

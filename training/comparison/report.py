@@ -16,6 +16,7 @@ from ..disk import delete, read_bytes
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
+from .accuracy import NOTE
 from .conditions import SumVerdict
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
@@ -60,6 +61,9 @@ _TERMINAL_COLUMNS = {
     "pseudo-perplexity improvement (%)": "of pseudo-perplexity %",
     "Holm p": "Holm p",
     BONFERRONI: BONFERRONI,
+    "accuracy (%)": "accuracy %",
+    "seeds at 99 %": "seeds at 99 %",
+    "Fisher p": "Fisher p",
     "seeds": "seeds",
     "learning rate": "learning rate",
     "verdict": "verdict",
@@ -102,6 +106,7 @@ _TEXT_OF_INTERVALS = (
     "Intervals count the parts of the test text as they count seeds, so they hold for other texts of the same kind. "
     "The tests are about this text."
 )
+_NO_PARTS = "Only seeds count: the rows of the test are taken as they are."
 _NO_TEXT = (
     "Only seeds count: tests and intervals are about this test text. Too few of its parts are known to tell how much "
     "its choice matters."
@@ -324,7 +329,7 @@ def trend_protocol(outcome: Outcome) -> list[str]:
     if tested := sum(model.p is not None for model in trend.models.values()):
         test = (
             "The slope is that of the improvements in percent of the baseline's loss, seed by seed, against the "
-            f"logarithm of compute. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, "
+            f"logarithm of {trend.axis}. Grows and shrinks mean that it differs from 0: a p below {trend.alpha:g}, "
             f"corrected for {tested} models by Holm's method."
         )
     meanings = _by_text((model.meaning, name) for name, model in trend.models.items())
@@ -482,6 +487,7 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         f"{len(results.models)} models, {'up to ' if results.interim else ''}{count(len(seeds), 'seed')} "
         f"({', '.join(map(str, seeds))}), {results.tokens_per_run:,} tokens a run.",
         results.objective.loss_note,
+        not results.objective.has_parts and NOTE,
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]
@@ -523,7 +529,8 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         )
     if tested:
         is_older = results.statistics.counts_text is None and results.counts_text
-        sentences += [_TEXT_OF_INTERVALS if is_older else _TEXT if results.statistics.counts_text else _NO_TEXT]
+        no_text = _NO_TEXT if results.objective.has_parts else _NO_PARTS
+        sentences += [_TEXT_OF_INTERVALS if is_older else _TEXT if results.statistics.counts_text else no_text]
         sentences += [power_sentence(results)]
     speed = "Speed and time are the median of the reported runs, and memory the most of any."
     return [text for text in (*sentences, *_about_rates(results), speed) if text]

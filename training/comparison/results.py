@@ -10,6 +10,7 @@ from ..files import STATE_FILE, read_json
 from ..result import RunResult
 from ..run.objectives import Objective, objective_in
 from ..run.stability import loss_spikes, read_stability
+from ..run.synthetic import Task, difficulty, task_of
 from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
@@ -20,10 +21,12 @@ from .inference import Analysis, Interim, analyse, analyse_early, noise_from_tex
 from .points import Points
 from .primary import Primary, plan_primary
 from .store import RunStore
-from .trend import ScaleLosses, Trend, analyse_trend
+from .trend import COMPUTE, ScaleLosses, Trend, analyse_trend
 
 
 VERSION = 2
+# The accuracy with which a task counts as learned
+MASTERED = 0.99
 # Fields of a scale and of a model in files of version 1 and older; runs have them now
 _SHARED = ("dataset_fingerprint", "train_tokens", "validation_tokens", "test_tokens", "device", "versions")
 _SHARED += ("parameters", "trained_parameters", "non_embedding_parameters", "flops_per_token")
@@ -41,6 +44,7 @@ class History:
     gradient_norm: Curve = field(default_factory=list)
     loss_spikes: list[int] = field(default_factory=list)
     stability: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    mastered_at: int | None = None  # the step of the first evaluation with an accuracy of `MASTERED`
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,11 @@ class ScaleOutcome:
         recipe = self.comparison.get("recipe")
         return objective_in(recipe if isinstance(recipe, dict) else {})
 
+    @property
+    def task(self) -> Task | None:
+        recipe = self.comparison["recipe"]
+        return task_of(recipe.get("dataset"), recipe.get("task"))
+
     def flops(self, model: str) -> int:
         return self.models[model].size.flops_per_token * self.tokens_per_run
 
@@ -306,7 +315,7 @@ def conclude(outcome: Outcome, config: ComparisonConfig) -> Outcome:
     interactions = analyse_interactions(losses, analyses) if is_crossed else None
     trend = None if is_crossed else trend_of(scales)
     if config.primary is not None:
-        plan = plan_primary(config, {name: scale.flops(scale.baseline) for name, scale in scales.items()})
+        plan = plan_primary(config, dict.fromkeys(scales, 1.0) if trend is None else trend.flops)
         test = sum_test(losses, analyses, plan.weights, plan.is_paired, config.primary.margin)
         primary = Primary(plan.about, test.judged(test.p))
         analyses, trend, interactions = correct(analyses, trend, interactions, True, plan.alone)
@@ -320,12 +329,12 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     """Returns the trend of the test losses, with the intervals of each scale's analysis."""
     if len(scales) < 2:
         return None
-    losses = []
-    for name, scale in scales.items():
-        flops = {model: scale.flops(model) for model in scale.models}
+    losses, climbs = [], difficulty([scale.task for scale in scales.values()])
+    for index, (name, scale) in enumerate(scales.items()):
+        flops = {model: scale.flops(model) if climbs is None else climbs[1][index] for model in scale.models}
         at_boundary = [model for model, outcome in scale.models.items() if outcome.boundaries]
         losses.append(ScaleLosses(name, flops, scale.losses, at_boundary))
-    trend = analyse_trend(losses, next(iter(scales.values())).baseline)
+    trend = analyse_trend(losses, next(iter(scales.values())).baseline, axis=climbs[0] if climbs else COMPUTE)
     for name, scale in scales.items():
         for model, effect in scale.statistics.effects.items():
             steps = trend.models[model].steps
@@ -344,7 +353,8 @@ def _read_run(finished: RunStore, run: Run, points: Points | None) -> RunOutcome
         for layer, curves in read_stability(log).items()
     }
     curves = map(_without_nan, (loss, validation_loss, norm))
-    history = History(*curves, loss_spikes=loss_spikes(loss), stability=stability)
+    mastered = [entry["step"] for entry in log if entry.get("eval_token_accuracy", 0.0) >= MASTERED]
+    history = History(*curves, loss_spikes(loss), stability, min(mastered, default=None))
     result = replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on)))
     point = {} if points is None else points.changes(run.trial)
     return RunOutcome(f"runs/{run.name}", run.seed, run.learning_rate, result, history, run.trial, point)

@@ -96,8 +96,9 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
             axis = comparison.config.axis
             stores = {name: RunStore(scale_folder(folder, axis, name)) for name in comparison.scales}
             for name, store in stores.items():
-                # Conditions may differ in dataset and tokenizer
-                of_data = store.folder if axis is Axis.CONDITIONS else folder
+                # Conditions may differ in dataset and tokenizer, scales in the sizes of a task
+                has_own = axis is Axis.CONDITIONS or comparison.scales[name].task is not None
+                of_data = store.folder if has_own else folder
                 data, fingerprint = engine.prepare_data(comparison.scales[name], of_data)
                 _check_same_dataset(of_data / FINGERPRINT_FILE, fingerprint)
                 progress = _make_runs(comparison, name, stores, engine, data)

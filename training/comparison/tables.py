@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import yaml
 
 from ..run.tasks import is_guessable
+from .accuracy import accuracy_cells
 from .config import SECTIONS
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
@@ -31,6 +32,7 @@ def summary_rows(results: ScaleOutcome) -> Rows:
         name: [run.result.losses.validation.chrf for run in model.finished] for name, model in results.models.items()
     }
     has_scores = any(score is not None for of_model in scores.values() for score in of_model)
+    of_answers = accuracy_cells(results)
     for name, model in results.models.items():
         machines = [run.result.machine for run in model.finished]
         verdict, improvement, of_perplexity, p = _verdict_cells(results.statistics, name, len(model.runs))
@@ -41,6 +43,7 @@ def summary_rows(results: ScaleOutcome) -> Rows:
             "loss improvement (%)": improvement,
             f"{objective.perplexity.replace('_', '-')} improvement (%)": of_perplexity,
             BONFERRONI if results.interim else "Holm p": p,
+            **of_answers.get(name, {}),
             "chrF (validation)": _mean_and_deviation(scores[name], ".1f") if has_scores else None,
             "seeds": str(len(model.runs)) if results.interim else None,
             "learning rate": _chosen_rate(model),

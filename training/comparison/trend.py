@@ -17,6 +17,9 @@ from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 from .inference import ROUNDING, Estimate, Interval, holm
 
 
+# What a ladder climbs unless its scales are tasks
+COMPUTE = "compute"
+
 # In decades of compute beyond the ladder, where the curve is read
 REACH = 1.0
 
@@ -77,13 +80,15 @@ class Trend:
     noise_floor_percent: dict[str, float | None]  # standard deviation of the baseline over seeds
     multiplier_note: str
     models: dict[str, ModelTrend]
+    axis: str = COMPUTE  # or the size of a task, which `flops` then hold
 
 
-def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05) -> Trend:
+def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05, axis: str = COMPUTE) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
     The test is on the slope of the least-squares line through the improvements in percent. It is left out if the model
     or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
+    With another `axis`, a size of a task, `flops` of a scale are its values, and there are no multipliers.
     """
     scales = sorted(scales, key=lambda scale: scale.flops[baseline])
     flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
@@ -91,6 +96,8 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     settled = [scale.name for scale in scales if not _obstacle(scale, baseline, baseline, losses[scale.name])]
     curve, multiplier_note = None, ""
     try:
+        if axis != COMPUTE:
+            raise ValueError(f"There are no compute multipliers: the scales differ in {axis}, a size of the task.")
         curve = LossCurve(settled, [flops[name] for name in settled], [losses[name][baseline] for name in settled])
     except ValueError as error:
         multiplier_note = str(error)
@@ -123,7 +130,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
         verdict, meaning = judge_slope(trend, holm_p, alpha)
         models[name] = replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
     floors = {name: _noise_floor(runs[baseline]) for name, runs in losses.items()}
-    return Trend(baseline, alpha, flops, floors, multiplier_note, models)
+    return Trend(baseline, alpha, flops, floors, multiplier_note, models, axis)
 
 
 def slope_weights(flops: Iterable[float]) -> np.ndarray:

@@ -14,7 +14,7 @@ from modeling_nlq.configuration_nlq import AUTOMATIC
 from ..loading import added_parameters, load_config
 from ..size import ModelKind, context_of, empty_model, kind_of, positions_of, shapes_of, vocabulary_of
 from .muon import muon_parameters
-from .objectives import OBJECTIVES, name_for
+from .objectives import name_for, objective_of
 from .parametrization import check_completep
 from .recipe import Recipe
 
@@ -37,17 +37,18 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def conflicts_of_lengths(recipe: Recipe, config: PreTrainedConfig) -> Iterator[str]:
-    for name, half in OBJECTIVES[recipe.objective].lengths.items():
+    for (name, half), length in zip(objective_of(recipe).lengths.items(), recipe.sample_lengths):
+        length = length if recipe.synthetic is None else recipe.synthetic.longest
         positions, context = positions_of(config, half), context_of(config, half)
-        if positions is not None and getattr(recipe, name) > positions:
+        if positions is not None and length > positions:
             less = "" if positions == context else f" less the {context - positions} up to the id of the pad token"
-            yield f"{name}={getattr(recipe, name)} exceeds max_position_embeddings={context}{less}"
+            yield f"{name}={length} exceeds max_position_embeddings={context}{less}"
 
 
 def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     config = recipe.config
     kind = kind_of(config)
-    objective = OBJECTIVES[recipe.objective]
+    objective = type(objective_of(recipe))
     yield from conflicts_of_lengths(recipe, config)
     size = recipe.new_vocabulary_size or 0
     if size and recipe.has_weights:
@@ -72,7 +73,10 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     read = Recipe.read_by(objective)
     for name in recipe.to_dict():
         if name not in read:
-            yield f"{name}={getattr(recipe, name)!r} does not go with objective={recipe.objective!r}"
+            what = "objective" if recipe.synthetic is None else "dataset"
+            yield f"{name}={getattr(recipe, name)!r} does not go with {what}={getattr(recipe, what)!r}"
+    if recipe.synthetic is not None and recipe.objective != recipe.synthetic.objective:
+        yield f"dataset={recipe.dataset!r} needs objective: {recipe.synthetic.objective}"
     ours = [name for name in ("record_stability", "packing") if getattr(recipe, name) != getattr(Recipe, name)]
     if (recipe.attn_implementation or "").startswith(AUTOMATIC):
         ours.append("attn_implementation")

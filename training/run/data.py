@@ -2,13 +2,13 @@
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from datasets import Dataset, IterableDataset
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GPT2Tokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..disk import atomic_dir, write_text
 from ..files import read_json
@@ -19,6 +19,7 @@ from .blocks import Blocks
 from .documents import check_text, load_documents
 from .objectives import objective_of
 from .recipe import Recipe
+from .synthetic import SPECIAL
 
 
 END_OF_TEXT = "<|endoftext|>"
@@ -30,7 +31,9 @@ BLOCKS_FILE = "blocks.json"
 
 
 def make_tokenizer(recipe: Recipe, documents: dict[str, Dataset | IterableDataset]) -> PreTrainedTokenizerBase:
-    """Trains the tokenizer of a recipe on the training documents (`bpe:SIZE`), or loads it."""
+    """Trains the tokenizer of a recipe on the training documents (`bpe:SIZE`), makes that of a task, or loads it."""
+    if recipe.synthetic is not None:
+        return make_word_tokenizer(recipe.synthetic.tokens)
     if recipe.new_vocabulary_size is not None:
         # A tokenizer learns from the first documents of a stream, which is read again
         sample = documents["train"].take(20_000) if recipe.streaming else documents["train"]
@@ -79,6 +82,15 @@ def train_byte_pair_encoding(texts: Iterator[str], vocab_size: int) -> GPT2Token
         post_processor=processors.Sequence([offsets, pair]),
         clean_up_tokenization_spaces=False,
     )
+
+
+def make_word_tokenizer(tokens: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Makes the tokenizer of a synthetic task, whose words have blanks between them, from its vocabulary."""
+    end, pad, blank = tokens[: len(SPECIAL)]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, blank))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": end, "eos_token": end, "pad_token": pad, "unk_token": blank}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str, config: PreTrainedConfig) -> None:

@@ -37,6 +37,7 @@ from transformers.utils import logging
 from ..disk import open_file, read_text
 from ..files import BUILT_IN_CORPORA, CARD_FILE, DATA_FORMATS, data_format, parse_yaml
 from ..text import first_line, is_disk_full, root_cause
+from .synthetic import make_splits
 
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     `is_whole` puts all into `validation`. Raises `ValueError` for a dataset that is missing, not text, without the
     column, or leaves a split empty.
     """
+    if recipe.synthetic is not None:
+        return _make_rows(recipe)
     name = recipe.dataset
     with _errors_named(name):
         splits, content = _load_splits(recipe)
@@ -155,6 +158,15 @@ def load_documents(recipe: "Recipe", is_whole: bool = False) -> Documents:
     shares = (recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents)
     shape = [content, *recipe.text_columns.values(), *shares, is_whole, *filter(None, [recipe.text_template])]
     return Documents(documents, Hasher.hash_bytes(json.dumps(shape).encode()))
+
+
+def _make_rows(recipe: "Recipe") -> Documents:
+    splits = make_splits(
+        recipe.synthetic, recipe.validation_fraction, recipe.test_fraction, recipe.max_validation_documents
+    )
+    columns = {split: dict(zip(("input_ids", "labels"), rows)) for split, rows in splits.items()}
+    digest = hashlib.sha256(b"".join(part.tobytes() for rows in splits.values() for part in rows)).hexdigest()
+    return Documents({split: Dataset.from_dict(rows) for split, rows in columns.items()}, digest[:16])
 
 
 @contextmanager

@@ -13,13 +13,13 @@ from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 
-from ..files import BUILT_IN_CORPORA, check_keys
+from ..files import check_keys, is_built_in
 from ..loading import load_model
 from ..size import context_of, kind_of, positions_of
 from ..text import check_number
 from .documents import is_format, load_documents
 from .mlm import MaskingTrainer
-from .objectives import OBJECTIVES, Causal, Objective, name_for, objective_of
+from .objectives import Causal, Objective, name_for, objective_in, objective_of
 from .provenance import RECORDED, SHAPES, names_of_dataset, read_trained_on
 from .recipe import Recipe
 
@@ -76,9 +76,9 @@ class LanguageModelingMetrics:
     def loss_parts(self, count: int = 50) -> list[float] | None:
         """Returns the losses of parts of the text, in nats per token, whose mean is the loss.
 
-        Returns `None` for fewer blocks than parts, or an infinite or NaN loss.
+        Returns `None` for fewer blocks than parts, a synthetic task, or an infinite or NaN loss.
         """
-        if len(self._rows) < count:
+        if len(self._rows) < count or not self.objective.has_parts:
             return None
         tokens = max(sum(tokens for _, tokens in self._rows), 1)
         bounds = [len(self._rows) * part // count for part in range(count + 1)]
@@ -124,13 +124,13 @@ def evaluate(
     name = str(model)
     loaded, tokenizer = load_model(name, trust_remote_code)
     objective = name_for(kind_of(loaded.config))
-    for field in given.keys() - Recipe.read_by(OBJECTIVES[objective]):
+    trained_on = read_trained_on(name)
+    given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
+    for field in given.keys() - Recipe.read_by(objective_in({**given, "objective": objective})):
         raise ValueError(f"{field}={given[field]!r} does not go with a model of objective={objective!r}")
     positions = positions_of(loaded.config)
     if positions is not None and given.get("block_size", 0) > positions:
         raise ValueError(f"block_size={given['block_size']} exceeds the {positions} positions of model {name!r}")
-    trained_on = read_trained_on(name)
-    given["dataset"] = _last_dataset(name, trained_on) if dataset is None else str(dataset)
     own = [record for record in trained_on if record["dataset"] in names_of_dataset(given["dataset"])]
     # The least share that a run was not trained on
     held_out = min((record["validation_fraction"] + record["test_fraction"] for record in own), default=1.0)
@@ -158,7 +158,7 @@ def _last_dataset(model: str, trained_on: list[dict[str, Any]]) -> str:
     dataset = trained_on[-1]["dataset"] if trained_on else Recipe.dataset
     part = r"[\w-]+(\.[\w-]+)*"
     is_name = re.fullmatch(f"{part}(/{part})?", dataset, re.ASCII) and not Path(dataset).exists()
-    if dataset in BUILT_IN_CORPORA or (is_name and "/" in dataset):
+    if is_built_in(dataset) or (is_name and "/" in dataset):
         return dataset
     such = f", such as --dataset {dataset}" if is_name and not is_format(dataset) else ""
     raise ValueError(f"model {model!r} was trained on {dataset}; name the text to evaluate by --dataset{such}")

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..files import is_synthetic
 from ..size import ModelKind
 
 
@@ -26,6 +27,7 @@ class Objective:
         loss_type: Transformers' loss for model classes that name none.
         loss_unit, loss_name, loss_note: what the loss is per, in nats, and is called, and what explains it.
         has_bits_per_byte: whether the losses of a text add up to its log-likelihood.
+        has_parts: whether the test split is a text, of whose choice parts tell.
     """
 
     kind: ClassVar[ModelKind]
@@ -38,6 +40,7 @@ class Objective:
     loss_note = ""
     perplexity = "perplexity"
     has_bits_per_byte = True
+    has_parts = True
 
     def __init__(self, recipe: "Recipe"):
         self.recipe = recipe
@@ -127,47 +130,96 @@ class Masked(PackedText):
         return Masking(tokenizer, self.recipe.mask_probability, seed)
 
 
-class Seq2Seq(Objective):
+class Pairs(Objective):
     """Predicts a target from a source, with an encoder and decoder."""
 
     kind = ModelKind.ENCODER_DECODER
-    columns = ("source_column", "target_column")
-    lengths = {"max_source_length": "encoder", "max_target_length": "decoder"}
 
     @property
     def input_lengths(self):
-        return super().input_lengths | {"decoder_input_ids": self.recipe.max_target_length}
-
-    def make_rows(self, documents, tokenizer, keep_remainder=False):
-        from .seq2seq import make_pairs
-
-        return make_pairs(documents, tokenizer, self.recipe)
+        return super().input_lengths | {"decoder_input_ids": self.recipe.sample_lengths[-1]}
 
     def make_collator(self, tokenizer, model):
         from transformers import DataCollatorForSeq2Seq
 
         return DataCollatorForSeq2Seq(tokenizer, model)
 
+    def tokens_to_explore(self, row, tokenizer, config):
+        return [config.decoder_start_token_id, *map(int, row["labels"])], [int(token) for token in row["input_ids"]]
+
+
+class Seq2Seq(Pairs):
+    """Predicts a target text from a source text."""
+
+    columns = ("source_column", "target_column")
+    lengths = {"max_source_length": "encoder", "max_target_length": "decoder"}
+
+    def make_rows(self, documents, tokenizer, keep_remainder=False):
+        from .seq2seq import make_pairs
+
+        return make_pairs(documents, tokenizer, self.recipe)
+
     def evaluate_generation(self, model, tokenizer, rows):
         from .seq2seq import chrf_of
 
         return chrf_of(model, tokenizer, rows, self.recipe)
 
+
+class OfTask(Objective):
+    """An objective on the rows of a synthetic task."""
+
+    columns = ()
+    loss_unit = "answer"
+    loss_note = "Losses and accuracies are of answers only."
+    has_bits_per_byte = False
+    has_parts = False
+
+    def make_rows(self, documents, tokenizer, keep_remainder=False):
+        from .blocks import Blocks
+
+        tokens = self.recipe.synthetic.tokens
+        if tokenizer.convert_ids_to_tokens([*range(len(tokens))]) != tokens:
+            raise ValueError(f"task={self.recipe.task!r}: its words are not those of the tokenizer")
+        return Blocks(documents, sum(map(len, documents["input_ids"])))
+
+
+class Answers(OfTask):
+    """Predicts the answers, with a decoder."""
+
+    kind = ModelKind.DECODER
+    lengths = {"task: length": "decoder"}
+    label_shift = 1
+    loss_type = "ForCausalLM"
+
+    def make_collator(self, tokenizer, model):
+        from transformers import default_data_collator
+
+        return default_data_collator
+
     def tokens_to_explore(self, row, tokenizer, config):
-        return [config.decoder_start_token_id, *map(int, row["labels"])], [int(token) for token in row["input_ids"]]
+        return [int(token) for token in row["input_ids"]], None
+
+
+class AnswersOfPairs(Pairs, OfTask):
+    """Predicts the target, with an encoder and decoder."""
+
+    lengths = {"task: source length": "encoder", "task: target length": "decoder"}
 
 
 OBJECTIVES: dict[str, type[Objective]] = {"causal": Causal, "masked": Masked, "seq2seq": Seq2Seq}
+# The same on synthetic tasks
+_OF_TASKS: dict[str, type[Objective]] = {"causal": Answers, "seq2seq": AnswersOfPairs}
 
 
 def objective_of(recipe: "Recipe") -> Objective:
-    return OBJECTIVES[recipe.objective](recipe)
+    return objective_in(vars(recipe))(recipe)
 
 
 def objective_in(content: Mapping[str, Any]) -> type[Objective]:
     """Returns the objective in a recipe's file; `Causal` for an unknown name."""
     name = content.get("objective")
-    return OBJECTIVES[name] if isinstance(name, str) and name in OBJECTIVES else Causal
+    known = OBJECTIVES | (_OF_TASKS if is_synthetic(content.get("dataset")) else {})
+    return known[name] if isinstance(name, str) and name in known else known["causal"]
 
 
 def name_for(kind: ModelKind) -> str:

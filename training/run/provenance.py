@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..files import BUILT_IN_CORPORA, CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE
+from ..files import CONVERSION_FILE, METRICS_FILE, RECIPE_FILE, STATE_FILE, is_built_in
 from ..loading import read_record
 from ..result import RunResult
 from ..values import from_json
@@ -57,6 +57,6 @@ def names_of_dataset(dataset: str) -> set[str]:
 
 def _record(values: Mapping[str, Any], fingerprint: str | None) -> dict[str, Any]:
     record = {name: values.get(name, getattr(Recipe, name)) for name in RECORDED}
-    if record["dataset"] not in BUILT_IN_CORPORA and Path(str(record["dataset"])).exists():
+    if not is_built_in(record["dataset"]) and Path(str(record["dataset"])).exists():
         record["dataset"] = Path(record["dataset"]).resolve().name  # records name no folder of this machine
     return {**record, "fingerprint": fingerprint}

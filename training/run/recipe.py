@@ -26,7 +26,8 @@ from ..loading import is_saved_model, load_config, read_record
 from ..text import QUOTE_IT, check_number, escape, unescape
 from ..trust import run_parts
 from ..values import Value, check_type
-from .objectives import OBJECTIVES, Masked, Objective, PackedText, Seq2Seq
+from .objectives import OBJECTIVES, Answers, Masked, Objective, OfTask, PackedText, Seq2Seq, objective_in
+from .synthetic import Task, task_of
 
 
 # Fields of `TrainingArguments` with the user's folders, names and tokens
@@ -37,16 +38,18 @@ _PRIVATE_PREFIX = "hub_"
 INITIALIZER_RANGE = "initializer_range"
 # Metrics of an evaluation that are better if greater
 _MORE_IS_BETTER = ("token_accuracy", "chrf", "samples_per_second", "steps_per_second")
+# What reads fields about text, and fields about models of one stack
+_TEXT, _ONE_STACK = (PackedText, Seq2Seq), (PackedText, Answers)
 
 
 def _field(
     affects: str,
     default: Any = dataclasses.MISSING,
-    objective: type[Objective] = Objective,
+    objective: type[Objective] | tuple[type[Objective], ...] = Objective,
     is_shape: bool = False,
     **options: Any,
 ) -> Any:
-    """Returns a field of `Recipe` that objectives of this class read.
+    """Returns a field of `Recipe` that objectives of this class, or of these, read.
 
     `affects` is `data`, `model`, `training`, or `nothing`: then a run resumes with another value. `is_shape` marks how
     texts are cut and shown to the model.
@@ -62,8 +65,11 @@ class Recipe(Value):
     model: str = _field("model")
     """A shipped model configuration, a config.json, or a saved model (folder or Hub name) to go on from."""
     dataset: str = _field("data", "python-stdlib")
-    """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl or .parquet."""
-    dataset_config: str | None = _field("data", None)
+    """A built-in corpus, a Hub dataset, a local folder, or a .txt (blank lines part documents), .jsonl or .parquet; or
+    `synthetic:TASK`."""
+    task: dict[str, Any] | None = _field("data", None, OfTask)
+    """With `dataset: synthetic:TASK`, the sizes of the task that differ from its defaults."""
+    dataset_config: str | None = _field("data", None, _TEXT)
     """The configuration of a Hub dataset."""
     text_column: str = _field("data", "text", PackedText)
     """The column of text, in which a special token, as <|endoftext|>, is text, not a boundary."""
@@ -81,7 +87,7 @@ class Recipe(Value):
     """Hold out at most this many documents."""
     test_fraction: float = _field("data", 0.0)
     """The same for a final test; 0 leaves it out."""
-    tokenizer: str | None = _field("data", None)
+    tokenizer: str | None = _field("data", None, _TEXT)
     """`bpe:SIZE`, trained on the corpus, or a saved one; by default that of a saved model, else `bpe:8192`."""
     parts: dict[str, str] | None = _field("model", None)
     """Python files with the attention parts that the model's `attention_parts` name."""
@@ -106,13 +112,13 @@ class Recipe(Value):
     optimizer: Literal["adamw", "muon"] = _field("training", "adamw")
     """`adamw`, or what `optim` names; `muon`: Muon for matrices inside the blocks, AdamW for the rest (arXiv
     2502.16982)."""
-    parametrization: Literal["standard", "completep"] = _field("training", "standard", PackedText)
+    parametrization: Literal["standard", "completep"] = _field("training", "standard", _ONE_STACK)
     """`completep` lets a learning rate of a model of `base_sizes` suit this one too (arXiv 2505.01618)."""
     base_sizes: dict[str, Any] | None = _field("training", None)
     """Such as `{hidden_size: 64, num_hidden_layers: 2}`."""
     attn_implementation: str | None = _field("training", None)
     """Attention backend; by default the model's own choice."""
-    record_stability: bool = _field("training", False, PackedText)
+    record_stability: bool = _field("training", False, _ONE_STACK)
     """Record entropy, normaliser and scores of every attention layer while training."""
     stability_steps: int = _field("training", 50)
     """Optimizer steps between two records."""
@@ -146,6 +152,7 @@ class Recipe(Value):
                 f"base_sizes={self.base_sizes!r}: parametrization='completep' needs the sizes of its base model, and "
                 "'standard' takes none"
             )
+        self.synthetic  # noqa: B018 - raises for sizes that are not allowed
 
     def __hash__(self) -> int:
         return hash(self.digest())
@@ -164,12 +171,19 @@ class Recipe(Value):
     @property
     def text_columns(self) -> dict[str, str]:
         """The columns of text, by the field that names each."""
-        return {name: getattr(self, name) for name in OBJECTIVES[self.objective].columns}
+        return {name: getattr(self, name) for name in objective_in(vars(self)).columns}
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
         """The tokens of a full training sample: of a block, or of source and target."""
-        return tuple(getattr(self, name) for name in OBJECTIVES[self.objective].lengths)
+        if self.synthetic is not None:
+            return self.synthetic.sample_lengths
+        return tuple(getattr(self, name) for name in objective_in(vars(self)).lengths)
+
+    @functools.cached_property
+    def synthetic(self) -> Task | None:
+        """The synthetic task, if the rows are made."""
+        return task_of(self.dataset, self.task)
 
     @property
     def has_weights(self) -> bool:
@@ -177,7 +191,8 @@ class Recipe(Value):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.tokenizer or (self.model if self.has_weights else "bpe:8192")
+        made = "bpe:8192" if self.synthetic is None else self.dataset
+        return self.tokenizer or (self.model if self.has_weights else made)
 
     @property
     def new_vocabulary_size(self) -> int | None:
@@ -192,7 +207,10 @@ class Recipe(Value):
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
         """The configuration of the model, to be copied before changes; raises as `load_config`."""
-        config = load_config(self.model, self.switches)
+        switches = self.switches
+        if self.synthetic is not None and not self.has_weights:
+            switches = {"vocab_size": len(self.synthetic.tokens), **switches}
+        config = load_config(self.model, switches)
         if self.initializer_scale is not None:
             halves = [getattr(config, half) for half in config.sub_configs] or [config]
             for half in halves:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from modeling_nlq.configuration_nlq import MINIMUM_TRANSFORMERS, PER_LAYER_SWITCHES, is_derived
 
-from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format
+from ..files import BUILT_IN_CORPORA, CARD_FILE, data_format, is_built_in
 from ..result import RunResult
 from ..size import ModelKind, Size, context_of, kind_of, parts_in, positions_of
 from ..text import code, plain, printable
@@ -75,7 +75,7 @@ def render(
     is_nlq = config.model_type in ("nlq", "nlq_seq2seq")
     name = location.split("/")[-1]
     dataset = recipe.get("dataset", "python-stdlib")
-    is_local = dataset in BUILT_IN_CORPORA or data_format(dataset) is not None or Path(dataset).exists()
+    is_local = is_built_in(dataset) or data_format(dataset) is not None or Path(dataset).exists()
     trained_base = without_folders(result.data.base_model) if result else None
     base_model = trained_base or conversion.get("base_model")
     measured = {}

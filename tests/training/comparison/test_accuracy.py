@@ -1,0 +1,98 @@
+"""Comparisons on synthetic tasks: how many seeds learn a task, and ladders that climb in difficulty."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from support.inline_engine import InlineEngine
+from support.planted import PlantedEngine
+
+from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.accuracy import accuracy_cells, learned_p
+from modeling_nlq.training.comparison.report import describe, write_report
+from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.tables import NOTHING, summary_rows
+
+
+SEEDS = [0, 1, 2, 3]
+ACCURACIES = {"base": [1.0, 0.99, 0.2, 1.0], "twin": [0.3, 0.3, 0.3, 0.3], "half": [0.5, 0.6, 0.5, 0.8]}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module")
+def make(make_file):
+    def plan(**fields):
+        recipe = {"model": "tiny-linear", "dataset": "synthetic:recall", "switches": SMALL}
+        models = dict.fromkeys(ACCURACIES)
+        return load_plan(make_file(**{"recipe": recipe, "models": models, "seeds": SEEDS, **fields}))
+
+    return plan
+
+
+class PreparingEngine(PlantedEngine):
+    """Makes tokenizer and rows, and plants what is measured."""
+
+    def prepare_data(self, scale, folder):
+        super().prepare_data(scale, folder)
+        return InlineEngine.prepare_data(self, scale, folder)
+
+
+def with_accuracies(results, accuracies):
+    models = {}
+    for name, model in results.models.items():
+        runs = []
+        for run, accuracy in zip(model.runs, accuracies[name]):
+            test = replace(run.result.losses.test, token_accuracy=accuracy, loss_parts=None)
+            result = replace(run.result, losses=replace(run.result.losses, test=test))
+            at = 100 + run.seed if accuracy >= 0.99 else None
+            runs.append(replace(run, result=result, history=replace(run.history, mastered_at=at)))
+        models[name] = replace(model, runs=runs)
+    return replace(results, models=models)
+
+
+def test_reports_count_the_seeds_that_learn(make, tmp_path):
+    outcome = run_comparison(make(), tmp_path / "run", PlantedEngine(lambda scale, run: 2.0 + 0.01 * run.seed))
+    results = with_accuracies(outcome.largest, ACCURACIES)
+    cells = accuracy_cells(results)
+    assert [row["seeds at 99 %"] for row in cells.values()] == ["3 of 4", "0 of 4", "0 of 4"]
+    assert [row["steps to 99 %"] for row in cells.values()] == ["101", NOTHING, NOTHING]
+    assert cells["base"]["accuracy (%)"] == "79.8 (20.0 to 100.0)"
+    # All of the 3 seeds that learn belong to one model, and Holm's method doubles p
+    p = 2 * math.comb(4, 3) / math.comb(8, 3)
+    assert learned_p(ACCURACIES["base"], ACCURACIES["twin"]) == pytest.approx(p)
+    assert cells["twin"]["Fisher p"] == cells["half"]["Fisher p"] == f"{2 * p:.2g}"
+    # A seed at 99 % or more leaves no interval
+    assert cells["twin"]["accuracy gain (points)"] == NOTHING
+    middle = with_accuracies(results, ACCURACIES | {"base": [0.4, 0.4, 0.2, 0.6]})
+    # Differences 10, 20, 30, 20 have a standard error of 4.08; t with 3 degrees of freedom is 3.182
+    assert accuracy_cells(middle)["half"]["accuracy gain (points)"] == "+20.0 [+7.0, +33.0]"
+    assert "seeds at 99 %" in summary_rows(results)[0] and "3 of 4" in describe(replace(outcome, scales={"": results}))
+    write_report(replace(outcome, scales={"": results}), tmp_path / "report")
+    text = (tmp_path / "report" / "results.md").read_text()
+    assert "Fisher's exact test" in text and "the rows of the test are taken as they are" in text
+
+
+def test_reports_on_text_have_no_accuracies(make_file, tmp_path):
+    outcome = run_comparison(load_plan(make_file()), tmp_path / "run", PlantedEngine(lambda scale, run: 2.0))
+    assert accuracy_cells(outcome.largest) == {} and "at 99 %" not in describe(outcome)
+
+
+def test_a_ladder_climbs_in_difficulty(make, tmp_path):
+    pairs = {"hard": 16, "easy": 4, "middle": 8}
+    plan = make(scales={name: {"task": {"pairs": count, "rows": 200}} for name, count in pairs.items()})
+    assert list(plan.scales) == ["easy", "middle", "hard"]
+    gains = {"easy": 0.0, "middle": 0.1, "hard": 0.2}
+
+    def loss(scale, run):
+        noise = 0.001 * ((7 * run.seed + len(scale.name) + len(run.model)) % 3)
+        return 2.0 + noise - gains[scale.name.split(", ")[1]] * (run.model == "twin")
+
+    outcome = run_comparison(plan, tmp_path / "run", PreparingEngine(loss))
+    assert outcome.trend.axis == "pairs" and outcome.trend.flops == {"easy": 4, "middle": 8, "hard": 16}
+    # 5 % of the loss at each doubling
+    assert outcome.trend.models["twin"].slope == pytest.approx(5 / math.log10(2), rel=0.02)
+    assert outcome.trend.models["twin"].verdict == "grows" and outcome.trend.models["half"].verdict == "cannot tell"
+    assert all(step.multiplier is None for step in outcome.trend.models["twin"].steps.values())
+    write_report(outcome, tmp_path / "report")
+    text = (tmp_path / "report" / "results.md").read_text()
+    assert "logarithm of pairs" in text and "no compute multipliers: the scales differ in pairs" in text
