@@ -15,7 +15,7 @@ PYTEST = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/b
 
 # As many runs at a time as there are cores
 DEMO = .venv/bin/nlq compare demo --cpus-per-run 1
-DEMO_MODEL = runs/compare-demo/runs/rotary/rate-0.004-seed-0
+DEMO_MODEL = runs/compare-demo/runs/rotary/rate-0.016-seed-0
 
 demo: .venv/installed
 	@$(DEMO)

@@ -165,6 +165,7 @@ def run_rows(results: ScaleOutcome) -> Rows:
             row = {
                 "model": name,
                 "kind": "reported" if run in model.runs else "tried",
+                **({"trial": str(run.trial)} if results.points else {}),
                 "learning rate": f"{run.learning_rate:g}",
                 "seed": str(run.seed),
                 "outcome": diverged if run.diverged else "finished",

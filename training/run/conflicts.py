@@ -84,8 +84,6 @@ def _conflicts_with_model(recipe: Recipe) -> Iterator[str]:
     for name in () if isinstance(config, NLQConfig | NLQSeq2SeqConfig) else ours:
         value = getattr(recipe, name)
         yield f"{name}={value!r} needs an NLQ model, and {recipe.model!r} is of type {config.model_type!r}"
-    if recipe.initializer_scale is not None and recipe.has_weights:
-        yield f"initializer_scale is about initial values, and {recipe.model!r} is a saved model"
     if recipe.parametrization == "completep" and "parametrization" in read:
         if recipe.has_weights:
             yield f"parametrization='completep' is about initial values, and {recipe.model!r} is a saved model"

@@ -125,7 +125,8 @@ class Recipe(Value):
     explore: bool = _field("nothing", False)
     """Write the page of `nlq explore` on held-out text at the end."""
     initializer_scale: float | None = _field("model", None)
-    """Initial weights have the standard deviation `initializer_scale / sqrt(hidden_size)`, which suits any width."""
+    """Initial weights have the standard deviation `initializer_scale / sqrt(hidden_size)`, which suits any width; a
+    saved model has its own."""
     switches: dict[str, Any] = _field("model", default_factory=dict)
     """Fields of the model's configuration."""
     training: dict[str, Any] = _field("training", default_factory=dict)
@@ -211,7 +212,7 @@ class Recipe(Value):
         if self.synthetic is not None and not self.has_weights:
             switches = {"vocab_size": len(self.synthetic.tokens), **switches}
         config = load_config(self.model, switches)
-        if self.initializer_scale is not None:
+        if self.initializer_scale is not None and not self.has_weights:
             halves = [getattr(config, half) for half in config.sub_configs] or [config]
             for half in halves:
                 # Under CompleteP, initial weights are those of the base model until its factors scale them
