@@ -57,6 +57,8 @@ def names_of_dataset(dataset: str) -> set[str]:
 
 def _record(values: Mapping[str, Any], fingerprint: str | None) -> dict[str, Any]:
     record = {name: values.get(name, getattr(Recipe, name)) for name in RECORDED}
+    if record["task"] is None:  # as in older records, of text
+        del record["task"]
     if not is_built_in(record["dataset"]) and Path(str(record["dataset"])).exists():
         record["dataset"] = Path(record["dataset"]).resolve().name  # records name no folder of this machine
     return {**record, "fingerprint": fingerprint}
