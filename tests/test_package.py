@@ -67,7 +67,7 @@ def test_road_of_the_readme_by_the_wheel(wheel, corpus, tmp_path):
     python("-m", "nlq", "new", "my_idea.py", "--from", "bias")
     assert "saving and loading changes nothing" in python("-m", "nlq", "check", "my_idea.py")
     assert "baseline" in python("-m", "nlq", *f"compare my_idea.yaml {quick}".split())
-    run = "runs/compare-my_idea/runs/my_idea/rate-0.004-seed-0"
+    run = "runs/compare-my_idea/runs/my_idea/rate-0.016-seed-0"
     assert "nothing was sent" in python("-m", "nlq", "publish", run, "you/idea", "--dry-run")
     assert "import" in python("-m", "nlq", "generate", run, "import ", "--max_new_tokens", "4")
 

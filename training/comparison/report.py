@@ -433,9 +433,10 @@ def _ends_of_ranges(results: ScaleOutcome) -> list[str]:
     """Names the models whose best values lie near an end of their range in half of the seeds or more."""
     warnings = []
     for name, model in results.models.items():
-        chosen = [{**run.point, LEARNING_RATE: run.learning_rate} for run in model.finished if run.trial]
         for field, values in results.points.ranges.items() if results.points else ():
-            ends = [end for point in chosen if (end := values.end_near(point[field])) is not None]
+            # Searches for the learning rate go beyond its range
+            points = [run.point for run in model.finished if run.trial and field != LEARNING_RATE]
+            ends = [end for point in points if (end := values.end_near(point[field])) is not None]
             if ends and len(ends) >= len(model.runs) / 2:
                 listed = " and ".join(f"{end:g}" for end in sorted(set(ends)))
                 warnings.append(
