@@ -113,17 +113,17 @@ def sum_test(
         percent = {name: 100 / of[name, analyses[name].baseline].mean() for name in group}
         parts.append(sum(group[name][model] * percent[name] * of[name, model] for name, model in used))
     estimate = welch_sum(parts)
-    test = SumTest(SumVerdict.CANNOT_TELL, "", estimate.value, estimate.interval(ALPHA), estimate.p())
+    test = SumTest(SumVerdict.CANNOT_TELL, "", estimate.value, estimate.interval(1 - ALPHA), estimate.p())
     if margin is not None:
         verdict = SumVerdict.EQUIVALENT if is_equivalent(estimate, margin) else test.verdict
-        narrow = estimate.interval(2 * ALPHA)
+        narrow = estimate.interval(1 - 2 * ALPHA)
         test = replace(test, verdict=verdict, margin=margin, margin_interval=narrow)
     return test
 
 
 def is_equivalent(estimate: Estimate, margin: float) -> bool:
     """Makes two one-sided tests at 5 %: the 90 % interval must lie within the margin (Schuirmann 1987)."""
-    low, high = estimate.interval(2 * ALPHA)
+    low, high = estimate.interval(1 - 2 * ALPHA)
     return -margin < low and high < margin
 
 

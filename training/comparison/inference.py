@@ -57,8 +57,9 @@ class Estimate:
             return 0.0
         return -float(special.stdtrit(self.degrees_of_freedom, alpha / 2)) * self.standard_error
 
-    def interval(self, alpha: float) -> tuple[float, float]:
-        return self.value - self.margin(alpha), self.value + self.margin(alpha)
+    def interval(self, confidence: float) -> tuple[float, float]:
+        margin = self.margin(1 - confidence)
+        return self.value - margin, self.value + margin
 
     def smallest(self, alpha: float, power: float = 0.8) -> float:
         """Returns the true number that p finds at `alpha` with the probability `power`, by the noncentral t."""
@@ -237,7 +238,7 @@ def analyse(
         effect = effects[name] = _judge(replace(effect, holm_p=p), tests, alpha, share)
         if most is not None and effect.verdict in _OPEN and noise_floor and share:
             corrected_alpha = alpha * share / tests
-            if max(map(abs, effect.widest(corrected_alpha).interval(corrected_alpha))) < noise_floor:
+            if max(map(abs, effect.widest(corrected_alpha).interval(1 - corrected_alpha))) < noise_floor:
                 effects[name] = replace(effect, verdict=Verdict.EQUIVALENT)
     percent = _plain(100 * noise_floor / abs(mean_loss)) if noise_floor is not None and mean_loss else None
     return Analysis(baseline, mean_loss, noise_floor, percent, alpha, effects, counts_text)

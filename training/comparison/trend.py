@@ -90,7 +90,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
     With another `axis`, a size of a task, `flops` of a scale are its values, and there are no multipliers.
     """
-    scales = sorted(scales, key=lambda scale: scale.flops[baseline])
+    scales, level = sorted(scales, key=lambda scale: scale.flops[baseline]), 1 - alpha
     flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
     losses = {scale.name: {model: _array(runs) for model, runs in scale.losses.items()} for scale in scales}
     settled = [scale.name for scale in scales if not _obstacle(scale, baseline, baseline, losses[scale.name])]
@@ -115,7 +115,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             if curve is None:
                 note = note or "no multiplier"
             elif not note:
-                multiplier, interval = curve.multiplier(settled.index(scale.name), differences, compute, alpha)
+                multiplier, interval = curve.multiplier(settled.index(scale.name), differences, compute, level)
                 note = "beyond" if multiplier is None or None in (interval or ()) else ""
             steps[scale.name] = Step(compute, improvement, None, multiplier, interval, note)
             percents.append(100 * differences / at_scale[baseline].mean())
@@ -123,7 +123,7 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, f"no test: {'; '.join(obstacles)}", steps)
         else:
             slope = welch_sum([weight * values for weight, values in zip(weights, percents)])
-            fields = slope.value, slope.interval(alpha), slope.p()
+            fields = slope.value, slope.interval(level), slope.p()
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, "", steps, *fields)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
@@ -229,7 +229,7 @@ class LossCurve:
         self._step = min(_STEP, -np.diff(np.log(means)).max() / 10)
 
     def multiplier(
-        self, scale: int, differences: np.ndarray, flops: float, alpha: float
+        self, scale: int, differences: np.ndarray, flops: float, confidence: float
     ) -> tuple[float | None, Interval | None]:
         """Returns the multiplier C' / `flops` of a model and its interval, by the delta method.
 
@@ -255,7 +255,7 @@ class LossCurve:
             is_within = self.log_flops[0] - reach <= start + rise <= self.log_flops[-1] + reach
             return math.exp(start + rise) / flops if is_within else None
 
-        return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(alpha))
+        return relative(rise), estimate and tuple(relative(end) for end in estimate.interval(confidence))
 
     def _solve(self, means: np.ndarray, scale: int, difference: float) -> tuple[float, float]:
         """Returns log C and the slope where the curve through `means` is lower than at a scale by `difference`."""

@@ -73,7 +73,7 @@ class TestOutput:
             f"floor is 0.5 %; {times * ends[0]:.2g} to {times * ends[1]:.2g} % by its 95 % range, if it comes from 3 "
             "runs",
         ]
-        assert lines[-5].startswith("this takes the runs of a seed for independent, and leaves out the choice of")
+        assert lines[-5].startswith("this takes the runs of a seed for independent and leaves out the choice of")
         assert re.match(
             r"time on this machine, scale small: about \d+ min a run of base, .* in all, more if a", lines[-4]
         )
