@@ -42,7 +42,7 @@ class PlantedEngine(InlineEngine):
 
     def _make(self, run: Run, folder: Path) -> RunResult:
         loss, variant = self.loss(self.scale, run), self.scale.variants[run.model]
-        parts = None if loss is None else [loss + 0.01 * part for part in range(-2, 3)]
+        parts = None if loss is None or self.scale.task is not None else [loss + 0.01 * part for part in range(-2, 3)]
         tokens = dict.fromkeys(("train_tokens", "validation_tokens", "test_tokens"), 1000)
         result = RunResult(
             losses=Losses(loss is None, None, loss, Evaluation(loss), Evaluation(loss, loss_parts=parts)),

@@ -33,7 +33,7 @@ BAD_INPUT = r"""
 1 | train demo --dataset owner/nothing-there | 'owner/nothing-there'
 1 | train demo --set qk_norm=l2 --set qk_norm=rms | --set qk_norm is given twice
 1 | train demo --model runs/nothing-there | 'runs/nothing-there' is not a local folder and cannot
-1 | train demo --tokenizer bpe:9000 --block_size 300 | vocab_size=8192 | block_size=300
+1 | train study --tokenizer bpe:9000 --set position_embedding=learned --block_size 300 | vocab_size | block_size=300
 1 | train demo --set attention_activaton=relu | 'attention_activaton' | did you mean 'attention_activation'?
 1 | train demo --dataset fine.jsonl | validation
 1 | train demo --attn_implementation sdpa --set attention_activation=relu | 'sdpa' | eager

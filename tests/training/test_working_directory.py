@@ -95,7 +95,7 @@ def test_settings_of_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "FIGURES", {"a": ("", "", draw)})
     monkeypatch.setattr(sections, "draw_effects", draw)
     monkeypatch.setattr("modeling_nlq.training.run.train.Figure", lambda **_: draw())
-    outcome = SimpleNamespace(trend=None, largest=None, effects=True)
+    outcome = SimpleNamespace(trend=None, interactions=None, largest=None, effects=True)
     plot = partial(plot_losses, [], tmp_path / "loss.png", "", "token")
     for write in (
         plot,

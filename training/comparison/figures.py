@@ -294,7 +294,8 @@ def _begin_improvements(
         for x, value, interval in improvements:
             low, high = interval or (value, value)
             style = {**styles[name], "linewidth": 1.5, "markersize": 7, "zorder": 3}
-            axes.errorbar(x, value, yerr=[[value - low], [high - value]], capsize=3, **style)
+            # An interval without width may be off by rounding
+            axes.errorbar(x, value, yerr=[[max(value - low, 0)], [max(high - value, 0)]], capsize=3, **style)
             values += [low, high]
         if isinstance(results, Outcome):
             line = {**styles[name], "marker": None, "alpha": 0.5, "linewidth": 1}
