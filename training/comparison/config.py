@@ -384,6 +384,8 @@ class ComparisonConfig(_Section):
     def _check_tuned(self, tuned: set[str]) -> None:
         """Raises `ValueError` if a tuned field has other values somewhere."""
         check_set_by_run("tune: fields: ", dict.fromkeys(tuned - {LEARNING_RATE}))
+        if private := sorted(tuned - without_private(dict.fromkeys(tuned)).keys()):
+            raise ValueError(f"tune: fields: {', '.join(private)}: folders and names cannot be tuned")
         sections = {f"model {name!r}": model for name, model in (self.models or {}).items()}
         sections |= {f"factor {name!r}": factor for name, factor in (self.factors or {}).items()}
         for name, scale in (self.scales or {}).items():

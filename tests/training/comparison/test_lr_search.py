@@ -46,6 +46,11 @@ class TestSearch:
         losses = search(rates, bowl(1.0))
         assert sorted(losses) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3] and rates.boundary(losses) == "largest"
 
+    def test_a_search_crosses_a_ridge_while_its_end_falls(self):
+        losses = {0.0025: 3.3, 0.005: 3.0, 0.01: 3.2, 0.02: 3.1, 0.04: 2.8, 0.08: 3.5}
+        rates = Rates(start=0.01, factor=2)
+        assert search(rates, losses.get) == losses and rates.best(losses) == 0.04
+
     def test_divergence_is_worse_than_any_loss(self):
         rates = Rates(start=1.0, factor=10)
         losses = search(rates, lambda rate: math.inf if rate > 0.05 else bowl(0.01)(rate))

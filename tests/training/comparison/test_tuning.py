@@ -75,6 +75,7 @@ def test_values_lie_in_their_range(low, times, share, kind):
         ({"tune": {"trials": 4, "fields": {"no_field": [0.1, 1.0]}}}, "tune: no_field=.* has no field 'no_field'"),
         ({"tune": {"trials": 4, "fields": {"max_steps": [5, 10]}}}, "tune: max_steps=7 changes the data"),
         ({"tune": {"trials": 4, "fields": {"seed": {"values": [1, 2]}}}}, "seed: set seeds and learning_rates in"),
+        ({"tune": {"trials": 4, "fields": {"output_dir": {"values": ["a", "b"]}}}}, "output_dir: folders and names"),
         ({"switches": {"initializer_range": 0.1}}, "initializer_scale and the switch initializer_range exclude"),
     ],
 )

@@ -19,7 +19,7 @@ class TestOverrides:
         overrides = {"learning_rate": 1e-3, "streaming": True, "switches": switches, "report_to": "none"}
         from_words, from_python = (load_recipe("demo", each) for each in (read_overrides(WORDS), overrides))
         assert from_words == from_python
-        assert from_words.switches == from_python.switches == {"position_embedding": "rope", **switches}
+        assert from_words.switches == from_python.switches == switches
         assert from_python.arguments.learning_rate == 1e-3
 
     def test_no_before_a_field_is_false(self):
