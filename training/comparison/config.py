@@ -295,10 +295,10 @@ class PrimaryConfig(_Section):
         check_number("primary: margin", self.margin, 0)
         if (weights := self.contrast) is not None:
             check_keys("primary: contrast", weights, config.models)
-            if not any(weights.values()) or abs(sum(weights.values())) > 1e-9:
+            if not any(weights.values()) or not abs(sum(weights.values())) <= 1e-9:  # also for NaN
                 raise ValueError(f"primary: contrast={weights!r} must have weights that sum to 0, not all of them 0")
             return
-        tested = self.interaction or {self.trend: []}
+        tested = {self.trend: []} if self.interaction is None else self.interaction
         if len(tested) != 1 or not tested.keys() <= config.models.keys() - {config.baseline}:
             raise ValueError(f"primary: {given[0]}: {', '.join(tested)} must be one model besides the baseline")
         (pair,) = tested.values()
@@ -388,9 +388,10 @@ class ComparisonConfig(_Section):
             raise ValueError(f"tune: fields: {', '.join(private)}: folders and names cannot be tuned")
         sections = {f"model {name!r}": model for name, model in (self.models or {}).items()}
         sections |= {f"factor {name!r}": factor for name, factor in (self.factors or {}).items()}
-        for name, scale in (self.scales or {}).items():
-            changes = {f"scale {name!r}: model {model!r}": fields for model, fields in (scale.models or {}).items()}
-            sections |= {f"scale {name!r}": scale, **changes}
+        for name, scale in self.scale_configs.items() if self.axis else ():
+            at = f"{self.axis.one} {name!r}"
+            changes = {f"{at}: model {model!r}": fields for model, fields in (scale.models or {}).items()}
+            sections |= {at: scale, **changes}
         for where, section in sections.items():
             fields = {*section.recipe_fields(), *(section.switches or {}), *(getattr(section, "training", None) or {})}
             if both := sorted(tuned & fields):

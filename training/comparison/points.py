@@ -32,6 +32,8 @@ class Range:
         if isinstance(content, Mapping) and len(content) == 1:
             ((kind, ends),) = content.items()
         if kind == "values" and isinstance(ends, list) and len(ends) >= 2:
+            if name == LEARNING_RATE and not all(type(rate) in (int, float) and 0 < rate < math.inf for rate in ends):
+                raise ValueError(f"fields: {name}={content!r} must be numbers above 0")
             return cls(values=tuple(ends))
         if kind in ("logarithmic", "linear") and isinstance(ends, list) and len(ends) == 2:
             low, high = ends

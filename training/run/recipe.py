@@ -263,6 +263,9 @@ class Recipe(Value):
 
     def with_fields(self, values: Mapping[str, Any]) -> "Recipe":
         """Returns a recipe with fields of its own, of `TrainingArguments`, or of the model's configuration."""
+        values = {
+            name: _read_value("recipe", name, value) if name in _TYPES else value for name, value in values.items()
+        }
         fields = {name: value for name, value in values.items() if name in _RECIPE_FIELDS}
         training = {name: value for name, value in values.items() if name in _TRAINING_FIELDS - _RECIPE_FIELDS}
         switches = {name: value for name, value in values.items() if name not in fields | training}

@@ -76,6 +76,15 @@ def test_values_lie_in_their_range(low, times, share, kind):
         ({"tune": {"trials": 4, "fields": {"max_steps": [5, 10]}}}, "tune: max_steps=7 changes the data"),
         ({"tune": {"trials": 4, "fields": {"seed": {"values": [1, 2]}}}}, "seed: set seeds and learning_rates in"),
         ({"tune": {"trials": 4, "fields": {"output_dir": {"values": ["a", "b"]}}}}, "output_dir: folders and names"),
+        (
+            {"tune": {"trials": 4, "fields": {"weight_decay": {"values": ["a", 0.1]}}}},
+            "weight_decay='a' must be a finite",
+        ),
+        ({"tune": {"trials": 4, "fields": {"learning_rate": {"values": [-1.0, 0.1]}}}}, "must be numbers above 0"),
+        (
+            {"conditions": {"a": {}, "b": {"training": {"weight_decay": 1.0}}}},
+            "tune: fields: weight_decay: condition 'b' sets that",
+        ),
         ({"switches": {"initializer_range": 0.1}}, "initializer_scale and the switch initializer_range exclude"),
     ],
 )
