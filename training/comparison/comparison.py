@@ -76,7 +76,7 @@ class Scale:
     @property
     def shares_points(self) -> bool:
         """Whether all models take the points of the baseline, as the rows of a screening do."""
-        return self.config.tune is not None and self.config.tune.at == "baseline"
+        return self.points is not None and self.points.at == "baseline"
 
     @property
     def baseline(self) -> str:
@@ -232,7 +232,7 @@ def progress_of(
     while True:
         for model in dict.fromkeys((scale.baseline, *scale.variants)):  # others may take the points of the baseline
             variant, tunings = scale.variants[model], progress.tunings[model]
-            is_new = variant.starts_anew or (scale.points is not None and scale.points.at_each_scale)
+            is_new = variant.starts_anew or (scale.points is not None and scale.points.at == "each")
             known = {} if is_new else (starts or {}).get(model, {})
             for index in range(len(tunings), counts[model]):
                 seed, start = scale.seeds[index], known.get(scale.seeds[index])
@@ -422,9 +422,8 @@ def _check_point(variant: Variant, values: Mapping[str, Any], source: str) -> No
         check_recipe(recipe)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"{where}: {one_line(error)}") from error
-    if replace(variant, recipe=recipe).tokens != variant.tokens or recipe.digest("data") != variant.recipe.digest(
-        "data"
-    ):
+    has_same_tokens = replace(variant, recipe=recipe).tokens == variant.tokens
+    if not has_same_tokens or recipe.digest("data") != variant.recipe.digest("data"):
         raise ValueError(f"{where} changes the data, which must be the same for all runs")
 
 

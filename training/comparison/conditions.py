@@ -63,27 +63,20 @@ class Interaction:
     test: SumTest
 
 
-@dataclass(frozen=True)
-class Interactions:
-    """The tests of all models between every two conditions, in the order of the file."""
-
-    tests: list[Interaction]
-
-
 def interaction_weights(model: str, conditions: tuple[str, str], baseline: str) -> Weights:
     return {name: {baseline: sign, model: -sign} for name, sign in zip(conditions, (-1.0, 1.0))}
 
 
-def analyse_interactions(losses: Mapping[str, Mapping[str, Losses]], analyses: Mapping[str, Analysis]) -> Interactions:
-    """Tests interactions without a correction, from `losses[condition][model][seed]`."""
+def analyse_interactions(
+    losses: Mapping[str, Mapping[str, Losses]], analyses: Mapping[str, Analysis]
+) -> list[Interaction]:
+    """Tests all models between every two conditions, without a correction, from `losses[condition][model][seed]`."""
     first, *_ = analyses.values()
-    return Interactions(
-        [
-            Interaction(model, pair, sum_test(losses, analyses, interaction_weights(model, pair, first.baseline)))
-            for pair in itertools.combinations(analyses, 2)
-            for model in first.effects
-        ]
-    )
+    return [
+        Interaction(model, pair, sum_test(losses, analyses, interaction_weights(model, pair, first.baseline)))
+        for pair in itertools.combinations(analyses, 2)
+        for model in first.effects
+    ]
 
 
 def sum_test(
@@ -130,17 +123,17 @@ def is_equivalent(estimate: Estimate, margin: float) -> bool:
 def correct(
     analyses: dict[str, Analysis],
     trend: Trend | None,
-    interactions: Interactions | None,
+    interactions: list[Interaction] | None,
     has_primary: bool = False,
     alone: Test | None = None,
-) -> tuple[dict[str, Analysis], Trend | None, Interactions | None]:
+) -> tuple[dict[str, Analysis], Trend | None, list[Interaction] | None]:
     """Corrects p of all tests by Holm's method, and judges them again.
 
     All models times scales or conditions are one family, interactions a second. With a primary test, all others are
     one family. If the primary test is one of these too, it is `alone`.
     """
     of_models = {(model, name): effect.p for name, each in analyses.items() for model, effect in each.effects.items()}
-    others = {(each.model, each.conditions): each.test.p for each in (interactions.tests if interactions else ())}
+    others = {(each.model, each.conditions): each.test.p for each in interactions or ()}
     others |= {(model, None): each.p for model, each in (trend.models.items() if trend else ())}
     families = [of_models, others]
     if has_primary:
@@ -164,9 +157,7 @@ def correct(
             slopes[model] = replace(slopes[model], verdict=verdict, meaning=meaning, holm_p=p)
         trend = replace(trend, models=slopes)
     if interactions is not None:
-        tests = [
-            replace(each, test=each.test.judged(corrected.get((each.model, each.conditions))))
-            for each in interactions.tests
+        interactions = [
+            replace(each, test=each.test.judged(corrected.get((each.model, each.conditions)))) for each in interactions
         ]
-        interactions = Interactions(tests)
     return judged, trend, interactions

@@ -1,5 +1,6 @@
 """The file of a comparison as typed values: what it may hold, and how it is read and written."""
 
+import functools
 import math
 import shlex
 from collections.abc import Mapping
@@ -99,7 +100,7 @@ class _Section(Value):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields as in a file; `read` makes an equal section of them."""
-        fields = dict(vars(self))
+        fields = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
         nulls = fields.pop("nulls", ())
         return {name: _plain(value) for name, value in fields.items() if value is not None or name in nulls}
 
@@ -172,10 +173,10 @@ class TuneConfig(_Section):
             raise ValueError("trials is missing; it must be a whole number, at least 2")
         self.points  # noqa: B018 - raises for values that are not allowed
 
-    @property
+    @functools.cached_property
     def points(self) -> Points:
         ranges = {name: Range.read(name, content) for name, content in (self.fields or {}).items()}
-        return Points(ranges, self.trials, self.at == "each")
+        return Points(ranges, self.trials, self.at or "first")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from scipy.stats.qmc import Halton
 
@@ -76,12 +76,16 @@ class Points:
 
     ranges: dict[str, Range]
     number: int
-    at_each_scale: bool = False
+    at: Literal["first", "each", "baseline"] = "first"  # see `TuneConfig`
 
     def __post_init__(self):
         check_number("trials", self.number, 2)
         if not self.ranges:
             raise ValueError("fields holds nothing to tune")
+        for name, entry in self.ranges.items():
+            for value in entry.values:
+                if all(point[name] != value for point in self.values[1:]):
+                    raise ValueError(f"trials={self.number} leaves out {name}={value!r}; set more trials")
 
     @functools.cached_property
     def values(self) -> list[dict[str, Any]]:

@@ -304,7 +304,7 @@ def interaction_sentence(outcome: Outcome) -> str:
     words = {SumVerdict.ABOVE: "more", SumVerdict.BELOW: "less"}
     found = [
         f"{each.model} improves {words[each.test.verdict]} under {each.conditions[1]} than under {each.conditions[0]}"
-        for each in outcome.interactions.tests
+        for each in outcome.interactions
         if each.test.verdict in words
     ]
     return f"Interactions of models and conditions: {'; '.join(found) or 'none found'}."
@@ -494,11 +494,13 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
     ]
     if points := results.points:
         ranges = "; ".join(f"{name} ({values})" for name, values in points.ranges.items())
+        tuned = "the baseline, and all models took its best one" if points.at == "baseline" else "each model"
         sentences.append(
-            f"Each seed tried {points.number} points for each model, the same ones: the recipe's own values, then "
-            f"Halton's quasi-random points over {ranges}. It then searched learning rates around its best point. In a "
-            "ladder, larger scales take over the point of the smallest."
+            f"Each seed tried {points.number} points for {tuned}: the recipe's own values, then Halton's quasi-random "
+            f"points over {ranges}. It then searched learning rates around its best point."
         )
+        if points.at == "first":
+            sentences.append("In a ladder, larger scales take over the point of the smallest.")
     if results.has_choice:
         sentences += [
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "

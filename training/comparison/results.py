@@ -15,7 +15,7 @@ from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
 from .comparison import Run, ScaleProgress
-from .conditions import Interactions, analyse_interactions, correct, sum_test
+from .conditions import Interaction, analyse_interactions, correct, sum_test
 from .config import SINGLE, Axis, ComparisonConfig, TuneConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
 from .points import Points
@@ -225,7 +225,7 @@ class Outcome:
     scales: dict[str, ScaleOutcome]
     trend: Trend | None = None
     version: int = VERSION
-    interactions: Interactions | None = None
+    interactions: list[Interaction] | None = None
     primary: Primary | None = None
 
     @staticmethod

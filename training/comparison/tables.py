@@ -112,7 +112,7 @@ def point_rows(results: ScaleOutcome) -> Rows:
     return rows
 
 
-def tuning_gain(model: ModelOutcome) -> Interval | None:
+def tuning_gain(model: ModelOutcome) -> tuple[float, float | None] | None:
     """Returns mean and standard deviation over seeds of the percent by which tuning lowered the test loss."""
     pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]
     gains = [100 * (own - loss) / own for loss, own in pairs if loss is not None and own]
@@ -229,7 +229,7 @@ def interaction_rows(outcome: Outcome) -> Rows:
             "change of the improvement (%)": with_interval(each.test.value, each.test.interval, "+.2f"),
             "Holm p": p_value(each.test.holm_p),
         }
-        for each in outcome.interactions.tests
+        for each in outcome.interactions
     ]
 
 

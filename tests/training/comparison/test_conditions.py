@@ -98,11 +98,11 @@ class TestConditions:
     def test_two_families(self, crossed):
         """One of all models times conditions, and one of all interactions."""
         outcome, losses = crossed[1], in_percent(crossed[1])
-        assert is_family(effects_of(outcome)) and is_family([each.test for each in outcome.interactions.tests])
+        assert is_family(effects_of(outcome)) and is_family([each.test for each in outcome.interactions])
         for effect in effects_of(outcome):
             assert effect.verdict is (Verdict.BETTER if effect.holm_p < 0.05 else Verdict.WITHIN_NOISE)
         verdicts = {}
-        for each in outcome.interactions.tests:
+        for each in outcome.interactions:
             first, second = (losses[name, "base"] - losses[name, each.model] for name in each.conditions)
             check_sum(each.test, second - first)
             verdicts[each.model, each.conditions] = each.test.verdict
@@ -122,7 +122,7 @@ class TestConditions:
                 for name, noise in (("one", 0.1), ("two", 0.4))
             }
             analyses = {name: analyse(of_models, "base") for name, of_models in losses.items()}
-            found = correct(analyses, None, analyse_interactions(losses, analyses))[2].tests
+            found = correct(analyses, None, analyse_interactions(losses, analyses))[2]
             wrong += any(each.test.verdict is not SumVerdict.CANNOT_TELL for each in found)
         assert 0.01 < wrong / repetitions <= 0.06
 
@@ -160,7 +160,7 @@ class TestConditions:
         losses = {tuple(scale.losses["base"].values()) for scale in outcome.scales.values()}
         assert len(losses) == 2 and all(scale.same_tokens for scale in outcome.scales.values())
         sizes = {scale.sample.data.test_tokens for scale in outcome.scales.values()}
-        assert len(sizes) == 2 and outcome.interactions.tests[0].test.p is not None
+        assert len(sizes) == 2 and outcome.interactions[0].test.p is not None
 
 
 class TestPrimary:
@@ -190,7 +190,7 @@ class TestPrimary:
         check_sum(outcome.primary.test, formula(in_percent(outcome)))
         assert outcome.primary.test.verdict == verdict
         rest = [*effects_of(outcome), *(outcome.trend.models.values() if outcome.trend else ())]
-        rest += [each.test for each in outcome.interactions.tests] if outcome.interactions else []
+        rest += [each.test for each in outcome.interactions] if outcome.interactions else []
         if "interaction" in primary:
             alone = rest.pop(6)  # after two models under three conditions: good, from adamw to muon
             assert alone.holm_p == alone.p == outcome.primary.test.p
@@ -213,7 +213,7 @@ class TestPrimary:
         assert outcome.primary.test.note == "good, (single): too few seeds: no verdict"
         losses = {name: {"x": {seed: 1.0, 9: 2.0}, "y": {seed: 2.0, 9: 2.5}} for name, seed in (("a", 0), ("b", 1))}
         analyses = {name: analyse(of_models, "x") for name, of_models in losses.items()}
-        (found,) = analyse_interactions(losses, analyses).tests
+        (found,) = analyse_interactions(losses, analyses)
         assert (found.test.verdict, found.test.note) == (SumVerdict.NOT_TESTED, "fewer than two common seeds")
 
     @pytest.mark.slow
