@@ -148,6 +148,7 @@ def test_a_ladder_takes_over_the_points_of_its_smallest_scale(make_file, tmp_pat
             assert all(run.point == plan.scales[name].points.values[run.trial] for run in model.runs)
 
 
+@pytest.mark.slow
 def test_real_runs_have_the_values_of_their_points(make_file, tmp_path):
     tuned = {"trials": 2, "fields": {**SCALE, "warmup_steps": [0.1, 0.5]}}
     file = make_file(learning_rates=1e-2, seeds=[0], tune=tuned)

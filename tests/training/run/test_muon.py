@@ -75,6 +75,7 @@ def test_steps_are_those_of_the_two_optimizers(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_interrupted_run_ends_with_the_same_bits(recipe_file, tmp_path):
     options = {"optimizer": "muon", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "bf16": True}
     options |= {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 0.5}}
