@@ -6,7 +6,7 @@ import numpy as np
 from scipy import stats
 
 from .inference import holm
-from .results import MASTERED, ModelOutcome, ScaleOutcome
+from .results import MASTERED, ScaleOutcome
 from .trend import welch_sum
 
 
@@ -22,16 +22,14 @@ NOTE = (
 )
 
 
-def accuracies(model: ModelOutcome) -> list[float]:
-    """Returns the accuracy of each seed in the test, from 0 to 1; 0 where a run diverged."""
-    return [0.0 if run.diverged else run.result.losses.test.token_accuracy or 0.0 for run in model.runs]
-
-
 def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
     """Returns what a report says of accuracies, by model and column; nothing for text."""
     if results.objective.has_parts:
         return {}
-    of_models = {name: accuracies(model) for name, model in results.models.items()}
+    of_models = {
+        name: [0.0 if run.diverged else run.result.losses.test.token_accuracy or 0.0 for run in model.runs]
+        for name, model in results.models.items()
+    }
     base = of_models[results.baseline]
     p_values = {name: learned_p(base, values) for name, values in of_models.items() if name != results.baseline}
     corrected, cells = dict(zip(p_values, holm(p_values.values()))), {}

@@ -191,20 +191,14 @@ class FactorConfig(_Section):
 
 @dataclass(frozen=True)
 class ModelConfig(_Section):
-    """The fields of a model in `models`: how it differs from the recipe. A text alone is its `model`."""
+    """The fields of a model in `models`: those of a recipe in which it differs. A text alone is its `model`."""
 
     model: str | None = None
-    """As in a recipe."""
     trainable: Literal["all", "new"] | None = None
-    """As in a recipe."""
     lora: dict[str, Any] | None = None
-    """As in a recipe."""
     optimizer: Literal["adamw", "muon"] | None = None
-    """As in a recipe."""
     parametrization: Literal["standard", "completep"] | None = None
-    """As in a recipe."""
     base_sizes: dict[str, Any] | None = None
-    """As in a recipe."""
     learning_rates: float | list[float] | SearchConfig | None = None
     """In place of those of the comparison."""
     match: Literal["parameters", "flops"] | None = None
@@ -229,16 +223,13 @@ class ModelConfig(_Section):
 
 @dataclass(frozen=True)
 class ScaleConfig(_Section):
-    """The fields of a scale in `scales`. They replace the fields of the comparison."""
+    """The fields of a scale in `scales`. They replace those of the recipe and of the comparison."""
 
     model: str | None = None
-    """As in a recipe."""
     tokenizer: str | None = None
-    """As in a recipe."""
     task: dict[str, Any] | None = None
-    """As in a recipe, whole."""
+    """Replaces that of the recipe as a whole."""
     block_size: int | None = None
-    """As in a recipe."""
     switches: dict[str, Any] | None = None
     """Fields of the configuration of all models at this scale."""
     training: dict[str, Any] | None = None
@@ -246,9 +237,7 @@ class ScaleConfig(_Section):
     models: dict[str, ModelConfig] | None = None
     """What differs at this scale, by the names of the comparison's models."""
     tokens_per_parameter: float | None = None
-    """As in the comparison."""
     seeds: list[int] | None = None
-    """As in the comparison."""
     nulls: tuple[str, ...] = ()
 
 
@@ -309,14 +298,11 @@ class PrimaryConfig(_Section):
 
 @dataclass(frozen=True)
 class ConfirmConfig(_Section):
-    """The fields of `confirm`; the screening chooses the others itself."""
+    """The fields of `confirm`, as in a comparison; the screening chooses the others itself."""
 
     learning_rates: float | list[float] | SearchConfig | None = None
-    """As in a comparison."""
     seeds: list[int] | None = None
-    """As in a comparison."""
     stop: Literal["early"] | None = None
-    """As in a comparison."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -473,12 +459,7 @@ class ComparisonConfig(_Section):
 
 
 # Fields that hold a section, and fields that hold sections by name
-_SECTION_OF = {
-    "learning_rates": SearchConfig,
-    "confirm": ConfirmConfig,
-    "tune": TuneConfig,
-    "primary": PrimaryConfig,
-}
+_SECTION_OF = {"learning_rates": SearchConfig, "confirm": ConfirmConfig, "tune": TuneConfig, "primary": PrimaryConfig}
 _SECTIONS_OF = {"models": ModelConfig, "factors": FactorConfig, "scales": ScaleConfig, "conditions": ConditionConfig}
 
 
@@ -530,18 +511,13 @@ def read_file(
         if both := [name for name in config.tune.fields if name in {*overrides, *overrides.get("switches", {})}]:
             raise ValueError(f"command line: {', '.join(both)}: {path}: tune sets that; change it in the file")
         if config.learning_rates is None and config.factors is None:
-            config = replace(config, learning_rates=SearchConfig(_start_of(config.tune, recipe, str(path))))
+            rate, tuned = recipe["training"].get(LEARNING_RATE), config.tune.points.ranges.get(LEARNING_RATE)
+            if rate is None and tuned is None:
+                raise ValueError(f"{path}: learning_rates is missing")
+            # The recipe's own, or the middle of the range
+            start = float(tuned.at(0.5) if rate is None else rate)
+            config = replace(config, learning_rates=SearchConfig(start))
     return ComparisonFile(str(path), config, recipe, recipe_source, overrides, command)
-
-
-def _start_of(tune: TuneConfig, recipe: Mapping[str, Any], source: str) -> float:
-    """Returns the recipe's own learning rate, or the middle of the range."""
-    rate, entry = recipe["training"].get(LEARNING_RATE), tune.points.ranges.get(LEARNING_RATE)
-    if rate is None and entry is not None:
-        rate = entry.at(0.5)
-    if rate is None:
-        raise ValueError(f"{source}: learning_rates is missing")
-    return float(rate)
 
 
 def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:

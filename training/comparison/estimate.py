@@ -11,7 +11,7 @@ import torch
 from ..run.objectives import objective_of
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
-from .comparison import Comparison, Scale, Variant, heights_of
+from .comparison import Comparison, Variant, heights_of
 from .inference import alpha_of_last, noise_range, smallest_difference
 from .local import environment_of_one_run
 from .primary import plan_primary, smallest_value
@@ -43,12 +43,21 @@ def describe_estimate(
         yield f"warning: {warning}"
     where = {name: f", {plan.config.axis.one} {name}" if plan.config.axis else "" for name in plan.scales}
     for name, scale in plan.scales.items() if has_verdicts else ():
-        difference = _describe_difference(scale, noise_floor)
+        seeds, difference = len(scale.seeds), "none, for a test needs two seeds or more"
+        if seeds > 1:
+            alpha = alpha_of_last(seeds, scale.stop is not None)
+            times = smallest_difference(seeds, scale.family, 1.0, alpha, _POWER)
+            difference = _in_floors(times, noise_floor, seeds)
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where[name]}: {difference}"
     if has_verdicts:
         yield _INDEPENDENT
     if plan.config.primary is not None:
-        yield from _describe_primary(plan, noise_floor)
+        primary = plan_primary(plan.config, heights_of(plan.scales))
+        yield f"primary test: {primary.about}; first, at 5 % without a correction"
+        runs = {name: len(plan.scales[name].seeds) for name in primary.weights}
+        if (fewest := min(runs.values())) > 1:
+            value = _in_floors(smallest_value(primary, runs, _POWER), noise_floor, fewest)
+            yield f"primary test: smallest value found with probability {100 * _POWER:.0f} %: {value}"
     total = 0.0
     for name, scale in plan.scales.items():
         try:
@@ -71,28 +80,6 @@ def describe_estimate(
         "times are for one run at a time, by the throughput of a few steps of each model, without the preparation of "
         "data, compilation and evaluation"
     )
-
-
-def _describe_difference(scale: Scale, floor: float | None) -> str:
-    seeds = len(scale.seeds)
-    if seeds < 2:
-        return "none, for a test needs two seeds or more"
-    alpha = alpha_of_last(seeds, scale.stop is not None)
-    return _in_floors(smallest_difference(seeds, scale.family, 1.0, alpha, _POWER), floor, seeds)
-
-
-def _describe_primary(plan: Comparison, floor: float | None) -> Iterator[str]:
-    primary = plan_primary(plan.config, heights_of(plan.scales))
-    seeds = {name: len(plan.scales[name].seeds) for name in primary.weights}
-    yield f"primary test: {primary.about}; first, at 5 % without a correction"
-    if (fewest := min(seeds.values())) < 2:
-        return
-    found, margin = smallest_value(primary, seeds, _POWER)
-    probability = f"{100 * _POWER:.0f} %"
-    yield f"primary test: smallest value found with probability {probability}: {_in_floors(found, floor, fewest)}"
-    if (own := plan.config.primary.margin) is not None:
-        needed = _in_floors(margin, floor, fewest)
-        yield f"primary test: the margin is {own:g} %; equal models are found equivalent so often from {needed}"
 
 
 def _in_floors(times: float, floor: float | None, seeds: int) -> str:

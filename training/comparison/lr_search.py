@@ -85,9 +85,9 @@ class Rates:
             return "smallest"
         return "largest" if best == max(losses) else None
 
-    def starting_at(self, rate: float | None) -> "Rates":
+    def starting_at(self, rate: float) -> "Rates":
         """Returns a search that begins at the nearest rate of its grid, or the same list."""
-        return self if rate is None or not self.is_search else replace(self, shift=self._power(rate))
+        return replace(self, shift=self._power(rate)) if self.is_search else self
 
     @property
     def middle(self) -> float:

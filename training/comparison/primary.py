@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, stats
 
 from .conditions import ALPHA, SumTest, Test, Weights, interaction_weights
 from .config import Axis, ComparisonConfig
-from .inference import smallest_difference
+from .inference import Estimate
 from .trend import slope_weights
 
 
@@ -54,24 +53,12 @@ def plan_primary(config: ComparisonConfig, heights: Mapping[str, float]) -> Prim
     )
 
 
-def smallest_value(plan: PrimaryPlan, seeds: Mapping[str, int], power: float) -> tuple[float, float]:
-    """Returns what a plan finds with probability `power`, in noise floors, if runs share no noise.
-
-    The first number is the smallest value that is found to differ from 0. The second is the smallest margin that finds
-    a value of 0 equivalent.
-    """
+def smallest_value(plan: PrimaryPlan, seeds: Mapping[str, int], power: float) -> float:
+    """Returns the smallest value that is found with probability `power`, in noise floors, if runs share no noise."""
     squares = {name: sum(weight**2 for weight in entry.values()) for name, entry in plan.weights.items()}
     groups = [squares] if plan.is_paired else [{name: square} for name, square in squares.items()]
     runs = np.array([min(seeds[name] for name in group) for group in groups])
     variances = np.array([sum(group.values()) for group in groups]) / runs
     # As in `welch_sum`
     freedom = (variances.sum() ** 2 / (variances**2 / (runs - 1)).sum() + runs.min() - 1) / 2
-    error = math.sqrt(variances.sum())
-    difference = smallest_difference(freedom + 1, 1, 1.0, ALPHA, power) / math.sqrt(2 / (freedom + 1))
-    # Half of the 90 % interval, over the noise that may be estimated, in a thousand steps of equal probability
-    half = stats.t.isf(ALPHA, freedom) * np.sqrt(stats.chi2.ppf((np.arange(1000) + 0.5) / 1000, freedom) / freedom)
-
-    def missing(margin: float) -> float:
-        return power - np.mean(np.clip(2 * stats.norm.cdf(margin - half) - 1, 0, None))
-
-    return difference * error, optimize.brentq(missing, 0, half.max() + 10) * error
+    return Estimate(0.0, math.sqrt(variances.sum()), freedom).smallest(ALPHA, power)

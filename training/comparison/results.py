@@ -162,10 +162,10 @@ class ScaleOutcome:
     def fields_in(content: dict[str, Any]) -> dict[str, Any]:
         """Older files say once what each run says now."""
         try:
-            models = {
-                name: {**model, **{kind: [_older(content, model, run) for run in model[kind]] for kind in _RUNS}}
-                for name, model in content["models"].items()
-            }
+            models = {}
+            for name, model in content["models"].items():
+                shared = {key: fields[key] for fields in (content, model) for key in _SHARED if key in fields}
+                models[name] = model | {kind: [shared | run for run in model[kind]] for kind in _RUNS}
         except (AttributeError, KeyError, TypeError):  # of another type, which `from_json` names
             return content
         return {**content, "models": models}
@@ -240,10 +240,6 @@ class Outcome:
     @property
     def largest(self) -> ScaleOutcome:
         return list(self.scales.values())[-1]
-
-
-def _older(scale: dict[str, Any], model: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    return {name: fields[name] for fields in (scale, model) for name in _SHARED if name in fields} | run
 
 
 def read_outcome(file: Path) -> Outcome:

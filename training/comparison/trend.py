@@ -129,7 +129,11 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
         verdict, meaning = judge_slope(trend, holm_p, alpha)
         models[name] = replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
-    floors = {name: _noise_floor(runs[baseline]) for name, runs in losses.items()}
+    floors = dict.fromkeys(losses)
+    for name, runs in losses.items():
+        finished = runs[baseline][np.isfinite(runs[baseline])]
+        if len(finished) > 1:
+            floors[name] = float(100 * finished.std(ddof=1) / finished.mean())
     return Trend(baseline, alpha, flops, floors, multiplier_note, models, axis)
 
 
@@ -169,11 +173,6 @@ def judge_slope(trend: ModelTrend, holm_p: float, alpha: float) -> tuple[TrendVe
     if trend.slope > 0:
         return TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"
     return TrendVerdict.SHRINKS, f"{'loses some of its lead over' if is_ahead else 'falls behind'} the baseline"
-
-
-def _noise_floor(losses: np.ndarray) -> float | None:
-    finished = losses[np.isfinite(losses)]
-    return float(100 * finished.std(ddof=1) / finished.mean()) if len(finished) > 1 else None
 
 
 def welch_sum(parts: Sequence[np.ndarray], value: float | None = None) -> Estimate | None:

@@ -49,7 +49,7 @@ class LanguageModelingMetrics:
     def __init__(self, bytes_per_token: float | None = None, objective: Objective | type[Objective] = Causal):
         self.objective = objective
         self.bytes_per_token = bytes_per_token if objective.has_bits_per_byte else None
-        # Of one evaluation: loss and number of tokens of each row, and the same of each batch, with those that are right
+        # Of one evaluation: loss and tokens of each row, and of each batch, with the number of right ones
         self._rows: list[tuple[float, int]] = []
         self._batches: list[tuple[float, int, int]] = []
         self._is_over = False

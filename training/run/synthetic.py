@@ -21,9 +21,7 @@ from ..values import Value
 SPECIAL = ("<|endoftext|>", "<|pad|>", "<|blank|>")
 END, PAD, BLANK = range(3)
 NO_ANSWER = -100
-
-# Rows that are made at a time
-_CHUNK = 2048
+_CHUNK = 2048  # rows that are made at a time
 
 # Inputs and answers, each `(count, tokens)`
 Rows = tuple[np.ndarray, np.ndarray]
@@ -31,19 +29,12 @@ Rows = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Task(Value):
-    """The sizes of a task; raises `ValueError` for sizes that are not allowed.
+    """The sizes of a task; raises `ValueError` for sizes that are not allowed."""
 
-    Attributes:
-        objective: what its recipes set.
-        kinds: of words. Each has `vocabulary` words, such as `k0`, `k1`, ...
-        marks: words besides.
-        added: the tokens of a row besides `length`.
-    """
-
-    objective = "causal"
-    kinds = ("w",)
-    marks = ()
-    added = 0
+    objective = "causal"  # that its recipes set
+    kinds = ("w",)  # of words; each has `vocabulary` of them, such as `w0`, `w1`, ...
+    marks = ()  # words besides
+    added = 0  # tokens of a row besides `length`
 
     rows: int = 40_000
     """Of training, validation and test together."""
@@ -74,7 +65,6 @@ class Task(Value):
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest row of any split."""
         return max(self.length, self.test_length or 0) + self.added
 
     @property
@@ -84,12 +74,10 @@ class Task(Value):
         return [*SPECIAL, *self.marks, *words]
 
     def word(self, kind: str, numbers: np.ndarray | int = 0) -> np.ndarray | int:
-        """Returns the ids of words of a kind."""
         return len(SPECIAL) + len(self.marks) + self.kinds.index(kind) * self.vocabulary + numbers
 
     def draw(self, generator: np.random.Generator, count: int, length: int) -> Rows:
         """Returns at most `count` rows with their answers, and where these are. Shorter rows end in `PAD`."""
-        raise NotImplementedError
 
     def make(self, generator: np.random.Generator, count: int, length: int) -> Rows:
         """Returns the inputs of at most `count` rows, and the answers, with `NO_ANSWER` elsewhere."""
@@ -111,27 +99,29 @@ class Recall(Task):
 
     pairs: int = 8
     """The pairs of a row."""
-
     kinds = ("k", "v")
-    # The most words of a key, and of a value
-    widest = 1
+    widest = 1  # the most words of a key, and of a value
     is_noisy = False
 
     def least(self):
         return 4 * self.widest * self.pairs, self.pairs
 
     def draw(self, generator, count, length):
+        def cut(words: np.ndarray) -> np.ndarray:
+            """Leaves one word or more of each key or value `(rows, pairs, widest)`."""
+            sizes = generator.integers(1, self.widest + 1, size=(*words.shape[:2], 1))
+            return np.where(np.arange(self.widest) < sizes, words, PAD)
+
         keys = _subsets(generator, count, self.vocabulary, self.pairs)[..., None]
         if self.widest > 1:
             keys = generator.integers(self.vocabulary, size=(count, self.pairs, self.widest))
-        keys = self._cut(generator, self.word("k", keys))
+        keys = cut(self.word("k", keys))
         codes = np.sort(keys @ len(self.tokens) ** np.arange(self.widest), axis=1)
         keys = keys[(np.diff(codes, axis=1) > 0).all(axis=1)]  # a key has one value
-        values = self._cut(generator, self.word("v", generator.integers(self.vocabulary, size=keys.shape)))
+        values = cut(self.word("v", generator.integers(self.vocabulary, size=keys.shape)))
         count, units = len(keys), length // (2 * self.widest)  # a unit has room for a key and a value
         words = np.full((count, units, 2 * self.widest), BLANK)
-        # Pairs come first, then questions
-        asked = self.pairs + np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1)
+        asked = self.pairs + np.sort(_subsets(generator, count, units - self.pairs, self.pairs), axis=1)  # come last
         places = np.concatenate([np.tile(np.arange(self.pairs), (count, 1)), asked], axis=1)
         if self.is_noisy:
             words = self.word("n", generator.integers(self.vocabulary, size=words.shape))
@@ -140,15 +130,10 @@ class Recall(Task):
         pairs, is_answer = np.concatenate([keys, values], axis=2), np.zeros(words.shape, dtype=bool)
         words[rows, places] = np.concatenate([pairs, pairs[rows, order]], axis=1)
         is_answer[rows, places[:, self.pairs :], self.widest :] = True
-        words, is_answer = words.reshape(count, -1), is_answer.reshape(count, -1)
+        words, is_answer = (part.reshape(count, -1) for part in (words, is_answer))
         order = (words == PAD).argsort(axis=1, kind="stable")
         words, is_answer = (np.take_along_axis(part, order, axis=1) for part in (words, is_answer))
         return words, is_answer & (words != PAD)
-
-    def _cut(self, generator: np.random.Generator, words: np.ndarray) -> np.ndarray:
-        """Leaves one word or more of each key or value `(count, pairs, widest)`."""
-        sizes = generator.integers(1, self.widest + 1, size=(*words.shape[:2], 1))
-        return np.where(np.arange(self.widest) < sizes, words, PAD)
 
 
 @dataclass(frozen=True)
@@ -159,7 +144,6 @@ class FuzzyRecall(Recall):
     widest = 3
 
 
-@dataclass(frozen=True)
 class NoisyRecall(Recall):
     """Noisy recall (arXiv 2403.17844): words without meaning stand between pairs and questions."""
 
@@ -173,7 +157,6 @@ class SelectiveCopy(Task):
 
     copied: int = 8
     """The words to copy."""
-
     marks = (".", ">")
 
     def least(self):
@@ -194,7 +177,6 @@ class Memorize(Task):
     """Memorisation (arXiv 2403.17844): each key has the same value in all rows, which is never an input."""
 
     vocabulary: int = 256
-
     kinds = ("k", "v")
 
     def draw(self, generator, count, length):
@@ -204,12 +186,8 @@ class Memorize(Task):
         return words, np.arange(words.shape[1]) % 2 == 1
 
 
-@dataclass(frozen=True)
 class Induction(Task):
-    """Induction heads (Olsson et al. 2022, arXiv 2209.11895; Sanford et al. 2024, arXiv 2408.14332).
-
-    A third of a row has different words. Then for each but the last the word is asked that followed.
-    """
+    """Induction (arXiv 2209.11895, 2408.14332): after different words, a third of a row, it asks what followed each."""
 
     def least(self):
         return 4, self.longest - 2 * ((self.longest - 1) // 3)
@@ -225,14 +203,10 @@ class Induction(Task):
 
 @dataclass(frozen=True)
 class Parity(Task):
-    """Parity, the smallest task of state tracking (Hahn 2020, arXiv 1906.06755): the sum of digits modulo 2.
-
-    Each row has 1 to `length` digits; `test_length` is the number in each row of a test. `vocabulary` is the modulus.
-    """
+    """Parity (Hahn 2020, arXiv 1906.06755): the sum modulo `vocabulary` of 1 to `length` digits, or `test_length`."""
 
     length: int = 16
     vocabulary: int = 2
-
     kinds = ("",)
     marks = ("=",)
     added = 2
@@ -251,7 +225,6 @@ class Reverse(Task):
     """Reversal, for an encoder and decoder: the words of the source from the last to the first."""
 
     length: int = 16
-
     objective = "seq2seq"
     added = 1
 
@@ -279,8 +252,7 @@ def task_of(dataset: str, sizes: dict[str, Any] | None) -> Task | None:
         if sizes is not None:
             raise ValueError(f"task={sizes!r} needs dataset: {SYNTHETIC}NAME, not {dataset!r}")
         return None
-    kind = TASKS.get(dataset.removeprefix(SYNTHETIC))
-    if kind is None:
+    if (kind := TASKS.get(dataset.removeprefix(SYNTHETIC))) is None:
         raise ValueError(f"dataset={dataset!r} must be {SYNTHETIC} and one of {', '.join(TASKS)}")
     check_keys("task", sizes or {}, [item.name for item in dataclasses.fields(kind)])
     return kind(**(sizes or {}))
@@ -300,8 +272,7 @@ def difficulty(tasks: Sequence[Task | None]) -> tuple[str, list[int]] | None:
 def make_splits(task: Task, validation: float, test: float, most: int | None = None) -> dict[str, Rows]:
     """Makes the rows of each split, which a hash of the row decides, so that no row is in two splits.
 
-    `validation` and `test` are the shares that are held out, at most `most` rows of each. Held-out rows are all
-    different; raises `ValueError` if the task has too few of them.
+    `validation` and `test` are shares, at most `most` rows each, all different; `ValueError` if there are too few.
     """
     held_out = validation + test
     bounds = {"validation": (0.0, validation), "test": (validation, held_out), "train": (held_out, 1.0)}
@@ -309,17 +280,16 @@ def make_splits(task: Task, validation: float, test: float, most: int | None = N
     for index, (split, (start, end)) in enumerate(bounds.items()):
         if start == end:
             continue
-        count, is_held_out = max(1, round(task.rows * (end - start))), split != "train"
-        if is_held_out and most is not None:
-            count = min(count, most)
-        length = task.test_length or task.length if split == "test" else task.length
+        is_train, count = split == "train", max(1, round(task.rows * (end - start)))
+        count = count if is_train or most is None else min(count, most)
+        length = (split == "test" and task.test_length) or task.length
         generator, rows, seen = np.random.default_rng([task.seed, index]), [], set()
         for _ in range(10 + 10 * task.rows // _CHUNK):
             for row, answers in zip(*task.make(generator, _CHUNK, length)):
                 key = row[row != PAD].astype(np.int32).tobytes()
                 if start <= xxhash.xxh64_intdigest(key) / 2**64 < end and key not in seen:
                     rows.append((row, answers))
-                    if is_held_out:
+                    if not is_train:
                         seen.add(key)
             if len(rows) >= count:
                 break

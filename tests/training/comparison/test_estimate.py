@@ -94,11 +94,11 @@ class TestOutput:
 
 
 @pytest.mark.parametrize(("seeds", "stop", "alpha"), [(2, None, 0.05), (5, None, 0.05), (5, "early", 0.025)])
-def test_smallest_difference(seeds, stop, alpha):
-    scale = SimpleNamespace(seeds=range(seeds), family=2, stop=stop)
+def test_smallest_difference(make_file, step, seeds, stop, alpha):
+    plan = load_plan(make_file(models=dict.fromkeys(("base", "a", "b")), seeds=list(range(seeds)), stop=stop))
     times = smallest_difference(seeds, 2, 1.0, alpha, 0.8)
     told = f"{times * 0.5:.2g} % of the loss, if the noise floor is 0.5 %; "
-    assert estimate._describe_difference(scale, 0.5).startswith(told)
+    assert told in next(describe_estimate(plan, noise_floor=0.5))
 
 
 @pytest.mark.parametrize("is_native", [False, True])
