@@ -376,9 +376,7 @@ def heights_of(scales: Mapping[str, Scale]) -> dict[str, float]:
 
 def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig | ScaleConfig, source: str) -> None:
     """Raises `ValueError` for a field of the command line that a model or condition sets itself."""
-    names = overrides.keys() & {*config.recipe_fields(), *(config.training or {})}
-    names |= overrides.get("switches", {}).keys() & (config.switches or {}).keys()
-    if names:
+    if names := config.names() & {*overrides, *overrides.get("switches", {})}:
         raise ValueError(f"command line: {', '.join(sorted(names))}: {source} sets that; change it in the file")
 
 
@@ -469,7 +467,6 @@ def _check_same_tokenizer(source: str, variant: Variant, other: str, reference: 
 
 
 def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
-    """Raises `ValueError` if scales cannot be compared with each other."""
     baselines = {name: scale.variants[scale.baseline] for name, scale in scales.items()}
     first, heights = next(iter(baselines)), heights_of(scales)
     for smaller, larger in itertools.pairwise(scales):

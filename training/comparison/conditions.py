@@ -24,8 +24,6 @@ Test = tuple[str, str | tuple[str, str] | None]
 
 
 class SumVerdict(StrEnum):
-    """What a test says of a weighted sum."""
-
     BELOW = "below 0"
     ABOVE = "above 0"
     EQUIVALENT = "equivalent"  # only with a margin

@@ -93,6 +93,10 @@ class _Section(Value):
             raise ValueError(f"learning_rates={rates!r} holds a rate twice")
         return Rates(listed=tuple(sorted(rates))) if rates else None
 
+    def names(self) -> set[str]:
+        """Returns the names of all fields that it sets of a recipe, its `switches` and its `training`."""
+        return {*self.recipe_fields(), *(name for part in SECTIONS for name in getattr(self, part, None) or {})}
+
     def recipe_fields(self) -> dict[str, Any]:
         """Returns the fields that a recipe has too, without its sections; `None` is its default."""
         known = Recipe.__dataclass_fields__.keys() - {*SECTIONS}
@@ -276,7 +280,6 @@ class PrimaryConfig(_Section):
     """In percent; smaller values are called equivalent."""
 
     def check(self, config: "ComparisonConfig") -> None:
-        """Raises `ValueError` for a test that the comparison cannot make."""
         needs = {"contrast": config.axis, "interaction": Axis.CONDITIONS, "trend": Axis.SCALES}
         given = [name for name in needs if getattr(self, name) is not None]
         if len(given) != 1 or needs[given[0]] is not config.axis:
@@ -380,8 +383,7 @@ class ComparisonConfig(_Section):
             changes = {f"{at}: model {model!r}": fields for model, fields in (scale.models or {}).items()}
             sections |= {at: scale, **changes}
         for where, section in sections.items():
-            fields = {*section.recipe_fields(), *(section.switches or {}), *(getattr(section, "training", None) or {})}
-            if both := sorted(tuned & fields):
+            if both := sorted(tuned & section.names()):
                 raise ValueError(f"tune: fields: {', '.join(both)}: {where} sets that; remove one")
         if self.factors is not None:
             if LEARNING_RATE in tuned:

@@ -366,7 +366,6 @@ def _compress(axes: Axes, values: Sequence[float], ratio: float) -> float | None
 
 
 def _scale_percent(axes: Axes, label: str, values: Sequence[float]) -> None:
-    """Formats the y axis as signed percent."""
     if limit := _compress(axes, values, 30.0):
         label += f"\n(logarithmic beyond ±{limit:.2g})"
     axes.yaxis.set_major_formatter(lambda value, _: Formatter.fix_minus(f"{value:+g}") if value else "0")

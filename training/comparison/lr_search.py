@@ -17,8 +17,6 @@ Results = Mapping[str, RunResult]
 
 @dataclass(frozen=True)
 class Run:
-    """One training run."""
-
     model: str
     learning_rate: float
     seed: int

@@ -21,8 +21,6 @@ Rows = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report."""
-
     title: str
     parts: list[str | Rows]
     is_folded: bool = False  # a page shows the heading alone until a reader opens it

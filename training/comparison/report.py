@@ -241,7 +241,12 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
 
 
 def _folded(title: str, results: ScaleOutcome, sections: list[Section]) -> Section:
-    parts = [cost_sentence(results), bullets(protocol_sentences(results))]
+    parameters = results.models[results.baseline].size.non_embedding
+    cost = (
+        f"{parameters:,} non-embedding parameters, {results.tokens_per_run:,} tokens "
+        f"and {results.flops(results.baseline):.2g} FLOPs a run, {count(len(results.seeds), 'seed')}."
+    )
+    parts = [cost, bullets(protocol_sentences(results))]
     for section in sections:
         parts += [Markdown(f"### {section.title}"), *section.parts]
     return Section(title, parts, is_folded=True)
@@ -338,14 +343,6 @@ def trend_protocol(outcome: Outcome) -> list[str]:
         test,
         *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
     ]
-
-
-def cost_sentence(results: ScaleOutcome) -> str:
-    parameters = results.models[results.baseline].size.non_embedding
-    return (
-        f"{parameters:,} non-embedding parameters, {results.tokens_per_run:,} tokens "
-        f"and {results.flops(results.baseline):.2g} FLOPs a run, {count(len(results.seeds), 'seed')}."
-    )
 
 
 def in_line(names: Sequence[str]) -> str:

@@ -49,8 +49,6 @@ class History:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """One finished run."""
-
     folder: str  # in that of its scale
     seed: int
     learning_rate: float
@@ -84,8 +82,6 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class ModelOutcome:
-    """One model at one scale."""
-
     given: dict[str, Any]  # its entry in the comparison's file
     intermediate_size: int | None
     learning_rates: list[float]
@@ -142,8 +138,6 @@ class TaskOutcome:
 
 @dataclass(frozen=True)
 class ScaleOutcome:
-    """The results at one scale."""
-
     name: str
     baseline: str
     seeds: list[int]
@@ -189,7 +183,6 @@ class ScaleOutcome:
 
     @property
     def points(self) -> Points | None:
-        """What `tune` tried."""
         tune = self.comparison.get("tune")
         return None if tune is None else TuneConfig.read(tune, "tune").points
 
@@ -248,7 +241,6 @@ def read_outcome(file: Path) -> Outcome:
 
 
 def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOutcome:
-    """Gathers the results of a finished scale."""
     scale, models = progress.scale, {}
     for name, variant in scale.variants.items():
         tunings = progress.tunings[name]

@@ -272,7 +272,6 @@ class LossCurve:
 
 
 def _slopes(log_flops: np.ndarray, log_means: np.ndarray) -> np.ndarray:
-    """The slopes of `LossCurve` at the scales."""
     lengths = np.diff(log_flops)
     secants = np.diff(log_means) / lengths
     if len(secants) == 1:

@@ -98,7 +98,6 @@ class Draft:
         return model.eval()
 
     def to_nlq(self) -> "Draft":
-        """Converts a model of a family to NLQ."""
         old = self.model
         family = FAMILIES[old.config.model_type]
         new = empty_model(family.read(old.config), model_class=class_with_same_head(type(old), NLQConfig))
@@ -107,7 +106,6 @@ class Draft:
         return self._changed(new, tensors, family.not_read(old.config))
 
     def with_switches(self, switches: dict[str, Any]) -> "Draft":
-        """Changes switches of an NLQ model."""
         config = changed(self.model.config, switches)
         if self.weights.are_in_memory or not only_adds(self.model.config, config):
             model, lost = restructure(self.build(), config)
@@ -119,7 +117,6 @@ class Draft:
         return self._changed(new, {**initial, **self.weights.tensors})
 
     def from_nlq(self, family: str) -> "Draft":
-        """Converts an NLQ model to a family."""
         their_class = class_with_same_head(type(self.model), FAMILIES[family].config_class)
         config, plain = nearest_in_family(family, self.model.config)
         draft = self

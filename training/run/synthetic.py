@@ -187,7 +187,7 @@ class Memorize(Task):
 
 
 class Induction(Task):
-    """Induction (arXiv 2209.11895, 2408.14332): after different words, a third of a row, it asks what followed each."""
+    """Induction (arXiv 2209.11895, 2408.14332): after a third of different words, it asks what followed each."""
 
     def least(self):
         return 4, self.longest - 2 * ((self.longest - 1) // 3)
