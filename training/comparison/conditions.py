@@ -11,11 +11,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from .inference import Analysis, Estimate, Interval, Losses, holm, verdict_of
+from .inference import ALPHA, Analysis, Interval, Losses, holm, verdict_of
 from .trend import Trend, judge_slope, welch_sum
 
-
-ALPHA = 0.05
 
 # Weights of losses, by scale or condition and by model
 Weights = Mapping[str, Mapping[str, float]]
@@ -106,16 +104,11 @@ def sum_test(
     estimate = welch_sum(parts)
     test = SumTest(SumVerdict.CANNOT_TELL, "", estimate.value, estimate.interval(1 - ALPHA), estimate.p())
     if margin is not None:
-        verdict = SumVerdict.EQUIVALENT if is_equivalent(estimate, margin) else test.verdict
-        narrow = estimate.interval(1 - 2 * ALPHA)
-        test = replace(test, verdict=verdict, margin=margin, margin_interval=narrow)
+        # Two one-sided tests at 5 %: the 90 % interval must lie within the margin (Schuirmann 1987)
+        low, high = estimate.interval(1 - 2 * ALPHA)
+        verdict = SumVerdict.EQUIVALENT if -margin < low and high < margin else test.verdict
+        test = replace(test, verdict=verdict, margin=margin, margin_interval=(low, high))
     return test
-
-
-def is_equivalent(estimate: Estimate, margin: float) -> bool:
-    """Makes two one-sided tests at 5 %: the 90 % interval must lie within the margin (Schuirmann 1987)."""
-    low, high = estimate.interval(1 - 2 * ALPHA)
-    return -margin < low and high < margin
 
 
 def correct(
@@ -151,7 +144,7 @@ def correct(
         slopes = dict(trend.models)
         for model in [model for model, where in corrected if where is None]:
             p = corrected[model, None]
-            verdict, meaning = judge_slope(slopes[model], p, ALPHA)
+            verdict, meaning = judge_slope(slopes[model], p)
             slopes[model] = replace(slopes[model], verdict=verdict, meaning=meaning, holm_p=p)
         trend = replace(trend, models=slopes)
     if interactions is not None:

@@ -18,6 +18,9 @@ from scipy import optimize, special, stats
 from ..text import count
 
 
+# The nominal probability that a family of tests finds a difference where there is none
+ALPHA = 0.05
+
 # In standard deviations of a paired difference. A comparison that detects only larger ones cannot say "within noise"
 PLAUSIBLE_EFFECT = 4.0
 
@@ -191,7 +194,7 @@ def _of_seeds(runs: Mapping[int, Any], seeds: Sequence[int]) -> dict[int, Any]:
 def analyse(
     losses: Mapping[str, Losses],
     baseline: str,
-    alpha: float = 0.05,
+    alpha: float = ALPHA,
     at_boundary: Collection[str] = (),
     resolution: float = 0.0,
     most: int | None = None,
@@ -348,21 +351,23 @@ def alpha_spent(seeds: int, most: int) -> float:
 
 
 def alpha_of_last(seeds: int, has_interim: bool) -> float:
-    """Returns what the last analysis spends of 0.05."""
-    return 0.05 * alpha_spent(seeds, seeds) if has_interim else 0.05
+    """Returns what the last analysis spends of `ALPHA`."""
+    return ALPHA * alpha_spent(seeds, seeds) if has_interim else ALPHA
 
 
-def critical_t(seeds: int, models: int, alpha: float = 0.05) -> float:
+def critical_t(seeds: int, models: int, alpha: float = ALPHA) -> float:
     """Returns the |t| that one of so many models needs at the strictest of Holm's steps."""
     return float(stats.t.isf(alpha / models / 2, seeds - 1))
 
 
-def detectable_effect(seeds: int, models: int, alpha: float = 0.05) -> float:
+def detectable_effect(seeds: int, models: int, alpha: float = ALPHA) -> float:
     """Returns the mean difference that reaches `critical_t`, in standard deviations of a paired difference."""
     return critical_t(seeds, models, alpha) / math.sqrt(seeds)
 
 
-def smallest_difference(seeds: int, models: int, noise_floor: float, alpha: float = 0.05, power: float = 0.8) -> float:
+def smallest_difference(
+    seeds: int, models: int, noise_floor: float, alpha: float = ALPHA, power: float = 0.8
+) -> float:
     """Returns the smallest true difference that a comparison finds with probability `power`, by the noncentral t.
 
     It is in the unit of `noise_floor`, at the strictest of Holm's steps, for independent runs. Where runs of a seed

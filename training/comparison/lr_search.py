@@ -87,15 +87,6 @@ class Rates:
         """Returns a search that begins at the nearest rate of its grid, or the same list."""
         return replace(self, shift=self._power(rate)) if self.is_search else self
 
-    @property
-    def middle(self) -> float:
-        """The rate of a run that makes no choice."""
-        return self.start if self.is_search else self.listed[0]
-
-    def around(self, rate: float) -> "Rates":
-        """Returns a search whose grid has this rate, or the same list."""
-        return replace(self, start=rate) if self.is_search else self
-
     def __str__(self) -> str:
         rates = " ".join(f"{rate:g}" for rate in self.first)
         return f"{rates} ..." if self.is_search else rates
@@ -150,14 +141,16 @@ def tune(
 
     trial = None
     if points is not None:
-        trials = [Run(model, rate, seed, trial) for trial, rate in enumerate(points.rates(rates.middle))]
+        own = rates.start if rates.is_search else rates.listed[0]
+        trials = [Run(model, rate, seed, trial) for trial, rate in enumerate(points.rates(own))]
         if start is not None:
             trial = start.trial
         elif ready := ready_of(trials):
             return Tuning(losses, ready)
         else:
             trial = min(trials, key=lambda run: (losses[run], run.trial)).trial
-        rates = rates.around(trials[trial].learning_rate)
+        if rates.is_search:
+            rates = replace(rates, start=trials[trial].learning_rate)
     if start is not None:
         rates = rates.starting_at(start.learning_rate)
     by_rate: dict[float, float] = {}

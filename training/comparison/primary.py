@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .conditions import ALPHA, SumTest, Test, Weights, interaction_weights
+from .conditions import SumTest, Test, Weights, interaction_weights
 from .config import Axis, ComparisonConfig
-from .inference import Estimate
+from .inference import ALPHA, Estimate
 from .trend import slope_weights
 
 

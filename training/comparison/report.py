@@ -396,7 +396,16 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
             if name == results.baseline:
                 consequence = "models get no verdict from these seeds"
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-    warnings += _ends_of_ranges(results)
+        for field, values in results.points.ranges.items() if results.points else ():
+            # Searches for the learning rate go beyond its range
+            points = [run.point for run in model.finished if run.trial and field != LEARNING_RATE]
+            ends = [end for point in points if (end := values.end_near(point[field])) is not None]
+            if ends and len(ends) >= len(model.runs) / 2:
+                listed = " and ".join(f"{end:g}" for end in sorted(set(ends)))
+                warnings.append(
+                    f"{name} did best with {field} near {listed}, the end of its range ({values}), in {len(ends)} of "
+                    f"{len(model.runs)} seeds: better values may lie beyond."
+                )
     counts = len(results.seeds), len(results.models) - 1
     warning = power_warning(*counts, results.interim is not None, results.statistics.family)
     if has_tests and warning:
@@ -416,31 +425,9 @@ def _about_rates(results: ScaleOutcome) -> list[str]:
         return []
     if results.points is None:
         return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
-    gains = {name: tuning_gain(model) for name, model in results.models.items()}
-    listed = ", ".join(
-        f"{name} {gain[0]:.1f} %" + (f" ± {gain[1]:.1f}" if gain[1] is not None else "")
-        for name, gain in gains.items()
-        if gain is not None
-    )
+    listed = ", ".join(f"{name} {tuning_gain(model)} %" for name, model in results.models.items())
     by = "By tuning, the test loss fell below that of the recipe's own values by"
     return [_EACH_POINT, f"{by}: {listed}. A verdict that is smaller may hang on what was not tuned."]
-
-
-def _ends_of_ranges(results: ScaleOutcome) -> list[str]:
-    """Names the models whose best values lie near an end of their range in half of the seeds or more."""
-    warnings = []
-    for name, model in results.models.items():
-        for field, values in results.points.ranges.items() if results.points else ():
-            # Searches for the learning rate go beyond its range
-            points = [run.point for run in model.finished if run.trial and field != LEARNING_RATE]
-            ends = [end for point in points if (end := values.end_near(point[field])) is not None]
-            if ends and len(ends) >= len(model.runs) / 2:
-                listed = " and ".join(f"{end:g}" for end in sorted(set(ends)))
-                warnings.append(
-                    f"{name} did best with {field} near {listed}, the end of its range ({values}), in {len(ends)} of "
-                    f"{len(model.runs)} seeds: better values may lie beyond."
-                )
-    return warnings
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:

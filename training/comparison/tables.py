@@ -112,13 +112,10 @@ def point_rows(results: ScaleOutcome) -> Rows:
     return rows
 
 
-def tuning_gain(model: ModelOutcome) -> tuple[float, float | None] | None:
+def tuning_gain(model: ModelOutcome) -> str:
     """Returns mean and standard deviation over seeds of the percent by which tuning lowered the test loss."""
     pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]
-    gains = [100 * (own - loss) / own for loss, own in pairs if loss is not None and own]
-    if not gains:
-        return None
-    return statistics.fmean(gains), statistics.stdev(gains) if len(gains) > 1 else None
+    return _mean_and_deviation([100 * (own - loss) / own for loss, own in pairs if loss is not None and own], ".1f")
 
 
 def task_rows(results: ScaleOutcome) -> Rows:

@@ -14,7 +14,7 @@ from enum import StrEnum
 import numpy as np
 from scipy.interpolate import CubicHermiteSpline, PchipInterpolator
 
-from .inference import ROUNDING, Estimate, Interval, holm
+from .inference import ALPHA, ROUNDING, Estimate, Interval, holm
 
 
 # What a ladder climbs unless its scales are tasks
@@ -83,14 +83,14 @@ class Trend:
     axis: str = COMPUTE  # or the size of a task, which `flops` then hold
 
 
-def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0.05, axis: str = COMPUTE) -> Trend:
+def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, axis: str = COMPUTE) -> Trend:
     """Compares every model with the baseline at every scale, and over the scales.
 
     The test is on the slope of the least-squares line through the improvements in percent. It is left out if the model
     or the baseline has a diverged run or is `at_boundary` at a scale. No two of the scales may have the same compute.
     With another `axis`, a size of a task, `flops` of a scale are its values, and there are no multipliers.
     """
-    scales, level = sorted(scales, key=lambda scale: scale.flops[baseline]), 1 - alpha
+    scales, level = sorted(scales, key=lambda scale: scale.flops[baseline]), 1 - ALPHA
     flops = {scale.name: float(scale.flops[baseline]) for scale in scales}
     losses = {scale.name: {model: _array(runs) for model, runs in scale.losses.items()} for scale in scales}
     settled = [scale.name for scale in scales if not _obstacle(scale, baseline, baseline, losses[scale.name])]
@@ -127,14 +127,14 @@ def analyse_trend(scales: Sequence[ScaleLosses], baseline: str, alpha: float = 0
             models[model] = ModelTrend(TrendVerdict.CANNOT_TELL, "", steps, *fields)
     tested = {name: trend for name, trend in models.items() if trend.p is not None}
     for (name, trend), holm_p in zip(tested.items(), holm(trend.p for trend in tested.values())):
-        verdict, meaning = judge_slope(trend, holm_p, alpha)
+        verdict, meaning = judge_slope(trend, holm_p)
         models[name] = replace(trend, verdict=verdict, meaning=meaning, holm_p=holm_p)
     floors = dict.fromkeys(losses)
     for name, runs in losses.items():
         finished = runs[baseline][np.isfinite(runs[baseline])]
         if len(finished) > 1:
             floors[name] = float(100 * finished.std(ddof=1) / finished.mean())
-    return Trend(baseline, alpha, flops, floors, multiplier_note, models, axis)
+    return Trend(baseline, ALPHA, flops, floors, multiplier_note, models, axis)
 
 
 def slope_weights(flops: Iterable[float]) -> np.ndarray:
@@ -166,9 +166,9 @@ def _improvement(base: np.ndarray, differences: np.ndarray) -> float | None:
     return 100 / float(base[pairs].mean()) * float(differences[pairs].mean()) if pairs.any() else None
 
 
-def judge_slope(trend: ModelTrend, holm_p: float, alpha: float) -> tuple[TrendVerdict, str]:
+def judge_slope(trend: ModelTrend, holm_p: float) -> tuple[TrendVerdict, str]:
     is_ahead = list(trend.steps.values())[-1].improvement > 0
-    if holm_p >= alpha:
+    if holm_p >= ALPHA:
         return TrendVerdict.CANNOT_TELL, "the noise hides whether the distance from the baseline changes"
     if trend.slope > 0:
         return TrendVerdict.GROWS, f"{'pulls ahead of' if is_ahead else 'catches up with'} the baseline"

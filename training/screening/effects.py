@@ -6,11 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from ..comparison.inference import holm, mean_squares
+from ..comparison.inference import ALPHA, holm, mean_squares
 from .design import Design
-
-
-ALPHA = 0.05
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..comparison.inference import ALPHA
 from ..comparison.run import Engine, is_main_process, run_and_report, run_comparison
 from ..comparison.status import CONFIRMATION, SCREENING
 from ..disk import write_text
@@ -11,7 +12,7 @@ from ..files import COMPARISON_FILE, RESULTS_FILE
 from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..sharing.scrub import without_folders
 from ..values import to_json
-from .effects import ALPHA, analyse_effects
+from .effects import analyse_effects
 from .plan import Screening
 from .plan import read_screening as read_screening  # for those who then make its runs
 from .sections import Factor, ScreeningOutcome, write_report
