@@ -425,7 +425,7 @@ def _about_rates(results: ScaleOutcome) -> list[str]:
         return []
     if results.points is None:
         return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
-    listed = ", ".join(f"{name} {tuning_gain(model)} %" for name, model in results.models.items())
+    listed = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items())
     by = "By tuning, the test loss fell below that of the recipe's own values by"
     return [_EACH_POINT, f"{by}: {listed}. A verdict that is smaller may hang on what was not tuned."]
 

@@ -115,7 +115,9 @@ def point_rows(results: ScaleOutcome) -> Rows:
 def tuning_gain(model: ModelOutcome) -> str:
     """Returns mean and standard deviation over seeds of the percent by which tuning lowered the test loss."""
     pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]
-    return _mean_and_deviation([100 * (own - loss) / own for loss, own in pairs if loss is not None and own], ".1f")
+    gains = [100 * (own - loss) / own for loss, own in pairs if loss is not None and own]
+    deviation = f" ± {statistics.stdev(gains):.1f}" if len(gains) > 1 else ""
+    return f"{statistics.fmean(gains):.1f} %{deviation}" if gains else "unknown"
 
 
 def task_rows(results: ScaleOutcome) -> Rows:
