@@ -25,7 +25,6 @@ from ..text import align, one_line
 from .config import SINGLE, Axis, ComparisonConfig, ComparisonFile, ModelConfig, ScaleConfig, with_sections
 from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
-from .points import Points
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,9 @@ class Scale:
     takes_points: bool = False  # those that seeds chose at a smaller scale
 
     @property
-    def points(self) -> Points | None:
-        return self.config.tune and self.config.tune.points
-
-    @property
     def shares_points(self) -> bool:
         """Whether all models take the points of the baseline, as the rows of a screening do."""
-        return self.points is not None and self.points.at == "baseline"
+        return self.config.tune is not None and self.config.tune.at == "baseline"
 
     @property
     def baseline(self) -> str:
@@ -85,10 +80,6 @@ class Scale:
     @property
     def seeds(self) -> list[int]:
         return self.config.seeds
-
-    @property
-    def stop(self) -> str | None:
-        return self.config.stop
 
     @property
     def has_choice(self) -> bool:
@@ -118,8 +109,8 @@ class Scale:
     def runs_of(self, model: str) -> int:
         variant, runs = self.variants[model], len(self.variants[model].rates.first)
         takes = (self.shares_points and model != self.baseline) or (self.takes_points and not variant.starts_anew)
-        if self.points is not None and not takes:
-            runs += self.points.number - 1  # the best point is among the rates around it
+        if self.config.tune is not None and not takes:
+            runs += self.config.tune.trials - 1  # the best point is among the rates around it
         return len(self.seeds) * runs
 
     @property
@@ -133,12 +124,12 @@ class Scale:
     def recipe_of(self, run: Run, folder: Path) -> Recipe:
         settings = {"learning_rate": run.learning_rate, "seed": run.seed, "output_dir": str(folder)}
         recipe = self.variants[run.model].recipe
-        if self.points is not None:
-            recipe = recipe.with_fields(self.points.changes(run.trial))
+        if self.config.tune is not None:
+            recipe = recipe.with_fields(self.config.tune.changes(run.trial))
         return recipe.replace(training=settings)
 
     def power_warning(self) -> str | None:
-        return power_warning(len(self.seeds), len(self.variants) - 1, self.stop is not None, self.family)
+        return power_warning(len(self.seeds), len(self.variants) - 1, self.config.stop is not None, self.family)
 
     def describe(self) -> Iterator[str]:
         rows = [self._describe_model(name, variant) for name, variant in self.variants.items()]
@@ -148,7 +139,7 @@ class Scale:
         counts = f"{self.runs} runs of {self.tokens_per_run:,} tokens, {self.flops:.3g} FLOPs in all{self.or_more}"
         yield f"{counts}; seeds {' '.join(map(str, self.seeds))}"
         yield self.describe_tuning()
-        if self.stop:
+        if self.config.stop:
             yield f"these are the runs of all seeds; from {FIRST_INTERIM} seeds on, a model leaves at its verdict"
         if warning := self.power_warning():
             yield f"warning: {warning}"
@@ -157,17 +148,18 @@ class Scale:
             yield f"warning: {two}; list one, or three"
 
     def describe_tuning(self) -> str:
-        if self.points is None:
+        tuned = self.config.tune
+        if tuned is None:
             choice = "a learning rate is chosen" if self.has_choice else "nothing is tuned"
             return (
                 f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"
             )
         if self.shares_points:
-            return f"the baseline tries {self.points.number} points with each seed, and all rows take the best"
+            return f"the baseline tries {tuned.trials} points with each seed, and all rows take the best"
         if self.takes_points:
             return "each seed takes over its point of the first scale, and searches the learning rate again"
-        ranges = ", ".join(f"{name} {entry}" for name, entry in self.points.ranges.items())
-        return f"each seed tries {self.points.number} points for each model, then rates around its best: {ranges}"
+        ranges = ", ".join(f"{name} {entry}" for name, entry in tuned.ranges.items())
+        return f"each seed tries {tuned.trials} points for each model, then rates around its best: {ranges}"
 
     def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
         size, width = variant.size, variant.intermediate_size
@@ -227,12 +219,13 @@ def progress_of(
     each model and seed chose at another scale: a search begins there unless the scale sets its own.
     """
     most = len(scale.seeds)
-    counts = dict.fromkeys(scale.variants, most if scale.stop is None else FIRST_INTERIM)
+    counts = dict.fromkeys(scale.variants, most if scale.config.stop is None else FIRST_INTERIM)
     progress = ScaleProgress(scale, {model: [] for model in scale.variants})
     while True:
         for model in dict.fromkeys((scale.baseline, *scale.variants)):  # others may take the points of the baseline
             variant, tunings = scale.variants[model], progress.tunings[model]
-            is_new = variant.starts_anew or (scale.points is not None and scale.points.at == "each")
+            tuned = scale.config.tune
+            points, is_new = tuned and tuned.points, variant.starts_anew or (tuned and tuned.at == "each")
             known = {} if is_new else (starts or {}).get(model, {})
             for index in range(len(tunings), counts[model]):
                 seed, start = scale.seeds[index], known.get(scale.seeds[index])
@@ -242,7 +235,7 @@ def progress_of(
                     if start is None:
                         tunings.append(Tuning({}, []))
                         continue
-                tunings.append(tune(model, seed, variant.rates, results, scale.points, start))
+                tunings.append(tune(model, seed, variant.rates, results, points, start))
         seen = max(counts.values())
         in_question = [model for model, count in counts.items() if count == seen]
         if seen >= most or scale.baseline not in in_question or progress.ready:
@@ -406,7 +399,7 @@ def size_scale(scale: Scale, shared: Recipe, source: str) -> Scale:
             tokens = f"{variant.tokens:,} tokens, the baseline {variants[scale.baseline].tokens:,}"
             raise ValueError(f"{where} would see {tokens}: that compares the amount of data too")
         _check_same_tokenizer(where, variant, "the baseline", variants[scale.baseline])
-        for values in scale.points.values if scale.points is not None else []:
+        for values in config.tune.points if config.tune is not None else []:
             _check_point(variant, values, where)
     config = replace(config, recipe=shared.to_dict(), tokens_per_parameter=None)
     return replace(scale, config=config, variants={model: variants[model] for model in scale.variants})

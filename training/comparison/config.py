@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
+from scipy.stats.qmc import Halton
 from transformers import TrainingArguments
 
 from modeling_nlq.configuration_nlq import check_kernels
@@ -25,7 +26,7 @@ from ..text import QUOTE_IT, check_name, check_number
 from ..values import Value
 from .inference import FIRST_INTERIM
 from .lr_search import LIMIT, Rates
-from .points import LEARNING_RATE, Points, Range
+from .points import LEARNING_RATE, Range
 
 
 SECTIONS = ("switches", "training")
@@ -160,7 +161,10 @@ class SearchConfig(_Section):
 
 @dataclass(frozen=True)
 class TuneConfig(_Section):
-    """The fields of `tune`: nuisance parameters, which each seed searches for each model in the same way."""
+    """The fields of `tune`: nuisance parameters, which each seed searches for each model in the same way.
+
+    The points are Halton's (1960), without scrambling, so that every version of SciPy makes the same.
+    """
 
     trials: int | None = None
     """The points that are tried, at least 2: the recipe's own values, then quasi-random ones."""
@@ -175,12 +179,31 @@ class TuneConfig(_Section):
         super().__post_init__()
         if self.trials is None:
             raise ValueError("trials is missing; it must be a whole number, at least 2")
-        self.points  # noqa: B018 - raises for values that are not allowed
+        check_number("trials", self.trials, 2)
+        if not self.ranges:
+            raise ValueError("fields holds nothing to tune")
+        for name, entry in self.ranges.items():
+            for value in entry.values:
+                if all(point[name] != value for point in self.points[1:]):
+                    raise ValueError(f"trials={self.trials} leaves out {name}={value!r}; set more trials")
 
     @functools.cached_property
-    def points(self) -> Points:
-        ranges = {name: Range.read(name, content) for name, content in (self.fields or {}).items()}
-        return Points(ranges, self.trials, self.at or "first")
+    def ranges(self) -> dict[str, Range]:
+        return {name: Range.read(name, content) for name, content in (self.fields or {}).items()}
+
+    @functools.cached_property
+    def points(self) -> list[dict[str, Any]]:
+        """The values of each point by field; the first has none, for they are the recipe's."""
+        sampler = Halton(len(self.ranges), scramble=False)
+        sampler.fast_forward(1)  # of the origin
+        shares = sampler.random(self.trials - 1)
+        names = self.ranges.items()
+        return [{}, *({name: entry.at(share) for (name, entry), share in zip(names, point)} for point in shares)]
+
+    def changes(self, trial: int | None) -> dict[str, Any]:
+        """Returns the values of a point, without the learning rate, which is searched from there."""
+        values = {} if trial is None else self.points[trial]
+        return {name: value for name, value in values.items() if name != LEARNING_RATE}
 
 
 @dataclass(frozen=True)
@@ -195,14 +218,20 @@ class FactorConfig(_Section):
 
 @dataclass(frozen=True)
 class ModelConfig(_Section):
-    """The fields of a model in `models`: those of a recipe in which it differs. A text alone is its `model`."""
+    """The fields of a model in `models`: how it differs from the recipe. A text alone is its `model`."""
 
     model: str | None = None
+    """As in a recipe."""
     trainable: Literal["all", "new"] | None = None
+    """As in a recipe."""
     lora: dict[str, Any] | None = None
+    """As in a recipe."""
     optimizer: Literal["adamw", "muon"] | None = None
+    """As in a recipe."""
     parametrization: Literal["standard", "completep"] | None = None
+    """As in a recipe."""
     base_sizes: dict[str, Any] | None = None
+    """As in a recipe."""
     learning_rates: float | list[float] | SearchConfig | None = None
     """In place of those of the comparison."""
     match: Literal["parameters", "flops"] | None = None
@@ -227,13 +256,16 @@ class ModelConfig(_Section):
 
 @dataclass(frozen=True)
 class ScaleConfig(_Section):
-    """The fields of a scale in `scales`. They replace those of the recipe and of the comparison."""
+    """The fields of a scale in `scales`. They replace the fields of the comparison."""
 
     model: str | None = None
+    """As in a recipe."""
     tokenizer: str | None = None
+    """As in a recipe."""
     task: dict[str, Any] | None = None
-    """Replaces that of the recipe as a whole."""
+    """As in a recipe, whole."""
     block_size: int | None = None
+    """As in a recipe."""
     switches: dict[str, Any] | None = None
     """Fields of the configuration of all models at this scale."""
     training: dict[str, Any] | None = None
@@ -241,7 +273,9 @@ class ScaleConfig(_Section):
     models: dict[str, ModelConfig] | None = None
     """What differs at this scale, by the names of the comparison's models."""
     tokens_per_parameter: float | None = None
+    """As in the comparison."""
     seeds: list[int] | None = None
+    """As in the comparison."""
     nulls: tuple[str, ...] = ()
 
 
@@ -513,7 +547,7 @@ def read_file(
         if both := [name for name in config.tune.fields if name in {*overrides, *overrides.get("switches", {})}]:
             raise ValueError(f"command line: {', '.join(both)}: {path}: tune sets that; change it in the file")
         if config.learning_rates is None and config.factors is None:
-            rate, tuned = recipe["training"].get(LEARNING_RATE), config.tune.points.ranges.get(LEARNING_RATE)
+            rate, tuned = recipe["training"].get(LEARNING_RATE), config.tune.ranges.get(LEARNING_RATE)
             if rate is None and tuned is None:
                 raise ValueError(f"{path}: learning_rates is missing")
             # The recipe's own, or the middle of the range

@@ -45,7 +45,7 @@ def describe_estimate(
     for name, scale in plan.scales.items() if has_verdicts else ():
         seeds, difference = len(scale.seeds), "none, for a test needs two seeds or more"
         if seeds > 1:
-            alpha = alpha_of_last(seeds, scale.stop is not None)
+            alpha = alpha_of_last(seeds, scale.config.stop is not None)
             times = smallest_difference(seeds, scale.family, 1.0, alpha, _POWER)
             difference = _in_floors(times, noise_floor, seeds)
         yield f"smallest difference found with probability {100 * _POWER:.0f} %{where[name]}: {difference}"

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..result import RunResult
-from .points import Points
+from .points import LEARNING_RATE
 
 
 # The most rates that a search tries unless the file says otherwise
@@ -13,6 +14,8 @@ LIMIT = 8
 
 # Finished runs, by their names
 Results = Mapping[str, RunResult]
+# Of `tune`: the values of each by field
+Points = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def tune(
     trial = None
     if points is not None:
         own = rates.start if rates.is_search else rates.listed[0]
-        trials = [Run(model, rate, seed, trial) for trial, rate in enumerate(points.rates(own))]
+        trials = [Run(model, point.get(LEARNING_RATE, own), seed, trial) for trial, point in enumerate(points)]
         if start is not None:
             trial = start.trial
         elif ready := ready_of(trials):

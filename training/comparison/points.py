@@ -1,14 +1,9 @@
-"""`tune`: values of nuisance parameters that every model and every seed of a comparison tries."""
+"""The ranges of nuisance parameters that `tune` searches."""
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from scipy.stats.qmc import Halton
-
-from ..text import check_number
+from typing import Any
 
 
 LEARNING_RATE = "learning_rate"
@@ -65,42 +60,3 @@ class Range:
 
     def __str__(self) -> str:
         return " ".join(map(str, self.values)) if self.values else f"{self.low:g} to {self.high:g}"
-
-
-@dataclass(frozen=True)
-class Points:
-    """The points of a comparison: the recipe's own values, then `number - 1` others spread evenly over the ranges.
-
-    They are Halton's (1960), without scrambling, so that every version of SciPy makes the same.
-    """
-
-    ranges: dict[str, Range]
-    number: int
-    at: Literal["first", "each", "baseline"] = "first"  # see `TuneConfig`
-
-    def __post_init__(self):
-        check_number("trials", self.number, 2)
-        if not self.ranges:
-            raise ValueError("fields holds nothing to tune")
-        for name, entry in self.ranges.items():
-            for value in entry.values:
-                if all(point[name] != value for point in self.values[1:]):
-                    raise ValueError(f"trials={self.number} leaves out {name}={value!r}; set more trials")
-
-    @functools.cached_property
-    def values(self) -> list[dict[str, Any]]:
-        """The values of each point by field; the first has none, for they are the recipe's."""
-        sampler = Halton(len(self.ranges), scramble=False)
-        sampler.fast_forward(1)  # of the origin
-        shares = sampler.random(self.number - 1)
-        names = self.ranges.items()
-        return [{}, *({name: entry.at(share) for (name, entry), share in zip(names, point)} for point in shares)]
-
-    def rates(self, own: float) -> list[float]:
-        """Returns the learning rate of each point, where the first point and all untuned ones have their own."""
-        return [point.get(LEARNING_RATE, own) for point in self.values]
-
-    def changes(self, trial: int | None) -> dict[str, Any]:
-        """Returns the values of a point, without the learning rate, which is searched from there."""
-        values = {} if trial is None else self.values[trial]
-        return {name: value for name, value in values.items() if name != LEARNING_RATE}

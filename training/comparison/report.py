@@ -396,7 +396,7 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
             if name == results.baseline:
                 consequence = "models get no verdict from these seeds"
             warnings.append(f"{name} diverged in {diverged} of {len(model.runs)} runs: {consequence}.")
-        for field, values in results.points.ranges.items() if results.points else ():
+        for field, values in results.tuned.ranges.items() if results.tuned else ():
             # Searches for the learning rate go beyond its range
             points = [run.point for run in model.finished if run.trial and field != LEARNING_RATE]
             ends = [end for point in points if (end := values.end_near(point[field])) is not None]
@@ -423,7 +423,7 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
 def _about_rates(results: ScaleOutcome) -> list[str]:
     if not results.tested:
         return []
-    if results.points is None:
+    if results.tuned is None:
         return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
     listed = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items())
     by = "By tuning, the test loss fell below that of the recipe's own values by"
@@ -476,14 +476,14 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]
-    if points := results.points:
-        ranges = "; ".join(f"{name} ({values})" for name, values in points.ranges.items())
-        tuned = "the baseline, and all models took its best one" if points.at == "baseline" else "each model"
+    if tuned := results.tuned:
+        ranges = "; ".join(f"{name} ({values})" for name, values in tuned.ranges.items())
+        whose = "the baseline, and all models took its best one" if tuned.at == "baseline" else "each model"
         sentences.append(
-            f"Each seed tried {points.number} points for {tuned}: the recipe's own values, then Halton's quasi-random "
+            f"Each seed tried {tuned.trials} points for {whose}: the recipe's own values, then Halton's quasi-random "
             f"points over {ranges}. It then searched learning rates around its best point."
         )
-        if points.at == "first":
+        if tuned.at in (None, "first"):
             sentences.append("In a ladder, larger scales take over the point of the smallest.")
     if results.has_choice:
         sentences += [

@@ -18,7 +18,6 @@ from .comparison import Run, ScaleProgress
 from .conditions import Interaction, analyse_interactions, correct, sum_test
 from .config import SINGLE, Axis, ComparisonConfig, TuneConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
-from .points import Points
 from .primary import Primary, plan_primary
 from .store import RunStore
 from .trend import COMPUTE, ScaleLosses, Trend, analyse_trend
@@ -182,9 +181,9 @@ class ScaleOutcome:
         return any(len(model.learning_rates) > 1 for model in self.models.values())
 
     @property
-    def points(self) -> Points | None:
+    def tuned(self) -> TuneConfig | None:
         tune = self.comparison.get("tune")
-        return None if tune is None else TuneConfig.read(tune, "tune").points
+        return None if tune is None else TuneConfig.read(tune, "tune")
 
     @property
     def counts_text(self) -> bool:
@@ -244,8 +243,8 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
     scale, models = progress.scale, {}
     for name, variant in scale.variants.items():
         tunings = progress.tunings[name]
-        tried = [_read_run(finished, run, scale.points) for run in progress.tried(name)]
-        reported = [_read_run(finished, run, scale.points) for run in progress.reported(name)]
+        tried = [_read_run(finished, run, scale.config.tune) for run in progress.tried(name)]
+        reported = [_read_run(finished, run, scale.config.tune) for run in progress.reported(name)]
         models[name] = ModelOutcome(
             given=without_folders(variant.config.to_dict()),
             intermediate_size=variant.intermediate_size,
@@ -264,7 +263,7 @@ def gather(progress: ScaleProgress, finished: RunStore, **more: Any) -> ScaleOut
         streams.setdefault(run.seed, set()).add(run.result.data.token_stream)
     has_same_documents = len({run.result.data.fingerprint for run in runs}) == 1
     has_same_order = all(len(stream) == 1 for stream in streams.values())
-    analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.stop)
+    analysis, interims, from_text = judge(models, scale.baseline, scale.seeds, scale.config.stop)
     return ScaleOutcome(
         name=scale.name,
         baseline=scale.baseline,
@@ -330,7 +329,7 @@ def trend_of(scales: dict[str, ScaleOutcome]) -> Trend | None:
     return trend
 
 
-def _read_run(finished: RunStore, run: Run, points: Points | None) -> RunOutcome:
+def _read_run(finished: RunStore, run: Run, tuned: TuneConfig | None) -> RunOutcome:
     result = finished[run.name]
     log = read_json(finished.folder_of(run) / STATE_FILE)["log_history"]
     loss, validation_loss, norm = (
@@ -344,7 +343,7 @@ def _read_run(finished: RunStore, run: Run, points: Points | None) -> RunOutcome
     mastered = [entry["step"] for entry in log if entry.get("eval_token_accuracy", 0.0) >= MASTERED]
     history = History(*curves, loss_spikes(loss), stability, min(mastered, default=None))
     result = replace(result, data=replace(result.data, trained_on=without_folders(result.data.trained_on)))
-    point = {} if points is None else points.changes(run.trial)
+    point = {} if tuned is None else tuned.changes(run.trial)
     return RunOutcome(f"runs/{run.name}", run.seed, run.learning_rate, result, history, run.trial, point)
 
 

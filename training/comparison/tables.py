@@ -94,7 +94,7 @@ def rate_rows(results: ScaleOutcome) -> Rows:
 def point_rows(results: ScaleOutcome) -> Rows:
     """The point that each seed chose, with its validation loss and that of the recipe's own values."""
     rows, loss = [], results.objective.loss_name
-    fields = results.points.ranges.keys() - {LEARNING_RATE} if results.points else ()
+    fields = results.tuned.ranges.keys() - {LEARNING_RATE} if results.tuned else ()
     for name, model in results.models.items():
         untuned = model.untuned
         for run in model.runs if model.is_tuned else []:
@@ -164,7 +164,7 @@ def run_rows(results: ScaleOutcome) -> Rows:
             row = {
                 "model": name,
                 "kind": "reported" if run in model.runs else "tried",
-                **({"trial": str(run.trial)} if results.points else {}),
+                **({"trial": str(run.trial)} if results.tuned else {}),
                 "learning rate": f"{run.learning_rate:g}",
                 "seed": str(run.seed),
                 "outcome": diverged if run.diverged else "finished",

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import gather_object
@@ -167,14 +168,10 @@ class RecordingTrainer(MaskingTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         """Makes the scheduler as `Trainer` does; `num_decay_steps` may be a share of all steps, as `warmup_steps`."""
         options = self.args.lr_scheduler_kwargs or {}
-        if self.lr_scheduler is None and 0 < options.get("num_decay_steps", 0) < 1:
-            steps = math.ceil(options["num_decay_steps"] * num_training_steps)
-            self.args.lr_scheduler_kwargs = {**options, "num_decay_steps": steps}
-            try:
-                return super().create_scheduler(num_training_steps, optimizer)
-            finally:
-                self.args.lr_scheduler_kwargs = options
-        return super().create_scheduler(num_training_steps, optimizer)
+        share = options.get("num_decay_steps", 0)
+        steps = {"num_decay_steps": math.ceil(share * num_training_steps)} if 0 < share < 1 else {}
+        with patch.dict(options, steps):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model, inputs, *args, **kwargs):
         tokens = inputs["input_ids"]

@@ -13,7 +13,6 @@ from ..comparison.config import (
     ComparisonConfig,
     ComparisonFile,
     ConfirmConfig,
-    FactorConfig,
     ModelConfig,
     SearchConfig,
 )
@@ -43,22 +42,14 @@ class Screening:
         return self.config.name
 
     @property
-    def factors(self) -> dict[str, FactorConfig]:
-        return self.config.factors
-
-    @property
-    def rates(self) -> list[float]:
-        return list(self.config.rates.listed)
-
-    @property
     def machine_warning(self) -> str | None:
         return self.runs.machine_warning
 
     def describe(self) -> Iterator[str]:
         scale = self.runs.largest
-        for name, factor in self.factors.items():
+        for name, factor in self.config.factors.items():
             yield f"{name}: {json.dumps(factor.to_dict())}, {self.added_parameters(name):+,} parameters"
-        low, high = self.rates
+        low, high = self.config.rates.listed
         yield f"{RATE}: {low:g} or {high:g}"
         yield (
             f"screening: {len(self.design.rows)} models with {len(scale.seeds)} seeds each, {scale.runs} runs of "
@@ -68,7 +59,7 @@ class Screening:
             if len(group) > 1:
                 yield f"cannot be told apart: {', '.join(' x '.join(pair) for pair in group)}"
         scale = self.confirmation.largest
-        most = "at most " if scale.stop else ""
+        most = "at most " if scale.config.stop else ""
         yield (
             "then the factors that survive, together, against the baseline, each model at its own learning rate: "
             f"{most}{scale.runs} runs{scale.or_more}"

@@ -40,10 +40,10 @@ def _(screening: Screening, folder: Path, engine: Engine | None = None) -> Scree
         comparison=without_folders(screening.config.to_dict()),
         factors={
             name: Factor(without_folders(factor.to_dict()), screening.added_parameters(name))
-            for name, factor in screening.factors.items()
+            for name, factor in screening.config.factors.items()
         },
         design=screening.design,
-        rates=screening.rates,
+        rates=list(screening.config.rates.listed),
         alpha=ALPHA,
         split="validation",
         effects=effects,

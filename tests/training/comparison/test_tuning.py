@@ -10,9 +10,10 @@ from support.inline_engine import InlineEngine
 from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
+from modeling_nlq.training.comparison.config import TuneConfig
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.lr_search import Rates, tune
-from modeling_nlq.training.comparison.points import Points, Range
+from modeling_nlq.training.comparison.points import Range
 from modeling_nlq.training.comparison.report import describe, write_report
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
@@ -35,7 +36,7 @@ def radical_inverse(number: int, base: int) -> float:
 
 
 def test_points_are_those_of_halton():
-    points = Points({name: Range.read(name, content) for name, content in FIELDS.items()}, 16).values
+    points = TuneConfig(16, FIELDS).points
     assert points[0] == {} and len(points) == 16
     for number, point in enumerate(points[1:], start=1):
         rate, decay, scale = (radical_inverse(number, base) for base in (2, 3, 5))
@@ -100,7 +101,8 @@ def test_bad_input(make_file, fields, message):
 
 def needy(scale, run):
     """The baseline is best with the scale 1, which the recipe does not have; the twin does not care."""
-    wanted = scale.points.values[run.trial].get("initializer_scale", 0.16) if scale.points else 0.16
+    tuned = scale.config.tune
+    wanted = tuned.points[run.trial].get("initializer_scale", 0.16) if tuned else 0.16
     loss = 3.0 + 0.05 * math.log2(run.learning_rate / 1e-2) ** 2 + 0.01 * math.sin(7 * run.seed + len(run.model))
     return loss + (0.1 * math.log(wanted) ** 2 if run.model == "base" else 0.15)
 
@@ -145,7 +147,7 @@ def test_a_ladder_takes_over_the_points_of_its_smallest_scale(make_file, tmp_pat
             chosen = 1 if at == "each" and name == "large" else None
             assert {run.seed: run.trial for run in model.runs} == {seed: chosen or 1 + seed for seed in range(3)}
             assert {run.learning_rate for run in model.runs} == {1e-2 if name == "small" else 5e-3}
-            assert all(run.point == plan.scales[name].points.values[run.trial] for run in model.runs)
+            assert all(run.point == plan.scales[name].config.tune.points[run.trial] for run in model.runs)
 
 
 @pytest.mark.slow
@@ -164,15 +166,13 @@ def test_real_runs_have_the_values_of_their_points(make_file, tmp_path):
 @pytest.mark.slow
 def test_equal_models_are_told_apart_in_one_of_twenty_comparisons():
     """The validation and the test loss of a run share its noise, and runs of a seed share some of theirs."""
-    random, seeds, points, wrong = np.random.default_rng(0), range(5), Points({"scale": Range(0.1, 2.0)}, 16), 0
+    random, seeds, points, wrong = np.random.default_rng(0), range(5), TuneConfig(16, {"scale": [0.1, 2.0]}).points, 0
 
     class Planted(dict):
         def __missing__(self, name):
             rate, seed = float(name.split("rate-")[1].split("-seed")[0]), int(name.rsplit("-", 1)[1])
             trial = int(name.split("trial-")[1].split("-")[0])
-            center = (
-                3 + 0.03 * math.log2(rate / 0.01) ** 2 + 0.1 * math.log(points.values[trial].get("scale", 0.2)) ** 2
-            )
+            center = 3 + 0.03 * math.log2(rate / 0.01) ** 2 + 0.1 * math.log(points[trial].get("scale", 0.2)) ** 2
             losses = center + 0.02 * shared[seed] + 0.02 * random.standard_normal() + 0.005 * random.standard_normal(2)
             self[name] = Planted.result(*losses)
             return self[name]

@@ -132,12 +132,14 @@ def test_the_plan(make_screening):
         fields = ("position_embedding", "attention_gate", "initializer_range")
         assert [field in variant.recipe.switches for field in fields] == (row > 0)[:3].tolist()
         assert variant.rates.first == [1e-2 if row[3] > 0 else 5e-3]
-        assert name.startswith("+".join(factor for factor, on in zip(screening.factors, row > 0) if on) or "off")
+        assert name.startswith(
+            "+".join(factor for factor, on in zip(screening.config.factors, row > 0) if on) or "off"
+        )
     confirmation = screening.confirm(["rope", "gate"]).largest
     changes = {"position_embedding": "rope", "attention_gate": "headwise"}
     off = confirmation.variants["off"].recipe.switches
     assert confirmation.variants["best"].recipe.switches == {**off, **changes}
-    assert confirmation.stop == "early" and len(confirmation.seeds) == 4
+    assert confirmation.config.stop == "early" and len(confirmation.seeds) == 4
     assert confirmation.variants["best"].rates.is_search
     text = "\n".join(screening.describe())
     assert "16 runs" in text and "cannot be told apart" in text
