@@ -65,7 +65,7 @@ def train_with(engine: str, recipe: Recipe, **options: Any) -> RunResult:
     with RunFolder(folder).held():
         result = result or train_recipe(recipe)
         if recipe.explore and result.losses.diverged_at is None and not (folder / PAGE_FILE).exists():
-            from .explorer.run_pages import explore_runs  # without a page, training imports no explorer
+            from .explorer.exploring import explore_runs  # without a page, training imports no explorer
 
             explore_runs(recipe, {folder.resolve().name: folder}, "validation", folder)
     return result

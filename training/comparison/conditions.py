@@ -1,18 +1,20 @@
-"""Tests weighted sums of losses, such as interactions, and corrects the tests of scales or conditions together.
+"""Tests weighted sums of losses: interactions and primary tests. Corrects tests of scales or conditions together.
 
 Runs of one seed are paired, also under different conditions. An interaction is the difference of a model's paired
 differences under two conditions, so it is a weighted sum by seed, and Student's paired t (1908) tests it.
 """
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 
-from .inference import ALPHA, Analysis, Interval, Losses, holm, verdict_of
-from .trend import Trend, judge_slope, welch_sum
+from .config import Axis, ComparisonConfig
+from .inference import ALPHA, Analysis, Estimate, Interval, Losses, holm, verdict_of
+from .trend import Trend, judge_slope, slope_weights, welch_sum
 
 
 # Weights of losses, by scale or condition and by model
@@ -152,3 +154,55 @@ def correct(
             replace(each, test=each.test.judged(corrected.get((each.model, each.conditions)))) for each in interactions
         ]
     return judged, trend, interactions
+
+
+@dataclass(frozen=True)
+class Primary:
+    """The primary test. A trend has its slope as value, in percent per decade of compute."""
+
+    about: str  # in words
+    test: SumTest
+
+
+@dataclass(frozen=True)
+class PrimaryPlan:
+    """A primary test in words, and its weights of losses."""
+
+    about: str
+    weights: Weights
+    is_paired: bool = True  # over conditions; scales are independent
+    alone: Test | None = None  # the same test among the others
+
+
+def plan_primary(config: ComparisonConfig, heights: Mapping[str, float]) -> PrimaryPlan:
+    """Returns a primary test. `heights` are what a ladder climbs, by scale, or any numbers by condition, in order.
+
+    A contrast is the mean over conditions. A ladder tests it at the largest scale.
+    """
+    primary, baseline = config.primary, config.baseline
+    if primary.contrast is not None:
+        about = " ".join(f"{weight:+g} {model}" for model, weight in primary.contrast.items())
+        names = list(heights) if config.axis is Axis.CONDITIONS else list(heights)[-1:]
+        mean = {model: weight / len(names) for model, weight in primary.contrast.items()}
+        return PrimaryPlan(f"contrast of losses, {about}", dict.fromkeys(names, mean))
+    if primary.interaction is not None:
+        (model, pair), *_ = primary.interaction.items()
+        about = f"improvement of {model} under {pair[1]} minus that under {pair[0]}"
+        in_order = tuple(name for name in heights if name in pair)
+        return PrimaryPlan(about, interaction_weights(model, pair, baseline), alone=(model, in_order))
+    slope = zip(heights, map(float, slope_weights(heights.values())))
+    weights = {name: {baseline: weight, primary.trend: -weight} for name, weight in slope}
+    return PrimaryPlan(
+        f"slope of the improvement of {primary.trend} per decade", weights, False, (primary.trend, None)
+    )
+
+
+def smallest_value(plan: PrimaryPlan, seeds: Mapping[str, int], power: float) -> float:
+    """Returns the smallest value that is found with probability `power`, in noise floors, if runs share no noise."""
+    squares = {name: sum(weight**2 for weight in entry.values()) for name, entry in plan.weights.items()}
+    groups = [squares] if plan.is_paired else [{name: square} for name, square in squares.items()]
+    runs = np.array([min(seeds[name] for name in group) for group in groups])
+    variances = np.array([sum(group.values()) for group in groups]) / runs
+    # As in `welch_sum`
+    freedom = (variances.sum() ** 2 / (variances**2 / (runs - 1)).sum() + runs.min() - 1) / 2
+    return Estimate(0.0, math.sqrt(variances.sum()), freedom).smallest(ALPHA, power)

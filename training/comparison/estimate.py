@@ -12,9 +12,9 @@ from ..run.objectives import objective_of
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
 from .comparison import Comparison, Variant, heights_of
+from .conditions import plan_primary, smallest_value
 from .inference import alpha_of_last, noise_range, smallest_difference
 from .local import environment_of_one_run
-from .primary import plan_primary, smallest_value
 
 
 # Steps of a model that are timed, after two that warm up; fewer if they take longer than `_SECONDS`

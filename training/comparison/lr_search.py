@@ -69,7 +69,7 @@ class Rates:
         if not self.is_search or len(losses) >= self.limit:
             return []
         end = self.boundary(losses) or _falling_end(losses)
-        beyond = {"smallest": self._power(min(losses)) - 1, "largest": self._power(max(losses)) + 1}
+        beyond = {"smallest": self.power(min(losses)) - 1, "largest": self.power(max(losses)) + 1}
         return [self._at(beyond[end])] if end else []
 
     def best(self, losses: Mapping[float, float]) -> float | None:
@@ -86,15 +86,11 @@ class Rates:
             return "smallest"
         return "largest" if best == max(losses) else None
 
-    def starting_at(self, rate: float) -> "Rates":
-        """Returns a search that begins at the nearest rate of its grid, or the same list."""
-        return replace(self, shift=self._power(rate)) if self.is_search else self
-
     def __str__(self) -> str:
         rates = " ".join(f"{rate:g}" for rate in self.first)
         return f"{rates} ..." if self.is_search else rates
 
-    def _power(self, rate: float) -> int:
+    def power(self, rate: float) -> int:
         return round(math.log(rate / self.start, self.factor))
 
     def _at(self, power: int) -> float:
@@ -154,8 +150,8 @@ def tune(
             trial = min(trials, key=lambda run: (losses[run], run.trial)).trial
         if rates.is_search:
             rates = replace(rates, start=trials[trial].learning_rate)
-    if start is not None:
-        rates = rates.starting_at(start.learning_rate)
+    if start is not None and rates.is_search:
+        rates = replace(rates, shift=rates.power(start.learning_rate))  # the nearest of the grid
     by_rate: dict[float, float] = {}
     while next_rates := rates.next(by_rate):
         runs = [Run(model, rate, seed, trial) for rate in next_rates]

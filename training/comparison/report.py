@@ -16,7 +16,6 @@ from ..disk import delete, read_bytes
 from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
-from .accuracy import NOTE
 from .conditions import SumVerdict
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
@@ -25,6 +24,7 @@ from .render import Rows, Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION
 from .tables import (
+    ACCURACY_NOTE,
     BONFERRONI,
     INTERACTIONS_CAPTION,
     describe_verdict,
@@ -472,7 +472,7 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         f"{len(results.models)} models, {'up to ' if results.interim else ''}{count(len(seeds), 'seed')} "
         f"({', '.join(map(str, seeds))}), {results.tokens_per_run:,} tokens a run.",
         results.objective.loss_note,
-        not results.objective.has_parts and NOTE,
+        not results.objective.has_parts and ACCURACY_NOTE,
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]

@@ -15,10 +15,9 @@ from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
 from .comparison import Run, ScaleProgress
-from .conditions import Interaction, analyse_interactions, correct, sum_test
+from .conditions import Interaction, Primary, analyse_interactions, correct, plan_primary, sum_test
 from .config import SINGLE, Axis, ComparisonConfig, TuneConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
-from .primary import Primary, plan_primary
 from .store import RunStore
 from .trend import COMPUTE, ScaleLosses, Trend, analyse_trend
 

@@ -13,7 +13,7 @@ from datasets import disable_progress_bars
 from tqdm.auto import tqdm
 
 from ..disk import delete, read_text, write_text
-from ..explorer.run_pages import explore_runs
+from ..explorer.exploring import explore_runs
 from ..files import CHECKPOINT, COMPARISON_FILE, MODELS_FILE, PAGE_FILE, RESULTS_FILE, differences, read_json
 from ..loading import config_differences, weights_fingerprint
 from ..run.jobs import Workers, make_runs

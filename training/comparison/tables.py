@@ -3,23 +3,27 @@
 import statistics
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import yaml
+from scipy import stats
 
 from ..run.tasks import is_guessable
-from .accuracy import accuracy_cells
 from .config import SECTIONS
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
 from .points import LEARNING_RATE
 from .render import Rows
-from .results import ModelOutcome, Outcome, ScaleOutcome
-from .trend import ModelTrend, Trend
+from .results import MASTERED, ModelOutcome, Outcome, ScaleOutcome
+from .trend import ModelTrend, Trend, welch_sum
 
 
 NOTHING = "\N{EN DASH}"
 _MEBIBYTE = 2**20
 # A wider interval in percent says nothing
 _ABSURD = 100.0
+
+# Accuracies between which a t interval has a meaning
+_LOW, _HIGH = 0.05, 0.95
 
 # With interim analyses: p times the number of models over the share of alpha that the analysis spends
 BONFERRONI = "Bonferroni p"
@@ -59,6 +63,40 @@ def summary_rows(results: ScaleOutcome) -> Rows:
         }
         rows.append({column: text for column, text in row.items() if text is not None})
     return rows
+
+
+def accuracy_cells(results: ScaleOutcome) -> dict[str, dict[str, str]]:
+    """The accuracy on a synthetic task, which is often all or nothing, by model and column; nothing for text."""
+    if results.objective.has_parts:
+        return {}
+    of_models = {
+        name: [0.0 if run.diverged else run.result.losses.test.token_accuracy or 0.0 for run in model.runs]
+        for name, model in results.models.items()
+    }
+    base = of_models[results.baseline]
+    p_values = {name: learned_p(base, values) for name, values in of_models.items() if name != results.baseline}
+    corrected, cells = dict(zip(p_values, holm(p_values.values()))), {}
+    for name, values in of_models.items():
+        steps, gain = [run.history.mastered_at for run in results.models[name].runs], NOTHING
+        ends = f"{100 * min(values):.1f} to {100 * max(values):.1f}"
+        is_between = all(_LOW <= value <= _HIGH for value in (*base, *values))
+        if name in corrected and is_between and 1 < len(base) == len(values):
+            estimate = welch_sum([100 * (np.array(values) - np.array(base))])
+            gain = with_interval(estimate.value, estimate.interval(0.95), "+.1f")
+        cells[name] = {
+            "accuracy (%)": f"{100 * statistics.fmean(values):.1f} ({ends})",
+            "accuracy gain (points)": gain,
+            "seeds at 99 %": f"{sum(value >= MASTERED for value in values)} of {len(values)}",
+            "Fisher p": number(corrected.get(name), ".2g"),
+            "steps to 99 %": _median(steps, ",.0f"),
+        }
+    return cells
+
+
+def learned_p(base: list[float], values: list[float]) -> float:
+    """Returns the two-sided p of Fisher's exact test (1922) on the numbers of seeds that learn the task."""
+    learned = [sum(value >= MASTERED for value in row) for row in (base, values)]
+    return float(stats.fisher_exact([learned, [len(base) - learned[0], len(values) - learned[1]]]).pvalue)
 
 
 def describe_verdict(effect: Effect, runs: int) -> str:
@@ -245,6 +283,12 @@ _IMPROVEMENTS_CAPTION = (
     "Improvement of test loss over the baseline in percent, with 95 % intervals of each model and scale alone; "
     "positive is better. The slope is that of a line through the scales, and Holm p is its p-value, corrected for the "
     "number of models."
+)
+ACCURACY_NOTE = (
+    f"A seed learns a task if its accuracy in the test is {MASTERED:.0%} or more. Fisher's exact test compares the "
+    "number of such seeds with the baseline's, corrected by Holm's method. Steps to 99 % are the median over seeds "
+    "whose evaluations while training reached it. Differences in accuracy have 95 % t intervals where every seed lies "
+    f"between {_LOW:.0%} and {_HIGH:.0%}."
 )
 INTERACTIONS_CAPTION = (
     "Improvement under the second condition minus that under the first, each in percent of the loss that the baseline "

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from modeling_nlq import NLQConfig, NLQForConditionalGeneration
 
@@ -14,12 +15,17 @@ from ..conversion.draft import to_nlq
 from ..disk import read_bytes, read_text, resolve_user_path, write_text
 from ..files import PAGE_FILE, PAGE_MARK
 from ..loading import load_model
+from ..run.documents import load_documents
+from ..run.objectives import objective_of
+from ..run.recipe import Recipe
 from ..size import empty_model, parts_in, positions_of
-from ..text import check_number
+from ..text import check_number, one_line
 from .attention import measure_attention, tokens_to_ablate
 from .measures import losses_of_tokens, repeated_tokens
 from .page import ExploredModel, write_page
 
+
+logger = logging.get_logger(__name__)
 
 DEFAULT_TOKENS = 512
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -225,3 +231,25 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> li
         before = whole
         parts = 0
     return texts
+
+
+def explore_runs(
+    recipe: Recipe, runs: Mapping[str, Path], split: str, target: Path, notes: Sequence[str] = ()
+) -> bool:
+    """Writes the page of one or two runs into `target`, and returns whether it did; a failure is a warning.
+
+    It shows the first block or pair of a split; with `packing: documents`, the longest document in the first block.
+    `runs` are folders of models, by the names on the page.
+    """
+    try:
+        loaded = {name: load_model(str(folder)) for name, folder in runs.items()}
+        model, tokenizer = next(iter(loaded.values()))
+        subjects = {name: prepare(each) for name, (each, _) in loaded.items()}
+        objective = objective_of(recipe)
+        row = next(iter(objective.make_rows(load_documents(recipe)[split], tokenizer).dataset))
+        shown, source = objective.tokens_to_explore(row, tokenizer, model.config)
+        write_text(target / PAGE_FILE, explore_tokens(subjects, tokenizer, shown, notes=notes, source=source).page)
+        return True
+    except Exception as error:  # the runs are finished, so no error of a library may end the command
+        logger.warning(f"no page of attention was made: {type(error).__name__}: {one_line(error)}")
+        return False

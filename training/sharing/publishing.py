@@ -9,6 +9,7 @@ import html
 import json
 import re
 import tempfile
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
 import modeling_nlq
+from modeling_nlq import NLQConfig
 from modeling_nlq.configuration_nlq import default_auto_map, is_derived, saved_auto_map
 
 from ..disk import open_file, read_bytes, resolve_user_path
@@ -50,11 +52,10 @@ from ..files import (
     read_json,
     read_yaml,
 )
-from ..loading import check_model_folder
+from ..loading import check_model_folder, peft_task
 from ..result import RunResult
-from ..size import check_parameters, size_of
+from ..size import auto_class_of, check_parameters, listed, size_of
 from ..text import Markdown, one_line
-from .adapter import whole_modules, write_adapter
 from .card import converted_base, render
 from .scrub import check_for_traces, without_folders
 
@@ -217,9 +218,9 @@ def _collect(
         if (recipe or {}).get("trainable") != "new" or result is None or conversion is None:
             text = "--adapter publishes what a finished run with `trainable: new` trained"
             raise ValueError(f"{text}, and {folder} is none (`hf upload` takes a LoRA, in the run's folder `adapter`)")
-        modules = whole_modules(model, conversion["added"])
+        modules = _whole_modules(model, conversion["added"])
         base = converted_base(recipe, result.data.base_model)
-        adapter = write_adapter(folder, adapter_folder, modules, base)
+        adapter = _write_adapter(folder, adapter_folder, modules, base)
         contents |= {path.name: _content(path, open_files) for path in adapter}
     for name in {*SETTINGS, "special_tokens_map.json", "tokenizer_config.json"} & contents.keys():
         fields = {key: value for key, value in read_json(folder / name).items() if key not in _PATH_FIELDS}
@@ -246,6 +247,37 @@ def _collect(
         )
         contents[CARD_FILE] = str(card).encode()
     return dict(sorted(contents.items()))
+
+
+def _whole_modules(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Returns the modules made of the named parameters; raises `ValueError` if one remains."""
+    modules = []
+    remaining = set(names)
+    for path, module in model.named_modules():  # a module comes before its children
+        parameters = {f"{path}.{name}" for name, _ in module.named_parameters()}
+        # PEFT does not accept a container; its children follow
+        if parameters and parameters <= remaining and not isinstance(module, torch.nn.ModuleDict):
+            modules.append(path)
+            remaining -= parameters
+    if remaining:
+        text = "PEFT's adapters hold whole modules, and these new parameters are parts of others"
+        raise ValueError(f"{text}: {listed(sorted(remaining))}")
+    return modules
+
+
+def _write_adapter(run: Path, target: Path, modules: Collection[str], base: str | None) -> list[Path]:
+    """Writes modules as an adapter of `base`, if it is on the Hub, and returns its files."""
+    from peft import LoraConfig, get_peft_model
+    from peft.utils.constants import DUMMY_TARGET_MODULES
+
+    # Without target modules, the adapter is a copy of each module
+    model = auto_class_of(NLQConfig.from_pretrained(run)).from_pretrained(run)
+    config = LoraConfig(task_type=peft_task(model), target_modules=DUMMY_TARGET_MODULES, modules_to_save=list(modules))
+    model.name_or_path = ""  # PEFT would write the path of the run into the adapter
+    adapted = get_peft_model(model, config)
+    adapted.peft_config["default"].base_model_name_or_path = base
+    adapted.save_pretrained(target, save_embedding_layers=False)
+    return [target / name for name in ADAPTER]
 
 
 def _content(path: Path, open_files: ExitStack) -> Path | bytes:

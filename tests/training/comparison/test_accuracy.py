@@ -8,10 +8,9 @@ from support.inline_engine import InlineEngine
 from support.planted import PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.accuracy import accuracy_cells, learned_p
 from modeling_nlq.training.comparison.report import describe, write_report
 from modeling_nlq.training.comparison.run import run_comparison
-from modeling_nlq.training.comparison.tables import NOTHING, summary_rows
+from modeling_nlq.training.comparison.tables import NOTHING, accuracy_cells, learned_p, summary_rows
 
 
 SEEDS = [0, 1, 2, 3]
@@ -64,6 +63,8 @@ def test_reports_count_the_seeds_that_learn(make, tmp_path):
     # A seed at 99 % or more leaves no interval
     assert cells["twin"]["accuracy gain (points)"] == NOTHING
     middle = with_accuracies(results, ACCURACIES | {"base": [0.4, 0.4, 0.2, 0.6]})
+    single = replace(middle, models={name: replace(each, runs=each.runs[:1]) for name, each in middle.models.items()})
+    assert accuracy_cells(single)["half"]["accuracy gain (points)"] == NOTHING
     # Differences 10, 20, 30, 20 have a standard error of 4.08; t with 3 degrees of freedom is 3.182
     assert accuracy_cells(middle)["half"]["accuracy gain (points)"] == "+20.0 [+7.0, +33.0]"
     assert "seeds at 99 %" in summary_rows(results)[0] and "3 of 4" in describe(replace(outcome, scales={"": results}))

@@ -11,10 +11,16 @@ from support.inline_engine import InlineEngine
 from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.conditions import SumVerdict, analyse_interactions, correct, sum_test
+from modeling_nlq.training.comparison.conditions import (
+    PrimaryPlan,
+    SumVerdict,
+    analyse_interactions,
+    correct,
+    smallest_value,
+    sum_test,
+)
 from modeling_nlq.training.comparison.estimate import describe_estimate
 from modeling_nlq.training.comparison.inference import Verdict, analyse
-from modeling_nlq.training.comparison.primary import PrimaryPlan, smallest_value
 from modeling_nlq.training.comparison.report import read_for_card
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_and_report, run_comparison
