@@ -25,8 +25,7 @@ from ..size import ModelKind
 from ..text import QUOTE_IT, check_name, check_number
 from ..values import Value
 from .inference import FIRST_INTERIM
-from .lr_search import LIMIT, Rates
-from .points import LEARNING_RATE, Range
+from .lr_search import LEARNING_RATE, LIMIT, Range, Rates
 
 
 SECTIONS = ("switches", "training")

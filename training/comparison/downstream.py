@@ -12,10 +12,9 @@ from ..files import TASKS_FILE, read_json
 from ..run.run_folder import RunFolder
 from ..run.tasks import evaluate_tasks, score_numbers
 from ..text import bar_options
-from .comparison import ScaleProgress
+from .comparison import RunStore, ScaleProgress
 from .inference import analyse
 from .results import TaskOutcome
-from .store import RunStore
 
 
 def score_runs(progress: ScaleProgress, finished: RunStore) -> dict[str, dict[str, TaskOutcome]]:

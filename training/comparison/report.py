@@ -19,7 +19,7 @@ from ..text import Markdown, align, code, count, plain
 from .conditions import SumVerdict
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
-from .points import LEARNING_RATE
+from .lr_search import LEARNING_RATE
 from .render import Rows, Section, bullets, to_text, warning, write_sections
 from .results import Outcome, ScaleOutcome, read_outcome
 from .status import CONFIRMATION

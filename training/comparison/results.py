@@ -14,11 +14,10 @@ from ..run.synthetic import Task, difficulty, task_of
 from ..sharing.scrub import without_folders
 from ..size import Size
 from ..values import from_json
-from .comparison import Run, ScaleProgress
+from .comparison import Run, RunStore, ScaleProgress
 from .conditions import Interaction, Primary, analyse_interactions, correct, plan_primary, sum_test
 from .config import SINGLE, Axis, ComparisonConfig, TuneConfig
 from .inference import Analysis, Interim, analyse, analyse_early, noise_from_text
-from .store import RunStore
 from .trend import COMPUTE, ScaleLosses, Trend, analyse_trend
 
 

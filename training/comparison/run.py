@@ -22,13 +22,12 @@ from ..run.run_folder import CLAIM_PATIENCE, RunFolder
 from ..sharing.scrub import without_folders
 from ..text import bar_options
 from ..values import to_json
-from .comparison import Comparison, Run, Scale, ScaleProgress
+from .comparison import Comparison, Run, RunStore, Scale, ScaleProgress, scale_folder
 from .config import SINGLE, Axis, ComparisonConfig, read_made_from
 from .downstream import score_runs
 from .local import LocalEngine
 from .report import write_report
 from .results import Outcome, conclude, gather, read_outcome
-from .store import RunStore, scale_folder
 
 
 FINGERPRINT_FILE = "dataset_fingerprint.txt"

@@ -8,9 +8,8 @@ from ..files import COMPARISON_FILE, METRICS_FILE, PROGRESS, read_json, read_yam
 from ..run.run_folder import RunProgress
 from ..text import align
 from ..values import from_json
-from .comparison import ScaleProgress, outline
+from .comparison import RunStore, ScaleProgress, outline, scale_folder
 from .config import read_made_from
-from .store import RunStore, scale_folder
 
 
 # A run reports every few seconds while it is alive

@@ -11,7 +11,7 @@ from ..run.tasks import is_guessable
 from .config import SECTIONS
 from .figures import QUANTITIES, over_layers
 from .inference import Analysis, Effect, Interval, Verdict, holm
-from .points import LEARNING_RATE
+from .lr_search import LEARNING_RATE
 from .render import Rows
 from .results import MASTERED, ModelOutcome, Outcome, ScaleOutcome
 from .trend import ModelTrend, Trend, welch_sum

@@ -43,11 +43,10 @@ from ..run.run_folder import RunFolder
 from ..sharing.card import base_model_of, render
 from ..size import empty_model, size_of
 from ..text import one_line
-from .draft import Draft
+from .draft import Draft, load_model, read_source
 from .families import FAMILIES
 from .gguf_files import GGUF, load_gguf, load_gguf_tokenizer, read_gguf
 from .nanogpt import from_paper, read_checkpoint
-from .sources import load_model, read_source
 from .streaming import find_weights, write_weights
 from .upcycling import largest_difference
 

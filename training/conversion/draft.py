@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto import modeling_auto
 
 from modeling_nlq import NLQConfig, NLQModel, NLQPreTrainedModel
+from modeling_nlq.configuration_nlq import check_kernels
 
-from ..size import check_parameters, empty_model
+from ..loading import source_named
+from ..size import check_names, check_parameters, empty_model
 from ..text import one_line
 from .families import FAMILIES, Family
 from .streaming import Load, Weights, saved_state
@@ -39,6 +41,37 @@ class LossyConversion(ValueError):
 def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
     """Returns the classes of a configuration by name; the first is the default."""
     return {head[type(config)].__name__: head[type(config)] for head in _HEADS if type(config) in head}
+
+
+def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Returns the configuration and class of a saved model; raises `ValueError` if it cannot be converted."""
+    with source_named(source):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
+    check_kernels(config, source)
+    if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):
+        raise ValueError(f"it is a model of type {config.model_type!r}; only {', '.join(known)} can be converted")
+    classes = classes_of(config)
+    name = (config.architectures or [next(iter(classes))])[0].removeprefix("FSDP")
+    if name not in classes:
+        raise ValueError(f"architectures names {name!r}, which is none of {', '.join(classes)}")
+    return config, classes[name]
+
+
+def load_model(
+    source: str, config: PreTrainedConfig, model_class: type[PreTrainedModel], **options
+) -> PreTrainedModel:
+    """Loads a saved model in its precision; raises `ValueError` for parameters that do not fit."""
+    with source_named(source):
+        model, info = model_class.from_pretrained(
+            source, config=config, dtype="auto", output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    if info["mismatched_keys"]:
+        name, shape, expected = min(info["mismatched_keys"])
+        raise ValueError(f"{name} has the shape {tuple(shape)}, which must be {tuple(expected)}")
+    # Transformers saved the value of masked scores, which is not a parameter, until 4.27
+    unexpected = {name for name in info["unexpected_keys"] if not name.endswith(".attn.masked_bias")}
+    check_names(set(info["missing_keys"]), unexpected)
+    return model.eval()
 
 
 def class_with_same_head(

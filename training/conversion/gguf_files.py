@@ -13,7 +13,7 @@ from transformers.utils import is_gguf_available
 from ..loading import source_named
 from ..size import empty_model
 from ..text import one_line
-from .sources import load_model, read_source
+from .draft import load_model, read_source
 
 
 # Transformers does not read `starcoder2` and `gpt2` completely. Files of Mistral models say `llama`

@@ -13,10 +13,9 @@ from support.planted import Interrupted, PlantedEngine
 from support.runs import change_json
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.comparison import progress_of
+from modeling_nlq.training.comparison.comparison import RunStore, progress_of
 from modeling_nlq.training.comparison.inference import FIRST_INTERIM, alpha_spent, analyse, analyse_early
 from modeling_nlq.training.comparison.run import run_comparison
-from modeling_nlq.training.comparison.store import RunStore
 
 
 def losses_of(differences, baseline=None):
