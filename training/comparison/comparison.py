@@ -370,7 +370,6 @@ def heights_of(scales: Mapping[str, Scale]) -> dict[str, float]:
 
 
 def _check_overrides(overrides: Mapping[str, Any], config: ModelConfig | ScaleConfig, source: str) -> None:
-    """Raises `ValueError` for a field of the command line that a model or condition sets itself."""
     if names := config.names() & {*overrides, *overrides.get("switches", {})}:
         raise ValueError(f"command line: {', '.join(sorted(names))}: {source} sets that; change it in the file")
 
@@ -472,7 +471,6 @@ def _check_scales(path: str, scales: Mapping[str, Scale]) -> None:
 
 
 def _check_conditions(path: str, conditions: Mapping[str, Scale]) -> None:
-    """Raises `ValueError` if two conditions make the same runs."""
     for (one, first), (other, second) in itertools.combinations(conditions.items(), 2):
         if all(variant.recipe == second.variants[model].recipe for model, variant in first.variants.items()):
             raise ValueError(f"{path}: the conditions {one!r} and {other!r} have the same recipe")

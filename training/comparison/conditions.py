@@ -61,6 +61,16 @@ class Interaction:
     test: SumTest
 
 
+@dataclass(frozen=True)
+class PrimaryPlan:
+    """A primary test in words, and its weights of losses."""
+
+    about: str
+    weights: Weights
+    is_paired: bool = True  # over conditions; scales are independent
+    alone: Test | None = None  # the same test among the others
+
+
 def interaction_weights(model: str, conditions: tuple[str, str], baseline: str) -> Weights:
     return {name: {baseline: sign, model: -sign} for name, sign in zip(conditions, (-1.0, 1.0))}
 
@@ -117,21 +127,20 @@ def correct(
     analyses: dict[str, Analysis],
     trend: Trend | None,
     interactions: list[Interaction] | None,
-    has_primary: bool = False,
-    alone: Test | None = None,
+    primary: PrimaryPlan | None = None,
 ) -> tuple[dict[str, Analysis], Trend | None, list[Interaction] | None]:
     """Corrects p of all tests by Holm's method, and judges them again.
 
     All models times scales or conditions are one family, interactions a second. With a primary test, all others are
-    one family. If the primary test is one of these too, it is `alone`.
+    one family.
     """
     of_models = {(model, name): effect.p for name, each in analyses.items() for model, effect in each.effects.items()}
     others = {(each.model, each.conditions): each.test.p for each in interactions or ()}
     others |= {(model, None): each.p for model, each in (trend.models.items() if trend else ())}
     families = [of_models, others]
-    if has_primary:
+    if primary is not None:
         together = of_models | others
-        families = [together, {alone: together.pop(alone, None)}]
+        families = [together, {primary.alone: together.pop(primary.alone, None)}]
     families = [{test: p for test, p in family.items() if p is not None} for family in families]
     corrected = {test: p for family in families for test, p in zip(family, holm(family.values()))}
     size, judged = len(families[0]), {}
@@ -162,16 +171,6 @@ class Primary:
 
     about: str  # in words
     test: SumTest
-
-
-@dataclass(frozen=True)
-class PrimaryPlan:
-    """A primary test in words, and its weights of losses."""
-
-    about: str
-    weights: Weights
-    is_paired: bool = True  # over conditions; scales are independent
-    alone: Test | None = None  # the same test among the others
 
 
 def plan_primary(config: ComparisonConfig, heights: Mapping[str, float]) -> PrimaryPlan:

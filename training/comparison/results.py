@@ -294,7 +294,7 @@ def judge(
 
 def conclude(outcome: Outcome, config: ComparisonConfig) -> Outcome:
     """Adds what scales or conditions tell together and the primary test, and corrects the tests that are a family."""
-    scales, primary, is_crossed = outcome.scales, None, config.axis is Axis.CONDITIONS
+    scales, primary, plan, is_crossed = outcome.scales, None, None, config.axis is Axis.CONDITIONS
     losses = {name: scale.losses for name, scale in scales.items()}
     analyses = {name: scale.statistics for name, scale in scales.items()}
     interactions = analyse_interactions(losses, analyses) if is_crossed else None
@@ -303,9 +303,8 @@ def conclude(outcome: Outcome, config: ComparisonConfig) -> Outcome:
         plan = plan_primary(config, dict.fromkeys(scales, 1.0) if trend is None else trend.flops)
         test = sum_test(losses, analyses, plan.weights, plan.is_paired, config.primary.margin)
         primary = Primary(plan.about, test.judged(test.p))
-        analyses, trend, interactions = correct(analyses, trend, interactions, True, plan.alone)
-    elif is_crossed:
-        analyses, trend, interactions = correct(analyses, trend, interactions)
+    if plan is not None or is_crossed:
+        analyses, trend, interactions = correct(analyses, trend, interactions, plan)
     scales = {name: replace(scale, statistics=analyses[name]) for name, scale in scales.items()}
     return replace(outcome, scales=scales, trend=trend, interactions=interactions, primary=primary)
 

@@ -99,7 +99,11 @@ def run_comparison(comparison: Comparison, folder: Path, engine: Engine | None =
                 has_own = axis is Axis.CONDITIONS or comparison.scales[name].task is not None
                 of_data = store.folder if has_own else folder
                 data, fingerprint = engine.prepare_data(comparison.scales[name], of_data)
-                _check_same_dataset(of_data / FINGERPRINT_FILE, fingerprint)
+                file = of_data / FINGERPRINT_FILE
+                if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
+                    change = f"fingerprint {before} then, {fingerprint} now"
+                    raise ValueError(f"the dataset has changed since {file.parent} was begun ({change})")
+                write_text(file, f"{fingerprint}\n")
                 progress = _make_runs(comparison, name, stores, engine, data)
                 for checkpoint in store.folder.glob("runs/*/*/checkpoint-*"):
                     delete(checkpoint)  # of a run that was killed after its last step
@@ -219,10 +223,3 @@ def check_same_models(file: Path, scales: Mapping[str, Scale]) -> None:
             if not is_same:
                 where = f"model {model!r} of {name!r}" if len(scales) > 1 else f"model {model!r}"
                 raise ValueError(f"{where} has changed since {file.parent} was begun ({changes or 'other weights'})")
-
-
-def _check_same_dataset(file: Path, fingerprint: str | None) -> None:
-    if file.is_file() and (before := read_text(file).strip()) != str(fingerprint):
-        change = f"fingerprint {before} then, {fingerprint} now"
-        raise ValueError(f"the dataset has changed since {file.parent} was begun ({change})")
-    write_text(file, f"{fingerprint}\n")
