@@ -347,7 +347,9 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         scales[name] = size_scale(scale, read_shared_recipe(recipe, file.overrides, recipe_source), source)
     if config.axis is Axis.SCALES:
         heights = heights_of(scales)
-        scales = {name: scales[name] for name in sorted(scales, key=heights.get)}
+        takes_points = config.tune is not None and config.tune.at != "each"
+        first, *others = sorted(scales, key=heights.get)
+        scales = {first: scales[first]} | {name: replace(scales[name], takes_points=takes_points) for name in others}
         _check_scales(file.source, scales)
         config = replace(config, scales={name: config.scales[name] for name in scales})
     elif config.axis is Axis.CONDITIONS:
@@ -356,9 +358,6 @@ def read_comparison(file: ComparisonFile) -> Comparison:
         config = scales[SINGLE].config
     else:
         config = replace(config, recipe=read_recipe(file.recipe, file.overrides, file.recipe_source).to_dict())
-        if config.axis is Axis.SCALES and config.tune is not None:
-            for name in list(scales)[1:]:
-                scales[name] = replace(scales[name], takes_points=config.tune.at != "each")
     return Comparison(config.name, config, scales, file.command)
 
 
