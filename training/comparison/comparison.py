@@ -233,22 +233,19 @@ def progress_of(
                 seed, start = scale.seeds[index], known.get(scale.seeds[index])
                 if scale.shares_points and model != scale.baseline:
                     of_baseline = progress.tunings[scale.baseline][index]
-                    start = of_baseline.reported if of_baseline.is_finished else None
-                    if start is None:
+                    if not of_baseline.is_finished:
                         tunings.append(Tuning({}, []))
                         continue
+                    start = of_baseline.reported
                 tunings.append(tune(model, seed, variant.rates, results, points, start))
         seen = max(counts.values())
         in_question = [model for model, count in counts.items() if count == seen]
         if seen >= most or scale.baseline not in in_question or progress.ready:
             return progress
-        reported = {
-            model: {tuning.reported.seed: results[tuning.reported.name] for tuning in tunings}
-            for model, tunings in progress.tunings.items()
-        }
-        losses = {model: {seed: run.test_loss for seed, run in runs.items()} for model, runs in reported.items()}
+        found = {model: {run.seed: results[run.name] for run in progress.reported(model)} for model in scale.variants}
+        losses = {name: {seed: run.test_loss for seed, run in each.items()} for name, each in found.items()}
         parts = {
-            model: {seed: run.losses.test.loss_parts for seed, run in runs.items()} for model, runs in reported.items()
+            name: {seed: run.losses.test.loss_parts for seed, run in each.items()} for name, each in found.items()
         }
         analysis = analyse(losses, scale.baseline, at_boundary=progress.at_boundary, most=most, parts=parts)
         open_models = [model for model in analysis.open_models() if model in in_question]

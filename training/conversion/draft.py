@@ -38,11 +38,6 @@ class LossyConversion(ValueError):
     """Raised if a conversion would lose something, which the message names."""
 
 
-def classes_of(config: PreTrainedConfig) -> dict[str, type[PreTrainedModel]]:
-    """Returns the classes of a configuration by name; the first is the default."""
-    return {head[type(config)].__name__: head[type(config)] for head in _HEADS if type(config) in head}
-
-
 def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """Returns the configuration and class of a saved model; raises `ValueError` if it cannot be converted."""
     with source_named(source):
@@ -50,7 +45,7 @@ def read_source(source: str, **options: str) -> tuple[PreTrainedConfig, type[Pre
     check_kernels(config, source)
     if config.model_type not in (known := sorted([*FAMILIES, "nlq"])):
         raise ValueError(f"it is a model of type {config.model_type!r}; only {', '.join(known)} can be converted")
-    classes = classes_of(config)
+    classes = {head[type(config)].__name__: head[type(config)] for head in _HEADS if type(config) in head}
     name = (config.architectures or [next(iter(classes))])[0].removeprefix("FSDP")
     if name not in classes:
         raise ValueError(f"architectures names {name!r}, which is none of {', '.join(classes)}")
