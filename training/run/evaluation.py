@@ -1,4 +1,4 @@
-"""Evaluation of language models: inside `Trainer`, and of saved models."""
+"""Evaluation of language models: inside `Trainer`, and of saved models. The `evaluate` metric ships here."""
 
 import functools
 import itertools
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evaluate import load as load_metric
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 
@@ -27,6 +28,7 @@ logger = logging.get_logger(__name__)
 
 # The fields of a recipe that an evaluation takes
 EVALUATED = [name for name in RECORDED if name not in ("dataset", "streaming", "test_fraction")]
+METRIC = Path(__file__).parent / "language_modeling.py"
 
 
 def token_losses(logits: torch.Tensor, labels: torch.Tensor, shift: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,30 +51,27 @@ class LanguageModelingMetrics:
     def __init__(self, bytes_per_token: float | None = None, objective: Objective | type[Objective] = Causal):
         self.objective = objective
         self.bytes_per_token = bytes_per_token if objective.has_bits_per_byte else None
-        # Of one evaluation: loss and tokens of each row, and of each batch, with the number of right ones
-        self._rows: list[tuple[float, int]] = []
-        self._batches: list[tuple[float, int, int]] = []
+        self.metric = load_metric(str(METRIC), keep_in_memory=True)
+        self._rows: list[tuple[float, int]] = []  # of one evaluation
         self._is_over = False
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
         if self._is_over:
-            self._rows, self._batches = [], []
+            self._rows.clear()
         self._is_over = compute_result
         losses, correct = prediction.predictions
         tokens = (prediction.label_ids[:, self.objective.label_shift :] != -100).sum(dim=1)
         self._rows += zip(losses.double().sum(dim=1).tolist(), tokens.tolist())
-        self._batches.append((losses.double().sum().item(), tokens.sum().item(), correct.sum().item()))
+        self.metric.add(
+            negative_log_likelihood=losses.double().sum().item(),
+            correct=correct.sum().item(),
+            tokens=tokens.sum().item(),
+        )
         if not compute_result:
             return {}
-        summed, count, right = map(sum, zip(*self._batches))
-        if count == 0:
-            raise ValueError("tokens=0: there is nothing to evaluate")
-        loss = summed / count
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        metrics = {"loss": loss, self.objective.perplexity: perplexity, "token_accuracy": right / count}
-        if self.bytes_per_token is not None:
-            metrics["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        return metrics
+        metrics = self.metric.compute(bytes_per_token=self.bytes_per_token)
+        names = {"perplexity": self.objective.perplexity}
+        return {names.get(name, name): value for name, value in metrics.items()}
 
     def loss_parts(self, count: int = 50) -> list[float] | None:
         """Returns the losses of parts of the text, in nats per token, whose mean is the loss.
