@@ -178,8 +178,8 @@ class InputSkip(AttentionPart):
 class DepthAttention(AttentionPart):
     """Gives each sub-layer, and the final norm, a weighted mean of the embeddings and all earlier sub-layers' outputs.
 
-    A learned query for each reader, at first 0, attends to the normed outputs. So a model begins with their mean, which
-    a norm before the sub-layer does not distinguish from their sum, but for its epsilon.
+    A learned query for each reader, at first 0, attends to the normed outputs. So a model begins with their mean,
+    which a norm before the sub-layer does not distinguish from their sum, but for its epsilon.
     """
 
     name = "depth_attention"
