@@ -553,8 +553,9 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         # diff with Llama: reentrant checkpointing differentiates positional tensors only
         if isinstance(hidden_states, tuple):
             raise ValueError("hidden_states: give each later layer the two results of the first")
-        if self.returns_added and not earlier:
-            raise ValueError("earlier: give each layer the embeddings and what the layers before it have returned")
+        index = self.self_attn.layer_idx
+        if self.returns_added and len(earlier) <= 2 * index:  # two sub-layers or more add something in each layer
+            raise ValueError(f"earlier (layer {index}): give the embeddings and what all layers before it have added")
         read, hidden_states = self._read_stream("attention", hidden_states, earlier)
         mlp_call = None
         if self.has_mlp_hooks:  # before the attention advances the cache
