@@ -1,4 +1,4 @@
-"""A second look at the input: each sub-layer reads the residual stream and a trained share of the embeddings."""
+"""Sub-layers also read a share of the embeddings (of all earlier blocks: DenseFormer, arXiv 2402.02622)."""
 
 import torch
 from torch import nn
