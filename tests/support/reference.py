@@ -437,18 +437,18 @@ def mlp(config, x, block, text):
 
 def read_stream(config, layer, block, reader, total, added):
     """What a reader gets of the residual stream, and the stream that goes on; `added` begins with the embeddings."""
-    parts = block.below("self_attn.parts")
+    parts, read = block.below("self_attn.parts"), total
+    if layer.depth_attention:
+        sublayers = ["self_attn", "cross_attn", "mlp"] if cross_layer(layer) is not None else ["self_attn", "mlp"]
+        readers = [*sublayers[: 1 if config.parallel_residual else None], "norm"]
+        query = parts["depth_attention.queries"][readers.index(reader)]
+        scores = torch.stack([rms_norm(each, 1.0, config.layer_norm_eps) @ query for each in added])
+        weights = torch.exp(scores) / torch.exp(scores).sum(dim=0)
+        read = sum(weight[:, None] * each for weight, each in zip(weights, added))
     if layer.input_skip and reader == "self_attn":
         kept, of_input = parts["input_skip.mixing_bias"]
-        total = kept * total + of_input * added[0]
-    if not layer.depth_attention:
-        return total, total
-    sublayers = ["self_attn", "cross_attn", "mlp"] if cross_layer(layer) is not None else ["self_attn", "mlp"]
-    readers = [*sublayers[: 1 if config.parallel_residual else None], "norm"]
-    query = parts["depth_attention.queries"][readers.index(reader)]
-    scores = torch.stack([rms_norm(each, 1.0, config.layer_norm_eps) @ query for each in added])
-    weights = torch.exp(scores) / torch.exp(scores).sum(dim=0)
-    return sum(weight[:, None] * each for weight, each in zip(weights, added)), total
+        read = total = kept * read + of_input * added[0]
+    return read, total
 
 
 def visible_keys(attention_mask, position_ids, is_causal=True):
