@@ -149,6 +149,7 @@ PART_SWITCHES = {
         "qk_norm": "l2",
         "head_projection": True,
         "attention_gate": "headwise",
+        "depth_attention": True,
     },
     "more_parts": {
         "query_projection": "linear",
@@ -160,6 +161,7 @@ PART_SWITCHES = {
         "attention_length_scaling": "log",
         "attention_gate": "value",
         "mlp_type": "gated",
+        "input_skip": True,
     },
 }
 # As many switches at once as go together, for some activations, one beside a layer of another
