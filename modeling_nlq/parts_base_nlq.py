@@ -185,8 +185,8 @@ class AttentionPart(nn.Module):
         return 1.0
 
     @classmethod
-    def calls_per_token(cls, config) -> dict[str, int]:
-        """Returns how often a token passes through a linear layer, where it is not once."""
+    def calls_per_token(cls, config, layer_idx: int) -> dict[str, float]:
+        """Returns how often a token is multiplied by the matrices of a module of the layer, where it is not once."""
         return {}
 
     @classmethod

@@ -177,6 +177,14 @@ class DepthAttention(AttentionPart):
             value = config.residual_activation
             raise ValueError(f"residual_activation={value!r} changes a sum that depth_attention does not read")
 
+    @classmethod
+    def calls_per_token(cls, config, layer_idx):
+        sublayers = 2 if config.cross_attention_config is None else 3
+        before = 1 + layer_idx * sublayers
+        readers = cls.stream_readers(config, layer_idx)
+        outputs = [before + (sublayers if name == "final_norm" else index) for index, name in enumerate(readers)]
+        return {"parts.depth_attention": 2 * sum(outputs) / len(outputs)}  # for the score of each, and for the mean
+
     def change_residual(self, call, states, earlier):
         query, width = self.queries[self.readers.index(call.reader)], states.shape[-1:]
         dtype = at_least_float32(states)
@@ -721,7 +729,7 @@ class AttentionGate(AttentionPart):
         return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
 
     @classmethod
-    def calls_per_token(cls, config):
+    def calls_per_token(cls, config, layer_idx):
         return {"value_gate_proj": config.num_key_value_heads}
 
     @classmethod
