@@ -370,6 +370,11 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         return any(part.needs_first_values for layer in self.distinct_layers for part in parts_of(layer))
 
     @property
+    def changes_stream(self) -> bool:
+        """Whether a part of a layer changes the residual stream, for which all layers return what they add to it."""
+        return any(part.has_hook("change_residual") for layer in self.distinct_layers for part in parts_of(layer))
+
+    @property
     def score_scaling(self) -> float:
         if self.attention_scaling is not None:
             return float(self.attention_scaling)

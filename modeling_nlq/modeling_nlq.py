@@ -207,6 +207,7 @@ class NLQAttention(nn.Module):
         self._names_by_hook = {hook: [name for name, part in parts.items() if part.has_hook(hook)] for hook in HOOKS}
         self.has_score_bias = bool(self._names_by_hook["score_bias"])
         self.has_mlp_hooks = any(self._names_by_hook[hook] for hook in MLP_HOOKS)
+        self.has_residual_hook = bool(self._names_by_hook["change_residual"])
         self.materializes = materialized_by(parts.values())
         self.needs_token_context = any(part.needs_token_context for part in parts.values())
         self.needs_first_values = any(part.needs_first_values for part in parts.values())
@@ -369,6 +370,14 @@ class NLQAttention(nn.Module):
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         return attention_interface(self, *states, mask, scaling=self.scaling, sliding_window=sliding_window, **kwargs)
 
+    def change_residual(self, call, states, earlier) -> tuple[Tensor, Tensor]:
+        """Returns what `call.reader` reads of the residual stream, and the stream that its output is added to."""
+        stream = states
+        for part in self.parts_with("change_residual"):
+            states = part("change_residual", call, states, earlier)
+            stream = states if part.replaces_stream else stream
+        return states, stream
+
     def change_mlp(self, hook, call, *states) -> tuple[Tensor, ...]:
         for part in self.parts_with(hook):
             changed = part(hook, call, *states)
@@ -489,6 +498,9 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         attention_class = NLQLinearAttention if layer.activation.kind == "linear" else NLQAttention
         self.self_attn = attention_class(config, layer_idx)
         self.has_mlp_hooks = self.self_attn.has_mlp_hooks
+        self.has_residual_hook = self.self_attn.has_residual_hook
+        self.returns_added = config.changes_stream
+        self.is_last = layer_idx == config.num_hidden_layers - 1
         self.mlp = MLPS[config.mlp_type](config)
         # diff with Llama: a norm may stand before a sub-layer, after it, or after the sum. A single sum has `mlp_norm`
         self.is_post_norm = config.norm_position == "post"
@@ -521,61 +533,90 @@ class NLQDecoderLayer(GradientCheckpointingLayer):
         hidden_states: Tensor,
         first_values: Tensor | None = None,
         encoder_hidden_states: Tensor | None = None,
+        *earlier: Tensor,
         attention_mask: LayerMasks | Tensor | None = None,
         position_embeddings: Rotation | None = None,
         cache: Cache | None = None,
         encoder_attention_mask: LayerMasks | Tensor | None = None,
         encoder_cache: EncoderDecoderCache | None = None,
         **kwargs,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """`(batch, query, hidden)` -> the same shape, and the values of its attention if that returns them.
+    ) -> Tensor | tuple[Tensor, ...]:
+        """`(batch, query, hidden)` -> the same shape.
 
-        `encoder_hidden_states` are `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
+        A layer whose attention returns values also returns these, and a layer of a model whose parts change the
+        residual stream also what each sub-layer added to it.
+
+        Args:
+            encoder_hidden_states: `(batch, source, encoder hidden)`; cross-attention stores them in `encoder_cache`.
+            earlier: the embeddings and what each earlier sub-layer added to the stream, where a part changes it.
         """
         # diff with Llama: reentrant checkpointing differentiates positional tensors only
         if isinstance(hidden_states, tuple):
             raise ValueError("hidden_states: give each later layer the two results of the first")
-        residual = hidden_states
+        index = self.self_attn.layer_idx
+        if self.returns_added and len(earlier) <= 2 * index:  # two sub-layers or more add something in each layer
+            raise ValueError(f"earlier (layer {index}): give the embeddings and what all layers before it have added")
+        read, hidden_states = self._read_stream("attention", hidden_states, earlier)
         mlp_call = None
         if self.has_mlp_hooks:  # before the attention advances the cache
             *_, token_context = layer_mask(self.self_attn, attention_mask, hidden_states, cache, **kwargs)
             mlp_call = AttentionCall(self.self_attn, hidden_states, token_context, cache=cache)
         output, _, *values = self.self_attn(
-            self._sublayer_input(hidden_states, self.self_attn_norm),
+            self._sublayer_input(read, self.self_attn_norm),
             attention_mask=attention_mask,
             position_embeddings=position_embeddings,
             cache=cache,
             first_values=first_values,
             **kwargs,
         )
-        hidden_states = residual + call_if_set(self.dropout, call_if_set(self.self_attn_output_norm, output))
+        added = [call_if_set(self.dropout, call_if_set(self.self_attn_output_norm, output))]
+        hidden_states = hidden_states + added[-1]
         if not self.parallel_residual:
-            residual = hidden_states = self._residual_output(hidden_states, self.self_attn_norm)
+            hidden_states = self._residual_output(hidden_states, self.self_attn_norm)
+            reader = "mlp" if self.cross_attn is None else "cross_attention"
+            read, hidden_states = self._read_stream(reader, hidden_states, (*earlier, *added))
         if self.cross_attn is not None:
             output, _ = self.cross_attn(
-                self._sublayer_input(residual, self.cross_attn_norm),
+                self._sublayer_input(read, self.cross_attn_norm),
                 attention_mask=encoder_attention_mask,
                 cache=encoder_cache,
                 source=encoder_hidden_states,
                 **{**kwargs, "position_ids": None},  # flash attention reads packed documents from them
             )
-            hidden_states = hidden_states + call_if_set(self.dropout, call_if_set(self.cross_attn_output_norm, output))
+            added.append(call_if_set(self.dropout, call_if_set(self.cross_attn_output_norm, output)))
+            hidden_states = hidden_states + added[-1]
             if not self.parallel_residual:
-                residual = hidden_states = self._residual_output(hidden_states, self.cross_attn_norm)
-        output = self._run_mlp(self._sublayer_input(residual, self.mlp_norm), mlp_call)
-        hidden_states = hidden_states + call_if_set(self.dropout, call_if_set(self.mlp_output_norm, output))
-        hidden_states = self._residual_output(hidden_states, self.mlp_norm)
-        return (hidden_states, *values) if values else hidden_states
+                hidden_states = self._residual_output(hidden_states, self.cross_attn_norm)
+                read, hidden_states = self._read_stream("mlp", hidden_states, (*earlier, *added))
+        output = self._run_mlp(self._sublayer_input(read, self.mlp_norm), mlp_call)
+        added.append(call_if_set(self.dropout, call_if_set(self.mlp_output_norm, output)))
+        hidden_states = self._residual_output(hidden_states + added[-1], self.mlp_norm)
+        if self.is_last:
+            hidden_states, _ = self._read_stream("final_norm", hidden_states, (*earlier, *added))
+        results = (*values, *added) if self.returns_added else values
+        return (hidden_states, *results) if results else hidden_states
+
+    def _read_stream(self, reader, stream, earlier) -> tuple[Tensor, Tensor]:
+        """Returns what a sub-layer or the final norm reads, and the stream that a sub-layer's output is added to."""
+        if not self.has_residual_hook:
+            return stream, stream
+        call = AttentionCall(self.self_attn, stream, reader=reader)
+        return self._attention_method("change_residual")(call, stream, earlier)
 
     def _run_mlp(self, hidden_states, call) -> Tensor:
         if call is None:
             return self.mlp(hidden_states)
-        if isinstance(self.self_attn, FSDPModule) and "change_mlp" not in vars(self.self_attn):
-            # The attention holds the parameters of its parts, which FSDP2 may have taken away after its call
-            register_fsdp_forward_method(self.self_attn, "change_mlp")
+        self._attention_method("change_mlp")
         call.hidden_states = hidden_states
         (hidden_states,) = call.change_mlp("change_mlp_input", hidden_states)
         return self.mlp(hidden_states, call)
+
+    def _attention_method(self, name: str) -> Callable:
+        """Returns a method of the attention that can be called apart from its `forward`."""
+        if isinstance(self.self_attn, FSDPModule) and name not in vars(self.self_attn):
+            # The attention holds the parameters of its parts, which FSDP2 may have taken away
+            register_fsdp_forward_method(self.self_attn, name)
+        return getattr(self.self_attn, name)
 
 
 def call_if_set(module: nn.Module | None, hidden_states: Tensor) -> Tensor:
@@ -655,6 +696,8 @@ class NLQModel(NLQPreTrainedModel):
         self.dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(NLQDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.Identity() if config.norm_position == "post" else make_norm(config)
+        self.needs_first_values = config.needs_first_values
+        self.changes_stream = config.changes_stream
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -744,12 +787,13 @@ class NLQModel(NLQPreTrainedModel):
             source = read_sequences(inputs_embeds, encoder_attention_mask, source=encoder_hidden_states)
             attention = [getattr(layer, "cross_attn", None) for layer in layers]
             encoder_masks = make_layer_masks(attention, inputs_embeds, source, **kwargs)
-        first_values = None
+        first_values, added = None, [hidden_states] if self.changes_stream else []
         for layer in layers:
             output = layer(
                 hidden_states,
                 first_values,
                 encoder_hidden_states,
+                *added,
                 attention_mask=masks,
                 position_embeddings=position_embeddings,
                 position_ids=sequences.packed_position_ids,
@@ -759,8 +803,10 @@ class NLQModel(NLQPreTrainedModel):
                 **kwargs,
             )
             # A wrapped layer may return a tuple of its own
-            hidden_states, *values = output if isinstance(output, tuple) else (output,)
-            first_values = values[0] if values else first_values
+            hidden_states, *results = output if isinstance(output, tuple) else (output,)
+            if self.needs_first_values and first_values is None and results:
+                first_values = results.pop(0)
+            added += results if self.changes_stream else ()
         cache = cache if encoder_cache is None else encoder_cache
         return NLQModelOutput(last_hidden_state=self.norm(hidden_states), **{CACHE_NAME: cache})
 

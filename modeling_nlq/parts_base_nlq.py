@@ -76,6 +76,8 @@ class AttentionCall:
     values: Tensor | None = None  # (batch, groups, query, head_dim), of this call's tokens; after `change_qkv`
     # The `token_state` of all keys by the name of the part, (batch, groups, key, state_size); after the cache
     states: dict[str, Tensor] | None = None
+    # In `change_residual`, what reads the residual stream: a sub-layer, or after the last block the final norm
+    reader: Literal["attention", "cross_attention", "mlp", "final_norm"] | None = None
 
     @property
     def tp_mesh(self):
@@ -129,6 +131,8 @@ class AttentionPart(nn.Module):
     needs_own_value: ClassVar[bool] = False  # or `call.values`, which cross-attention lacks
     activations: ClassVar[tuple[str, ...]] = ()  # the attention activations that it can have; all if empty
     causal_only: ClassVar[bool] = False  # whether it needs an order of the tokens, which encoders lack
+    # Whether the residual sum goes on from what `change_residual` returns, which otherwise its reader alone gets
+    replaces_stream: ClassVar[bool] = False
     # Whether tokens can be taken back from a cache. If not, it raises `ValueError`
     supports_crop: ClassVar[bool] = True
 
@@ -148,8 +152,17 @@ class AttentionPart(nn.Module):
 
     @classmethod
     def of_own_tokens(cls) -> bool:
-        """Tells whether it needs what cross-attention lacks: an order, or the tokens' own values."""
-        return cls.causal_only or cls.needs_first_values or cls.needs_own_value
+        """Tells whether it needs what cross-attention lacks: an order, the tokens' own values, or the stream."""
+        return cls.causal_only or cls.needs_first_values or cls.needs_own_value or cls.has_hook("change_residual")
+
+    @classmethod
+    def stream_readers(cls, config, layer_idx: int) -> list[str]:
+        """Returns what reads the residual stream in a block, in order; the two of a parallel block read it once."""
+        readers = ["attention"]
+        if not config.parallel_residual:
+            readers += ["cross_attention"] if config.cross_attention_config is not None else []
+            readers += ["mlp"]
+        return readers + (["final_norm"] if layer_idx == config.num_hidden_layers - 1 else [])
 
     def forward(self, hook: str, *inputs) -> Any:
         """Runs a hook, or `measure`. A part cannot override it."""
@@ -172,8 +185,8 @@ class AttentionPart(nn.Module):
         return 1.0
 
     @classmethod
-    def calls_per_token(cls, config) -> dict[str, int]:
-        """Returns how often a token passes through a linear layer, where it is not once."""
+    def calls_per_token(cls, config, layer_idx: int) -> dict[str, float]:
+        """Returns how often a token is multiplied by the matrices of a module of the layer, where it is not once."""
         return {}
 
     @classmethod
@@ -279,6 +292,13 @@ class AttentionPart(nn.Module):
 
     # The hooks; `call` is an `AttentionCall`
 
+    def change_residual(self, call, states: Tensor, earlier: Sequence[Tensor]) -> Tensor:
+        """Changes what `call.reader` reads of the residual stream, `(batch, query, hidden)`.
+
+        `earlier` are the embeddings and what each earlier sub-layer added to the stream, in the same shape. Of `call`
+        it reads `layer` and `reader`.
+        """
+
     def change_input(self, call, hidden_states: Tensor) -> Tensor:
         """Changes the input of the layer, `(batch, query, hidden)`, which the other hooks then read."""
 
@@ -320,7 +340,7 @@ class AttentionPart(nn.Module):
 WEIGHT_HOOKS = ("token_state", "score_bias", "change_cached_qkv")
 WEIGHT_HOOKS += ("change_scores", "change_weights", "change_returned_weights")
 MLP_HOOKS = ("change_mlp_input", "change_mlp_inner")
-HOOKS = ("change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
+HOOKS = ("change_residual", "change_input", "change_qkv", *WEIGHT_HOOKS, "change_output", *MLP_HOOKS)
 
 
 def materialized_by(parts: Iterable[AttentionPart | type[AttentionPart]]) -> Literal["rows", "all"] | None:

@@ -152,6 +152,70 @@ class Canon(AttentionPart):
         return tuple(self._convolve(name, call, channels, is_split=True) for name, channels in zip(names, states))
 
 
+class DepthAttention(AttentionPart):
+    """Gives each sub-layer, and the final norm, a weighted mean of the embeddings and all earlier sub-layers' outputs.
+
+    A learned query for each reader, at first 0, attends to the normed outputs. So a model begins with their mean,
+    which a norm before the sub-layer does not distinguish from their sum, but for its epsilon.
+    """
+
+    name = "depth_attention"
+    formula = "sum_i softmax_i(w . RMSNorm(b_i)) b_i"
+    source = "Attention Residuals, arXiv 2603.15031"
+    start = "its mean of outputs equals the residual stream up to a factor only"
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.readers = self.stream_readers(config, layer_idx)
+        self.queries = nn.Parameter(torch.zeros(len(self.readers), config.hidden_size))
+
+    @classmethod
+    def check(cls, config):
+        if config.norm_position == "post":
+            raise ValueError("depth_attention needs norm_position='pre', 'sandwich' or 'output', not 'post'")
+        if config.residual_activation is not None:
+            value = config.residual_activation
+            raise ValueError(f"residual_activation={value!r} changes a sum that depth_attention does not read")
+
+    @classmethod
+    def calls_per_token(cls, config, layer_idx):
+        sublayers = 2 if config.cross_attention_config is None else 3
+        before = 1 + layer_idx * sublayers
+        readers = cls.stream_readers(config, layer_idx)
+        outputs = [before + (sublayers if name == "final_norm" else index) for index, name in enumerate(readers)]
+        return {"parts.depth_attention": 2 * sum(outputs) / len(outputs)}  # for the score of each, and for the mean
+
+    def change_residual(self, call, states, earlier):
+        query, width = self.queries[self.readers.index(call.reader)], states.shape[-1:]
+        dtype = at_least_float32(states)
+        scores = [F.rms_norm(each.to(dtype), width, query.to(dtype), self.config.layer_norm_eps) for each in earlier]
+        weights = torch.stack([score.sum(dim=-1, keepdim=True) for score in scores]).softmax(dim=0)
+        return sum(weight * each for weight, each in zip(weights, earlier)).to(states.dtype)
+
+
+class InputSkip(AttentionPart):
+    """Mixes the embeddings into the residual stream at the beginning of each block, by two learned numbers."""
+
+    name = "input_skip"
+    formula = "l_0 x + l_1 x_0"
+    source = "modded-nanogpt, KellerJordan 2024"
+    replaces_stream = True
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.mixing_bias = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def start_without_effect(self, layer):
+        self.mixing_bias.copy_(torch.tensor([1.0, 0.0]))
+        return None
+
+    def change_residual(self, call, states, earlier):
+        if call.reader != "attention":
+            return states
+        share, input_share = self.mixing_bias
+        return share * states + input_share * earlier[0]
+
+
 class NLQRMSNorm(nn.RMSNorm):
     """RMSNorm of each head, with one gain for all heads."""
 
@@ -665,7 +729,7 @@ class AttentionGate(AttentionPart):
         return {"gate_proj": nn.Linear(config.hidden_size, width, bias=config.use_bias)}
 
     @classmethod
-    def calls_per_token(cls, config):
+    def calls_per_token(cls, config, layer_idx):
         return {"value_gate_proj": config.num_key_value_heads}
 
     @classmethod
@@ -690,6 +754,8 @@ class AttentionGate(AttentionPart):
 
 # In the order of hooks
 _PARTS: tuple[type[AttentionPart], ...] = (
+    DepthAttention,
+    InputSkip,
     Canon,
     QKNorm,
     LengthScaling,

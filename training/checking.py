@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 from modeling_nlq import AttentionPart, NLQConfig, NLQForCausalLM, NLQForMaskedLM, attention_nlq
@@ -393,7 +394,8 @@ def _unchanged(model: NLQForCausalLM, length: int) -> Cases:
     changes = []
 
     def watch(function: Callable, call: AttentionCall, *inputs: Any) -> Any:
-        tensors = [tensor for tensor in (call.hidden_states, call.values, *inputs) if torch.is_tensor(tensor)]
+        leaves = tree_leaves((call.hidden_states, call.values, inputs))
+        tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
         versions = [tensor._version for tensor in tensors]
         result = function(call, *inputs)
         if versions != [tensor._version for tensor in tensors]:

@@ -190,11 +190,11 @@ def size_of(model: PreTrainedModel, context: int | Sequence[int] | None = None) 
     lengths = context if isinstance(context, Sequence) else [context] * len(halves)
     lengths = [length or context_of(config, half or "decoder") for length, half in zip(lengths, halves, strict=True)]
     source, target = lengths[0] or 1, lengths[-1] or 1
-    calls = {}  # where a token passes through a linear layer more than once
+    calls = {}  # where a token is multiplied by a matrix more than once
     for half, half_config in halves.items():
         for index, layer in enumerate(half_config.per_layer_config if isinstance(half_config, NLQConfig) else ()):
             for part in parts_of(layer):
-                for name, count in part.calls_per_token(layer).items():
+                for name, count in part.calls_per_token(layer, index).items():
                     calls[f"{half and '.' + half}.layers.{index}.self_attn.{name}."] = count
     operations = 0 if head is None else target * _operations(head.weight)
     for name, parameter in body.items():

@@ -89,6 +89,8 @@ def test_flops_of_parts_and_activations_equal_those_pytorch_counts(monkeypatch, 
         counted -= context * per_layer
     # Elementwise products, which PyTorch does not count
     counted += sum(2 * weight.numel() for name, weight in model.named_parameters() if "convolutions" in name)
+    if config.depth_attention:  # scores and means of 1 output, of 2, and so on up to the final norm
+        counted += 4 * config.hidden_size * sum(range(1, 2 * config.num_hidden_layers + 2))
     assert measure(config).flops_per_token == 3 * counted
 
 

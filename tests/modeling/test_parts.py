@@ -136,6 +136,8 @@ def test_what_is_left_of_exclusive_attention_in_bfloat16(how, part, switches):
         "adds its input of hidden_size=16": {"differential_attention": "v2", "query_projection": "identity"},
         "excludes differential_attention='v1'": {"differential_attention": "v1", "exclusive_attention": "fixed"},
         "value_residual": {"value_residual": "some"},
+        "depth_attention needs norm_position='pre'": {"depth_attention": True, "norm_position": "post"},
+        "changes a sum that depth_attention": {"depth_attention": True, "residual_activation": "relu"},
         "canon='BA' must be letters out of 'ABCD'": {"canon": "BA"},
         "selective_attention=True excludes sliding_window=3": {"selective_attention": True, "sliding_window": 3},
         "parallax=True excludes differential": {"parallax": True, "differential_attention": "v2"},
@@ -162,6 +164,24 @@ def test_models_with_parts_refuse_by_name(make_model):
     with pytest.raises(ValueError, match="canon takes no 4-D attention_mask"):
         mask = torch.ones(1, 1, 3, 3).tril().bool()
         make_model(**PART_SWITCHES["canon"])(random_tokens(1, 3), attention_mask=mask)
+
+
+@pytest.mark.parametrize("norm_position", ["pre", "sandwich"])
+def test_parts_of_the_stream_begin_without_effect(make_model, norm_position):
+    """The mean of all outputs is their sum up to a factor, which a norm without an epsilon removes."""
+    switches, tokens = {"norm_position": norm_position, "layer_norm_eps": 1e-30}, random_tokens(2, 9)
+    plain = make_model(torch.float64, **switches)
+    for name in ("depth_attention", "input_skip"):
+        model = NLQForCausalLM(NLQConfig(**SIZES, **switches, **{name: True})).double().eval()
+        assert all(f".parts.{name}." in key for key in model.load_state_dict(plain.state_dict(), strict=False)[0])
+        torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=1e-10, atol=1e-10)
+
+
+def test_layers_after_a_changed_stream_need_all_that_was_added(make_model):
+    model, states = make_model(depth_attention=True), torch.randn(2, 3, 16)
+    states, *added = model.model.layers[0](states, None, None, states)
+    with pytest.raises(ValueError, match=r"earlier \(layer 1\): give the embeddings and what all layers"):
+        model.model.layers[1](states, None, None, *added)
 
 
 @pytest.mark.parametrize("switches", [{"forget_gate": "learned"}, {"selective_attention": True}], ids=str)

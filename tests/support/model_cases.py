@@ -121,6 +121,12 @@ PART_SWITCHES = {
     "forget_gate_of_sigmoid": {"forget_gate": "learned", "attention_activation": "sigmoid", "num_key_value_heads": 2},
     "differential_v1": {"differential_attention": "v1", "num_key_value_heads": 2, "qk_norm": "rms"},
     "differential_v2": {"differential_attention": "v2", "query_projection": "bottleneck", "attention_sink": "learned"},
+    "depth_attention": {
+        "depth_attention": True,
+        "input_skip": True,
+        "value_residual": "learned",
+        "num_hidden_layers": 3,
+    },
     "canon": {"canon": "ABCD", "num_key_value_heads": 2, "mlp_type": "gated", "qk_norm": "rms", "sliding_window": 3},
     "value_gate": {"attention_gate": "value", "num_key_value_heads": 2, "qk_norm": "l2"},
     "selective": {"selective_attention": True, "num_key_value_heads": 2, "attention_sink": "learned"},
@@ -160,6 +166,7 @@ PART_SWITCHES = {
         "attention_length_scaling": "log",
         "attention_gate": "value",
         "mlp_type": "gated",
+        "input_skip": True,
     },
 }
 # As many switches at once as go together, for some activations, one beside a layer of another

@@ -208,6 +208,16 @@ FAULTS = {
         _USED,
         "layers.0.self_attn.parts.idea.gain has no gradient",
     ),
+    "stream_sees_the_future": (
+        _idea("return states + states.mean(dim=1, keepdim=True)", "change_residual(self, call, states, earlier)"),
+        _FUTURE,
+        "2 tokens, of which those from number 2 on change",
+    ),
+    "stream_in_place": (
+        _idea("return states + earlier[-1].mul_(0.5)", "change_residual(self, call, states, earlier)"),
+        "no hook changes its inputs in place",
+        "1 token: change_residual changes a tensor in place",
+    ),
     "input_in_place": (
         _idea("return hidden_states.mul_(0.5)", "change_input(self, call, hidden_states)"),
         _PLACE,

@@ -435,6 +435,22 @@ def mlp(config, x, block, text):
     return linear(activation(inner), parameters.below("fc2"))
 
 
+def read_stream(config, layer, block, reader, total, added):
+    """What a reader gets of the residual stream, and the stream that goes on; `added` begins with the embeddings."""
+    parts, read = block.below("self_attn.parts"), total
+    if layer.depth_attention:
+        sublayers = ["self_attn", "cross_attn", "mlp"] if cross_layer(layer) is not None else ["self_attn", "mlp"]
+        readers = [*sublayers[: 1 if config.parallel_residual else None], "norm"]
+        query = parts["depth_attention.queries"][readers.index(reader)]
+        scores = torch.stack([rms_norm(each, 1.0, config.layer_norm_eps) @ query for each in added])
+        weights = torch.exp(scores) / torch.exp(scores).sum(dim=0)
+        read = sum(weight[:, None] * each for weight, each in zip(weights, added))
+    if layer.input_skip and reader == "self_attn":
+        kept, of_input = parts["input_skip.mixing_bias"]
+        read = total = kept * read + of_input * added[0]
+    return read, total
+
+
 def visible_keys(attention_mask, position_ids, is_causal=True):
     """The keys that each query of one sequence sees: its own document, or in causal order the past of it, without
     padding.
@@ -463,7 +479,7 @@ def forward_sequence(config, parameters, tokens, text, source=None, is_source=No
     if config.per_layer_config[0].position_embedding == "learned":
         x = x + model["embed_positions.weight"][text.positions]
     x = norm_of(config, x, model.below("embed_norm")) if config.embedding_norm else x
-    weights, cross_weights, first_values = [], [], []
+    weights, cross_weights, first_values, added = [], [], [], [x]
     for index in range(config.num_hidden_layers):
         layer, block = config.per_layer_config[index], model.below(f"layers.{index}")
         cross = cross_layer(layer)
@@ -492,12 +508,18 @@ def forward_sequence(config, parameters, tokens, text, source=None, is_source=No
             return output
 
         names = [name for name in ("self_attn", "cross_attn", "mlp") if name != "cross_attn" or cross is not None]
-        total = x
+        total, outputs = x, []
         for name in names:
-            total = total + output_of(name, x)
+            if name == "self_attn" or not config.parallel_residual:
+                x, total = read_stream(config, layer, block, name, total, [*added, *outputs])
+            outputs.append(output_of(name, x))
+            total = total + outputs[-1]
             if name == "mlp" or not config.parallel_residual:
                 is_post = config.norm_position == "post"
                 total = x = after(norm_of(config, total, block.below(f"{name}_norm")) if is_post else total)
+        added += outputs
+        if index == config.num_hidden_layers - 1:
+            x, _ = read_stream(config, layer, block, "norm", total, added)
     if config.norm_position != "post":
         x = norm_of(config, x, model.below("norm"))
     head = model["embed_tokens.weight"] if config.tie_word_embeddings else parameters["lm_head.weight"]

@@ -125,7 +125,9 @@ def _command(panel: str, module: str, shipped: str | None = None) -> Any:
 @_command("Try an idea", "ideas")
 def new(
     file: str = _argument("The file to write, by whose name the idea is known.", metavar="FILE.py"),
-    source: str = _option("bias, cap, gate, previous, query or temperature.", "bias", "--from", metavar="IDEA"),
+    source: str = _option(
+        "bias, cap, gate, previous, query, stream or temperature.", "bias", "--from", metavar="IDEA"
+    ),
 ) -> None:
     """Copy a file with an idea for attention, and write a comparison of models with and without it."""
     from modeling_nlq.training.ideas import new_idea

@@ -68,6 +68,10 @@ def check_completep(config: PreTrainedConfig, base_sizes: Mapping[str, int], arg
             raise ValueError(
                 f"{name}: parametrization='completep' cannot tell which of its {len(shape)} dimensions are inputs"
             )
+    if config.changes_stream:
+        raise ValueError(
+            "parametrization='completep' needs blocks that add to the residual stream, and a part changes it"
+        )
     if config.norm_position != "pre" or not config.norm_gain:  # the last norm scales the logits
         raise ValueError("parametrization='completep' needs norm_position='pre' and norm_gain=True")
     optimizer, schedule = arguments.optim.value, arguments.lr_scheduler_type.value

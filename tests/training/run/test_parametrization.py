@@ -138,6 +138,8 @@ def test_a_part_of_which_no_factor_is_known_is_refused(tmp_path, monkeypatch):
     register_attention_part(_Cube)
     with pytest.raises(ValueError, match="cannot tell which of its 3 dimensions"):
         check_completep(make_config(attention_parts=["cube"]), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))
+    with pytest.raises(ValueError, match="needs blocks that add to the residual stream"):
+        check_completep(make_config(input_skip=True), {"hidden_size": 16}, TrainingArguments(str(tmp_path)))
 
 
 def test_the_base_model_is_trained_as_without():
