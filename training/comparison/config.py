@@ -1,6 +1,7 @@
 """The file of a comparison as typed values: what it may hold, and how it is read and written."""
 
 import functools
+import itertools
 import math
 import shlex
 from collections.abc import Mapping
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from scipy.stats.qmc import Halton
 from transformers import TrainingArguments
 
+from modeling_nlq import NLQConfig
+from modeling_nlq.activations_nlq import did_you_mean
 from modeling_nlq.configuration_nlq import check_kernels
 
 from ...configuration import find
@@ -184,7 +187,12 @@ class TuneConfig(_Section):
         for name, entry in self.ranges.items():
             for value in entry.values:
                 if all(point[name] != value for point in self.points[1:]):
-                    raise ValueError(f"trials={self.trials} leaves out {name}={value!r}; set more trials")
+                    enough = next(
+                        count
+                        for count in itertools.count(self.trials)
+                        if value in [point.get(name) for point in self._points(count)]
+                    )
+                    raise ValueError(f"trials={self.trials} leaves out {name}={value!r}; set trials: {enough}")
 
     @functools.cached_property
     def ranges(self) -> dict[str, Range]:
@@ -193,9 +201,12 @@ class TuneConfig(_Section):
     @functools.cached_property
     def points(self) -> list[dict[str, Any]]:
         """The values of each point by field; the first has none, for they are the recipe's."""
+        return self._points(self.trials)
+
+    def _points(self, trials: int) -> list[dict[str, Any]]:
         sampler = Halton(len(self.ranges), scramble=False)
         sampler.fast_forward(1)  # of the origin
-        shares = sampler.random(self.trials - 1)
+        shares = sampler.random(trials - 1)
         names = self.ranges.items()
         return [{}, *({name: entry.at(share) for (name, entry), share in zip(names, point)} for point in shares)]
 
@@ -262,7 +273,7 @@ class ScaleConfig(_Section):
     tokenizer: str | None = None
     """As in a recipe."""
     task: dict[str, Any] | None = None
-    """As in a recipe, whole."""
+    """Fields of the recipe's `task` that differ."""
     block_size: int | None = None
     """As in a recipe."""
     switches: dict[str, Any] | None = None
@@ -407,6 +418,10 @@ class ComparisonConfig(_Section):
     def _check_tuned(self, tuned: set[str]) -> None:
         """Raises `ValueError` if a tuned field has other values somewhere."""
         check_set_by_run("tune: fields: ", dict.fromkeys(tuned - {LEARNING_RATE}))
+        named = {*Recipe.__dataclass_fields__, *TrainingArguments.__dataclass_fields__}
+        for name in sorted(tuned - named - NLQConfig.__dataclass_fields__.keys()):
+            if hint := did_you_mean(name, named):  # else it may be a field of another model's configuration
+                raise ValueError(f"tune: fields: {name!r} is unknown; {hint.strip()}")
         if private := sorted(tuned - without_private(dict.fromkeys(tuned)).keys()):
             raise ValueError(f"tune: fields: {', '.join(private)}: folders and names cannot be tuned")
         sections = {f"model {name!r}": model for name, model in (self.models or {}).items()}
@@ -564,12 +579,18 @@ def read_made_from(content: Mapping[str, Any], source: str) -> ComparisonConfig:
 
 
 def with_sections(recipe: Mapping[str, Any], section: _Section, source: str) -> dict[str, Any]:
-    """Returns a recipe with the fields and sections of a comparison, a scale or a model."""
+    """Returns a recipe with the fields and sections of a comparison, a scale or a model; null is a default."""
     sections = {
         name: merged(read_section(recipe.get(name), f"{source}: {name}"), getattr(section, name) or {})
         for name in SECTIONS
     }
-    return {**recipe, **section.recipe_fields(), **sections}
+    fields = section.recipe_fields()
+    if fields.get("task") and "dataset" not in fields:
+        sections["task"] = {**(recipe.get("task") or {}), **fields["task"]}
+    # All models need one, so null leaves the recipe's
+    cleared = [name for name, value in fields.items() if value is None and name != "model"]
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return {**{name: value for name, value in recipe.items() if name not in cleared}, **fields, **sections}
 
 
 def default_folder(name: str) -> Path:

@@ -74,8 +74,9 @@ def test_values_lie_in_their_range(low, times, share, kind):
         ({"models": {"base": None, "twin": {"training": {"weight_decay": 0.0}}}}, "weight_decay: model 'twin' sets"),
         (
             {"tune": {"trials": 2, "fields": {**SCALE, "weight_decay": {"values": [0.0, 0.1]}}}},
-            "trials=2 leaves out weight_decay=0.1; set more trials",
+            "trials=2 leaves out weight_decay=0.1; set trials: 3",
         ),
+        ({"tune": {"trials": 4, "fields": {"learning_rat": [0.1, 1.0]}}}, "'learning_rat' is unknown; did you mean"),
         ({"tune": {"trials": 4, "fields": {"no_field": [0.1, 1.0]}}}, "tune: no_field=.* has no field 'no_field'"),
         ({"tune": {"trials": 4, "fields": {"max_steps": [5, 10]}}}, "tune: max_steps=7 changes the data"),
         ({"tune": {"trials": 4, "fields": {"seed": {"values": [1, 2]}}}}, "seed: set seeds and learning_rates in"),
