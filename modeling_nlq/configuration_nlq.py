@@ -366,6 +366,10 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
                 if projection.bottleneck:
                     plan[f"{module}.{name[0]}_bottleneck.fc1"] = "colwise"
                     plan[f"{module}.{name[0]}_bottleneck.fc2"] = "rowwise"
+            if layer.linear_attention_update == "delta":
+                plan[f"{module}.b_proj"] = "colwise"
+            if layer.linear_attention_decay == "gated":
+                plan[f"{module}.a_proj"] = "colwise"
             for part in parts_of(layer):
                 plan |= {f"{module}.{name}": style for name, style in part.split_layers(layer).items()}
             plan[f"{module}.o_proj"] = "rowwise"

@@ -413,10 +413,11 @@ class NLQLinearAttention(NLQAttention):
         beta = self.largest_beta * torch.sigmoid(strength.to(at_least_float32(strength)))
         log_decay = self.log_decay
         if self.a_proj is not None:
-            step = self.a_proj(hidden_states).to(beta.dtype) + self.dt_bias.to(beta.dtype)
-            log_decay = -self.a_log_bias.to(beta.dtype).exp() * F.softplus(step)
-            log_decay = own_heads(log_decay, self.tp_mesh, dim=-1).transpose(1, 2)
-        return {"log_decay": log_decay, "beta": own_heads(beta, self.tp_mesh, dim=-1).transpose(1, 2)}
+            biases = (own_heads(each, self.tp_mesh, dim=0) for each in (self.a_log_bias, self.dt_bias))
+            log_rate, bias = (each.to(beta.dtype) for each in biases)
+            log_decay = -log_rate.exp() * F.softplus(self.a_proj(hidden_states) + bias)
+            log_decay = log_decay.transpose(1, 2)
+        return {"log_decay": log_decay, "beta": beta.transpose(1, 2)}
 
     @property
     def log_decay(self) -> Tensor | None:
