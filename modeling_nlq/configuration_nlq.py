@@ -60,6 +60,8 @@ PER_LAYER_SWITCHES = (
     "attention_normalization",
     "attention_scaling",
     "linear_attention_decay",
+    "linear_attention_update",
+    "linear_attention_beta",
     *ATTENTION_PARTS,
     "attention_parts",
     "cross_attention",
@@ -67,6 +69,7 @@ PER_LAYER_SWITCHES = (
 
 # Switches that cross-attention does not support: they need token order or the query's own value
 WITHOUT_CROSS_ATTENTION = ("position_embedding", "sliding_window", "linear_attention_decay")
+WITHOUT_CROSS_ATTENTION += ("linear_attention_update", "linear_attention_beta")
 WITHOUT_CROSS_ATTENTION += tuple(name for name, part in ATTENTION_PARTS.items() if part.of_own_tokens())
 # The switches that `cross_attention` may override
 CROSS_ATTENTION_SWITCHES = [
@@ -77,6 +80,9 @@ CROSS_ATTENTION_SWITCHES = [
 EXCLUSIONS = (
     (("attention_dropout", None), ("attention_activation", "linear_attention")),
     (("sliding_window", None), ("attention_activation", "linear_attention")),
+    # Keys and queries are of unit length, and nothing is divided
+    (("qk_norm", "l2"), ("linear_attention_update", "delta")),
+    (("attention_normalization", None), ("linear_attention_update", "delta")),
     (("parallax", None), ("differential_attention", None)),
     # Its sums would not move with the cache of a window
     (("selective_attention", None), ("sliding_window", None)),
@@ -144,7 +150,11 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         attention_activation: the function `phi` of the scores, a key of `ATTENTION_ACTIVATIONS` or of `ACT2FN`.
         attention_normalization: `"sum"`, `"length"` or `"none"`; by default the activation's.
         attention_scaling: factor of the scores; by default `1 / sqrt(head_dim)`, halved if queries contain `X`.
-        linear_attention_decay: `"fixed"`, RetNet's rate for each key and value head, or `"learned"`, a trained rate.
+        linear_attention_decay: `"fixed"`, RetNet's rate for each key and value head, or `"learned"`, a trained rate;
+            with the update `"delta"` also `"gated"`, `exp(-exp(A) softplus(w_a x + c))` (arXiv 2412.06464).
+        linear_attention_update: `"additive"`, or `"delta"`, which replaces what the state holds for a key
+            (arXiv 2102.11174).
+        linear_attention_beta: the most that `"delta"` replaces; 2 allows negative eigenvalues (arXiv 2411.12537).
         attention_parts: names of parts of your own; see `load_attention_parts`.
         attention_parts_code: a hash of the code of each; by default the latest.
         add_cross_attention: whether each layer also attends to the tokens of an encoder, before its MLP.
@@ -202,7 +212,9 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
     attention_activation: str = "softmax"
     attention_normalization: Literal["sum", "length", "none"] | None = None
     attention_scaling: int | float | None = None
-    linear_attention_decay: Literal["fixed", "learned"] | None = None
+    linear_attention_decay: Literal["fixed", "learned", "gated"] | None = None
+    linear_attention_update: Literal["additive", "delta"] = "additive"
+    linear_attention_beta: Literal[1, 2] = 1
     attention_parts: list[str] | None = None
     attention_parts_code: dict[str, str] | None = None
 
@@ -354,6 +366,10 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
                 if projection.bottleneck:
                     plan[f"{module}.{name[0]}_bottleneck.fc1"] = "colwise"
                     plan[f"{module}.{name[0]}_bottleneck.fc2"] = "rowwise"
+            if layer.linear_attention_update == "delta":
+                plan[f"{module}.b_proj"] = "colwise"
+            if layer.linear_attention_decay == "gated":
+                plan[f"{module}.a_proj"] = "colwise"
             for part in parts_of(layer):
                 plan |= {f"{module}.{name}": style for name, style in part.split_layers(layer).items()}
             plan[f"{module}.o_proj"] = "rowwise"
@@ -472,6 +488,13 @@ def _check_layer(layer):
     if layer.linear_attention_decay is not None and activation.kind != "linear":
         decay = layer.linear_attention_decay
         raise ValueError(f"linear_attention_decay={decay!r} needs 'linear_attention', not {activation.name!r}")
+    is_delta = layer.linear_attention_update == "delta"
+    if is_delta and activation.kind != "linear":
+        raise ValueError(f"linear_attention_update='delta' needs 'linear_attention', not {activation.name!r}")
+    of_delta = (("linear_attention_decay", "gated"), ("linear_attention_beta", 2))
+    for name, value in of_delta:
+        if not is_delta and getattr(layer, name) == value:
+            raise ValueError(f"{name}={value!r} needs linear_attention_update='delta'")
     for pair in EXCLUSIONS:
         values = {name: getattr(layer, name) for name, _ in pair}
         if all(values[name] == value if value is not None else values[name] for name, value in pair):
@@ -480,6 +503,7 @@ def _check_layer(layer):
     needs_order = {
         "attention_activation": not activation.sees_own_key,
         "linear_attention_decay": layer.linear_attention_decay,
+        "linear_attention_update": is_delta,
         **{part.name: part.causal_only for part in parts},
     }
     if not layer.is_causal and (names := [name for name, needs in needs_order.items() if needs]):

@@ -390,20 +390,48 @@ class NLQLinearAttention(NLQAttention):
 
     def __init__(self, config: NLQConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.linear_attention_decay = self.layer_config(config, layer_idx).linear_attention_decay
+        layer = self.layer_config(config, layer_idx)
+        self.linear_attention_decay = layer.linear_attention_decay
+        self.largest_beta = layer.linear_attention_beta
+        heads = config.num_key_value_heads
         if self.linear_attention_decay == "learned":
             # Its sigmoid is the rate
-            initial = initial_decay_bias(config.num_key_value_heads)
-            self.decay_bias = nn.Parameter(initial.to(torch.get_default_dtype()))
+            self.decay_bias = nn.Parameter(initial_decay_bias(heads).to(torch.get_default_dtype()))
+        # The names are those of Gated DeltaNet, with `bias` for the same reason as `sink_bias`
+        is_delta = layer.linear_attention_update == "delta"
+        self.b_proj = nn.Linear(config.hidden_size, heads, bias=False) if is_delta else None
+        self.a_proj = None
+        if self.linear_attention_decay == "gated":
+            self.a_proj = nn.Linear(config.hidden_size, heads, bias=False)
+            self.a_log_bias = nn.Parameter(torch.zeros(heads))
+            self.dt_bias = nn.Parameter(torch.ones(heads))
 
     def initialize(self):
         if self.linear_attention_decay == "learned":
             init.copy_(self.decay_bias, initial_decay_bias(len(self.decay_bias)))
+        elif self.linear_attention_decay == "gated":
+            # As in Transformers' `qwen3_next`
+            init.copy_(self.a_log_bias, torch.empty_like(self.a_log_bias).uniform_(0.01, 16.0).log_())
+            init.ones_(self.dt_bias)
+
+    def rates(self, hidden_states) -> dict[str, Tensor | None]:
+        """Returns the `log_decay` and `beta` of `linear_attention`, given the layer's input."""
+        if self.b_proj is None:
+            return {"log_decay": self.log_decay}
+        strength = self.b_proj(hidden_states)
+        beta = self.largest_beta * torch.sigmoid(strength.to(at_least_float32(strength)))
+        log_decay = self.log_decay
+        if self.a_proj is not None:
+            biases = (own_heads(each, self.tp_mesh, dim=0) for each in (self.a_log_bias, self.dt_bias))
+            log_rate, bias = (each.to(beta.dtype) for each in biases)
+            log_decay = -log_rate.exp() * F.softplus(self.a_proj(hidden_states) + bias)
+            log_decay = log_decay.transpose(1, 2)
+        return {"log_decay": log_decay, "beta": beta.transpose(1, 2)}
 
     @property
     def log_decay(self) -> Tensor | None:
-        """`(key_value_heads,)`, the logarithm of the decay per token."""
-        if self.linear_attention_decay is None:
+        """`(key_value_heads,)`, the logarithm of the decay per token, unless the layer's input decides."""
+        if self.linear_attention_decay in (None, "gated"):
             return None
         if self.linear_attention_decay == "learned":
             dtype = at_least_float32(self.decay_bias)
@@ -414,7 +442,7 @@ class NLQLinearAttention(NLQAttention):
 
     def attend(self, call, position_embeddings, name, mask, kwargs):
         length = call.hidden_states.shape[1]
-        query, key, value = self.project(call)  # rotary positions come after the feature map
+        query, key, value = self.project(call)  # rotary positions come later, in at least float32
         cache_layer = state = None
         if (cache := call.cache) is not None:
             name = "attention_activation='linear_attention'"
@@ -430,11 +458,11 @@ class NLQLinearAttention(NLQAttention):
             value,
             mask,
             scaling=self.scaling,
-            log_decay=self.log_decay,
             position_embeddings=position_embeddings,
             state=state,
             form="parallel" if self.config._attn_implementation == "eager" and cache_layer is None else "chunked",
             is_causal=self.is_causal,
+            **self.rates(call.hidden_states),
         )
         if cache_layer is not None:
             cache_layer.set_state(state, length)

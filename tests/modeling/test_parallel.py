@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from support.model_cases import PART_SWITCHES, RICH, SWITCHES
+from support.model_cases import GATED_DELTA, PART_SWITCHES, RICH, SWITCHES
 from support.paths import TESTS
 from transformers.distributed import DistributedConfig
 
@@ -18,6 +18,7 @@ from modeling_nlq.integrations_nlq import check_distribution
 
 # Few models with many switches each, so that every part that belongs to heads is in one of them
 CASES = {name: {"attention_activation": name, **switches} for name, switches in RICH.items()}
+CASES |= {"delta": {**GATED_DELTA, "num_key_value_heads": 2}}
 CASES |= {name: PART_SWITCHES[name] for name in ("all_parts", "more_parts")}
 SIZES = {
     "tp2": {"tp_size": 2},

@@ -36,6 +36,9 @@ LINEAR_KINDS = {
     name: {"attention_activation": "linear_attention", "linear_attention_decay": decay}
     for name, decay in {"linear": None, "linear_fixed": "fixed", "linear_learned": "learned"}.items()
 }
+DELTA = {"attention_activation": "linear_attention", "linear_attention_update": "delta"}
+GATED_DELTA = {**DELTA, "linear_attention_decay": "gated", "linear_attention_beta": 2}
+LINEAR_KINDS |= {"delta": DELTA, "delta_gated": GATED_DELTA}
 KINDS = {**SOFTMAX_KINDS, **ELEMENTWISE_KINDS, **ROW_KINDS, **LINEAR_KINDS}
 # The values of switches whose type names none
 VALUES = {

@@ -227,6 +227,19 @@ def linear_attention(query, key, value, visible, scaling, decay=1.0, turn=None):
     return torch.stack(outputs), torch.stack(all_weights)
 
 
+def delta_rule(query, key, value, visible, scaling, beta, decay):
+    """One head of the delta rule, `(length, head_dim)`, where `beta` and `decay` are `(length,)`."""
+    query, key = (states * torch.rsqrt(states.square().sum(dim=-1, keepdim=True) + 1e-6) for states in (query, key))
+    outputs = []
+    for i in range(len(query)):
+        state = value.new_zeros(value.shape[1], key.shape[1])
+        for j in visible[i].nonzero()[:, 0].tolist():
+            kept = torch.eye(key.shape[1], dtype=key.dtype) - beta[j] * torch.outer(key[j], key[j])
+            state = decay[j] * state @ kept + beta[j] * torch.outer(value[j], key[j])
+        outputs.append(scaling * state @ query[i])
+    return torch.stack(outputs)
+
+
 @dataclass
 class Text:
     """One sequence, perhaps of packed documents."""
@@ -304,6 +317,7 @@ def normalised_pairs(config, pairs, index):
 ABSENT = {"position_embedding": "none", "attention_gate": None, "selective_attention": False} | dict.fromkeys(
     ("sliding_window", "linear_attention_decay", "exclusive_attention", "value_residual", "forget_gate", "canon")
 )
+ABSENT["linear_attention_update"] = "additive"
 
 
 def cross_layer(layer):
@@ -368,6 +382,16 @@ def attention(config, layer, x, parameters, text, index, first_values=None, sour
             decay = 1.0 if layer.linear_attention_decay is None else fixed_decay(group)
             if layer.linear_attention_decay == "learned":
                 decay = sigmoid(parameters["decay_bias"][group])
+            if layer.linear_attention_update == "delta":
+                beta = layer.linear_attention_beta * sigmoid(linear(x, parameters.below("b_proj"))[:, group])
+                if layer.linear_attention_decay == "gated":
+                    step = linear(x, parameters.below("a_proj"))[:, group] + parameters["dt_bias"][group]
+                    decay = torch.exp(-torch.exp(parameters["a_log_bias"][group]) * torch.log1p(torch.exp(step)))
+                query, key = (query, key) if turn is None else (turn(query), turn(key))
+                rates = (beta, decay * torch.ones_like(beta))
+                outputs.append(delta_rule(query, key, value, visible[head], scaling, *rates))
+                all_weights.append(torch.zeros(len(x), len(source)))  # there are none
+                continue
             output, weights = linear_attention(query, key, value, visible[head], scaling, decay, turn)
             outputs.append(output)
             all_weights.append(weights)
