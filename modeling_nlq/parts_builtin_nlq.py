@@ -522,8 +522,8 @@ class DifferentialAttention(AttentionPart):
     def start_without_effect(self, layer):
         if not self.is_v2:
             return "the norm of the difference has no counterpart; use 'v2'"
-        if getattr(layer, "output_activation", None) is not None:
-            return "the attention_output_activation comes before the weights that would be doubled"
+        if getattr(layer, "output_activation", None) is not None or self.config.gate_source == "output":
+            return "an activation, or what a gate reads, comes before the weights that would be doubled"
         for parameter in self.proj.parameters():
             parameter.zero_()
         layer.o_proj.weight.mul_(2.0)  # both maps are equal, and sigmoid(0) = 1/2
