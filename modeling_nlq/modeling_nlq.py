@@ -362,8 +362,9 @@ class NLQAttention(nn.Module):
         """
         if not self.caches_keys_alone or isinstance(cache, PagedAttentionCache):
             return False
-        layer = cache.layers[self.layer_idx] if self.layer_idx < len(cache.layers) else None
-        has_values = getattr(layer, "is_initialized", False) and layer.values.shape[-1] == self.head_dim
+        is_made = self.layer_idx < len(cache.layers)
+        layer = cache.layers[self.layer_idx] if is_made else cache.layer_class_to_replicate
+        has_values = is_made and layer.is_initialized and layer.values.shape[-1] == self.head_dim
         return not (has_values or hasattr(layer, "_quantize"))
 
     def _position_columns(self, call, key, position_embeddings) -> Tensor:
