@@ -87,7 +87,6 @@ EXCLUSIONS = (
     # A head reads the values of two groups
     (("exclusive_attention", None), ("differential_attention", "v1")),
     (("attention_gate", "value"), ("differential_attention", "v1")),
-    # It reads the token's own value, by a small matrix
     (("attention_gate", "value"), ("gate_source", "output")),
     (("attention_gate", "value"), ("gate_rank", None)),
 )
@@ -317,10 +316,10 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
 
     @property
     def caches_keys_alone(self) -> bool:
-        """Whether values follow from the keys that a layer's cache holds, before their norm and positions."""
-        return self.value_projection == "key" and all(
-            part.keeps_keys or not part.has_hook("change_qkv") for part in parts_of(self)
-        )
+        """Whether a layer's cache may hold its keys before norm and positions, and no values."""
+        if self.value_projection != "key" or self.activation.kind == "linear":
+            return False
+        return all(part.keeps_keys or not part.has_hook("change_qkv") for part in parts_of(self))
 
     @property
     def layer_types(self) -> list[str]:

@@ -186,8 +186,8 @@ class NLQAttention(nn.Module):
         names = ("query", "key", "value")
         self.projections = {name: VALUE_PROJECTIONS[getattr(layer, f"{name}_projection")] for name in names}
         self.value_is_key = layer.value_projection == "key"
-        self.caches_keys_alone = layer.caches_keys_alone and layer.activation.kind != "linear"
-        # The angles of the keys that such a cache holds
+        self.caches_keys_alone = layer.caches_keys_alone
+        # It rotates the keys of such a cache
         needs_angles = self.caches_keys_alone and self.has_rotary_positions
         self.rotary_emb = GPTNeoXRotaryEmbedding(config) if needs_angles else None
         self.q_proj, self.q_bottleneck = make_terms(layer, "query")
@@ -368,7 +368,10 @@ class NLQAttention(nn.Module):
         return not (has_values or hasattr(layer, "_quantize"))
 
     def _position_columns(self, call, key, position_embeddings) -> Tensor:
-        """Returns what such a cache holds beside keys `(batch, groups, length, head_dim)`: their rotary positions."""
+        """Returns what such a cache holds beside keys `(batch, groups, length, head_dim)`: their rotary positions.
+
+        Only the call that brings a token knows the caller's position of it.
+        """
         if position_embeddings is None:
             return key[..., :0]
         positions = call.token_context.position_ids[:, None, :, None].to(at_least_float32(key))

@@ -243,13 +243,11 @@ class LengthScaling(AttentionPart):
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
-        heads, self.shift_bias = config.num_query_heads, None
-        if config.attention_length_scaling == "log_bias":
-            self.scale_bias, self.shift_bias = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.ones(heads))
-            return
-        # The factor is 1 at first for a query that sees the most keys
-        most = max(2, config.most_visible_keys)
-        self.scale_bias = nn.Parameter(torch.full((heads,), 1.0 / math.log(most)))
+        has_shift = config.attention_length_scaling == "log_bias"
+        # The factor is 1 at first, without a bias for a query that sees the most keys
+        scale = 0.0 if has_shift else 1.0 / math.log(max(2, config.most_visible_keys))
+        self.scale_bias = nn.Parameter(torch.full((config.num_query_heads,), scale))
+        self.shift_bias = nn.Parameter(torch.ones(config.num_query_heads)) if has_shift else None
 
     def start_without_effect(self, layer):
         return self.start if self.shift_bias is None else None  # it begins so
