@@ -47,6 +47,9 @@ __version__ = "0.2.0"
 # The value of `attn_implementation` that leaves the choice of a backend to each layer and call
 AUTOMATIC = "nlq"
 
+# What an `attention_gate` reads and how; they mean nothing without it
+GATE_OPTIONS = ("gate_source", "gate_activation", "gate_rank")
+
 # The switches that may differ between layers, through Transformers' `per_layer_config`
 PER_LAYER_SWITCHES = (
     "position_embedding",
@@ -63,6 +66,7 @@ PER_LAYER_SWITCHES = (
     "linear_attention_update",
     "linear_attention_beta",
     *ATTENTION_PARTS,
+    *GATE_OPTIONS,
     "attention_parts",
     "cross_attention",
 )
@@ -89,6 +93,8 @@ EXCLUSIONS = (
     # A head reads the values of two groups
     (("exclusive_attention", None), ("differential_attention", "v1")),
     (("attention_gate", "value"), ("differential_attention", "v1")),
+    (("attention_gate", "value"), ("gate_source", "output")),
+    (("attention_gate", "value"), ("gate_rank", None)),
 )
 
 
@@ -110,6 +116,9 @@ PROJECTIONS = {
     "bottleneck": Projection(bottleneck=True),
     "upcycled": Projection(linear=True, bottleneck=True, starts_at_zero=True),
 }
+
+# Values can also be the keys, before their norm and positions: no term of their own
+VALUE_PROJECTIONS = {**PROJECTIONS, "key": Projection()}
 
 # Not those whose angles depend on the current length, which a cache does not fit
 ROPE_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
@@ -145,7 +154,8 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         sublayer_activation, residual_activation: the functions `a` and `r`.
         query_projection: `"linear"`, `X W`; `"identity"`, `X`; `"residual"`, `X + X W`; `"nonlinear"`, `X + f(X)`;
             `"bottleneck"`, `f(X)`; `"upcycled"`, `X W + f(X)` with `f = 0` at first.
-        key_projection, value_projection: the same for the keys and for the values.
+        key_projection, value_projection: the same for the keys and for the values. Values can also be the `"key"`,
+            before `qk_norm` and rotary positions (arXiv 2606.04032).
         projection_bottleneck_size, projection_activation: width, by default `hidden_size // 2`, and activation of `f`.
         attention_activation: the function `phi` of the scores, a key of `ATTENTION_ACTIVATIONS` or of `ACT2FN`.
         attention_normalization: `"sum"`, `"length"` or `"none"`; by default the activation's.
@@ -155,6 +165,10 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         linear_attention_update: `"additive"`, or `"delta"`, which replaces what the state holds for a key
             (arXiv 2102.11174).
         linear_attention_beta: the most that `"delta"` replaces; 2 allows negative eigenvalues (arXiv 2411.12537).
+        gate_source: what an `attention_gate` reads: the `"input"` of the layer, or the `"output"` of all heads
+            (arXiv 2608.11805).
+        gate_activation: `"sigmoid"`, or `"softplus"` as in Laguna.
+        gate_rank: the rank of the gate's matrix, a product of two as in Kimi Linear (arXiv 2510.26692).
         attention_parts: names of parts of your own; see `load_attention_parts`.
         attention_parts_code: a hash of the code of each; by default the latest.
         add_cross_attention: whether each layer also attends to the tokens of an encoder, before its MLP.
@@ -215,6 +229,9 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
     linear_attention_decay: Literal["fixed", "learned", "gated"] | None = None
     linear_attention_update: Literal["additive", "delta"] = "additive"
     linear_attention_beta: Literal[1, 2] = 1
+    gate_source: Literal["input", "output"] = "input"
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    gate_rank: int | None = None
     attention_parts: list[str] | None = None
     attention_parts_code: dict[str, str] | None = None
 
@@ -290,7 +307,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         switches = {name: getattr(NLQConfig, name) for name in (*WITHOUT_CROSS_ATTENTION, "attention_parts")}
         switches |= {"position_embedding": "none", "is_causal": False}
         if self.attention_gate == "value":
-            switches["attention_gate"] = None
+            switches |= {name: getattr(NLQConfig, name) for name in ("attention_gate", *GATE_OPTIONS)}
         if isinstance(self.cross_attention, dict):
             switches |= self.cross_attention
         for name, value in switches.items():
@@ -308,6 +325,13 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         if self.sliding_window is None:
             return length
         return min(length, self.sliding_window if self.is_causal else 2 * self.sliding_window + 1)
+
+    @property
+    def caches_keys_alone(self) -> bool:
+        """Whether a layer's cache may hold its keys before norm and positions, and no values."""
+        if self.value_projection != "key" or self.activation.kind == "linear":
+            return False
+        return all(part.keeps_keys or not part.has_hook("change_qkv") for part in parts_of(self))
 
     @property
     def layer_types(self) -> list[str]:
@@ -360,7 +384,7 @@ class NLQConfig(NLQConfigMixin, PartFields, PreTrainedConfig):
         for layer in self.attention_configs:
             module = "cross_attn" if layer.is_cross_attention else "self_attn"
             for name in ("query", "key", "value"):
-                projection = PROJECTIONS[getattr(layer, f"{name}_projection")]
+                projection = VALUE_PROJECTIONS[getattr(layer, f"{name}_projection")]
                 if projection.linear:
                     plan[f"{module}.{name[0]}_proj"] = "colwise"
                 if projection.bottleneck:
@@ -460,13 +484,13 @@ def _check_function(config, name):
 
 def _check_layer(layer):
     for kind in ("query", "key", "value"):
-        name = f"{kind}_projection"
-        if (value := getattr(layer, name)) not in PROJECTIONS:
-            suggestion = did_you_mean(value, PROJECTIONS)
-            raise ValueError(f"{name}={value!r} is unknown; {suggestion}choose one of {', '.join(PROJECTIONS)}")
+        name, rows = f"{kind}_projection", VALUE_PROJECTIONS if kind == "value" else PROJECTIONS
+        if (value := getattr(layer, name)) not in rows:
+            suggestion = did_you_mean(value, rows)
+            raise ValueError(f"{name}={value!r} is unknown; {suggestion}choose one of {', '.join(rows)}")
         heads = layer.num_query_heads if kind == "query" else layer.num_key_value_heads
         width = layer.hidden_size if kind == "query" else layer.key_value_input_size
-        if PROJECTIONS[value].identity and heads * layer.head_dim != width:
+        if rows[value].identity and heads * layer.head_dim != width:
             allowed = ", ".join(other for other, row in PROJECTIONS.items() if not row.identity)
             size = f"{heads} heads x head_dim={layer.head_dim}"
             raise ValueError(f"{name}={value!r} adds its input of hidden_size={width} to {size}; use one of {allowed}")
@@ -474,6 +498,7 @@ def _check_layer(layer):
         raise ValueError(f"projection_bottleneck_size={layer.projection_bottleneck_size} must be at least 1")
     if layer.sliding_window is not None and layer.sliding_window < 2:  # Transformers' cache takes no 1
         raise ValueError(f"sliding_window={layer.sliding_window} must be at least 2 tokens, or None")
+    _check_positive(layer, "gate_rank")
     _check_function(layer, "projection_activation")
     _check_function(layer, "attention_output_activation")
 
@@ -495,6 +520,9 @@ def _check_layer(layer):
     for name, value in of_delta:
         if not is_delta and getattr(layer, name) == value:
             raise ValueError(f"{name}={value!r} needs linear_attention_update='delta'")
+    for name in GATE_OPTIONS:
+        if layer.attention_gate is None and (value := getattr(layer, name)) != getattr(NLQConfig, name):
+            raise ValueError(f"{name}={value!r} needs an attention_gate; set 'headwise' or 'elementwise'")
     for pair in EXCLUSIONS:
         values = {name: getattr(layer, name) for name, _ in pair}
         if all(values[name] == value if value is not None else values[name] for name, value in pair):
