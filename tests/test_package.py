@@ -75,6 +75,7 @@ def test_road_of_the_readme_by_the_wheel(wheel, corpus, tmp_path):
 def test_one_version_everywhere():
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert citation["version"] == modeling_nlq.__version__
+    assert f"version = {{{modeling_nlq.__version__}}}" in (REPOSITORY / "docs" / "faq.md").read_text()
     assert f"## {modeling_nlq.__version__} " in (REPOSITORY / "CHANGELOG.md").read_text()
     assert f'"transformers>={MINIMUM_TRANSFORMERS},<6"' in (REPOSITORY / "pyproject.toml").read_text()
 
