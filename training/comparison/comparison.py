@@ -88,10 +88,13 @@ class Scale:
         return any(len(variant.rates.first) > 1 for variant in self.variants.values())
 
     @property
+    def is_search(self) -> bool:
+        return any(variant.rates.is_search for variant in self.variants.values())
+
+    @property
     def or_more(self) -> str:
         """What a sentence adds to the number of runs."""
-        is_search = any(variant.rates.is_search for variant in self.variants.values())
-        return ", more if a search goes on" if is_search else ""
+        return ", more if a search goes on" if self.is_search else ""
 
     @property
     def tokens_per_run(self) -> int:
@@ -159,9 +162,11 @@ class Scale:
         if self.shares_points:
             return f"the baseline tries {tuned.trials} points with each seed, and all rows take the best"
         if self.takes_points:
-            return "each seed takes over its point of the first scale, and searches the learning rate again"
+            again = ", and searches the learning rate again" if self.is_search else ""
+            return f"each seed takes over its point of the first scale{again}"
         ranges = ", ".join(f"{name} {entry}" for name, entry in tuned.ranges.items())
-        return f"each seed tries {tuned.trials} points for each model, then rates around its best: {ranges}"
+        then = ", then rates around its best" if self.is_search else ""
+        return f"each seed tries {tuned.trials} points for each model{then}: {ranges}"
 
     def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
         size, width = variant.size, variant.intermediate_size

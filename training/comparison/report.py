@@ -4,7 +4,6 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .conditions import SumVerdict
+from .config import ComparisonConfig
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
 from .lr_search import LEARNING_RATE
@@ -43,7 +43,7 @@ from .tables import (
     tuning_gain,
     with_interval,
 )
-from .trend import TrendVerdict
+from .trend import COMPUTE, TrendVerdict
 
 
 PROTOCOL = "How this was measured and judged"
@@ -71,9 +71,8 @@ _TERMINAL_COLUMNS = {
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
 _CARD_COLUMNS += ("Holm p", BONFERRONI, "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
-_POINTS_CAPTION = (
-    "The point that each seed chose for each model by validation loss, and the learning rate that it found there. "
-    "Trial 0 has the recipe's own values."
+POINTS_CAPTION = (
+    "The point of each seed, chosen by validation loss, and its learning rate. Trial 0 has the recipe's own values."
 )
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed; only seeds count. The "
@@ -87,8 +86,10 @@ _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and s
 _EACH_SEED = (
     "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
 )
-_EACH_POINT = (
-    "Every seed tunes each model anew, by the same search, so p and the intervals include the risk of that choice."
+_EACH_POINT = "Every seed makes the same search anew for {}, so p and the intervals include the risk of that choice."
+_TAKEN_POINTS = (
+    "Each seed took its points over from the first scale, so no gain of tuning is measured here, and other points may "
+    "suit this scale better. p and the intervals include the risk of the choice."
 )
 _NOT_TUNED = (
     "Other nuisance parameters, such as initial weights and warm-up, were not tuned: a verdict may hang on their "
@@ -125,6 +126,7 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     drawn = []
     for name, (title, caption, draw) in {} if outcome.interactions else figures.items():
         if (figure := draw(results)) is not None:
+            title = title.format(axis=outcome.trend and outcome.trend.axis)
             drawn.append(figure_section(folder, name, title, caption, figure))
         else:
             delete(folder / "figures" / f"{name}.png")  # of results that had more runs
@@ -225,7 +227,10 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
         ]
     elif outcome.interactions:
         conditions = outcome.scales.items()
-        sections += [replace(_models(results), title=f"Condition {name}") for name, results in conditions]
+        for name, results in conditions:
+            fields, models = given_fields(outcome.comparison["conditions"][name]), _models(results)
+            changes = Markdown(f"What it changes of the recipe: {code(fields) if fields else 'nothing'}.")
+            sections.append(Section(f"Condition {name}", [changes, *models.parts]))
         sections += [Section("Interactions", [interaction_rows(outcome), INTERACTIONS_CAPTION])]
         for name, results in conditions:
             data = Section("Data and machine", [provenance(results)])
@@ -259,7 +264,7 @@ def _protocol(sentences: list[str]) -> Section:
 def _models(results: ScaleOutcome) -> Section:
     differences = []
     for name, model in results.models.items():
-        fields = given_fields(model)
+        fields = given_fields(model.given)
         differences.append(Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's")))
     early = [_EARLY] if results.interim else []
     return Section("Models", [summary_rows(results), *early, "What differs between them:", bullets(differences)])
@@ -268,7 +273,7 @@ def _models(results: ScaleOutcome) -> Section:
 def _runs(results: ScaleOutcome) -> list[Section]:
     tables = {
         "Downstream tasks": (_TASKS_CAPTION, task_rows(results)),
-        "Tuning": (_POINTS_CAPTION, point_rows(results)),
+        "Tuning": (POINTS_CAPTION, point_rows(results)),
         "Learning rates": (_RATES_CAPTION.format(results.objective.loss_unit), rate_rows(results)),
         "Stability at the end": (_STABILITY_CAPTION, stability_rows(results)),
     }
@@ -300,7 +305,7 @@ def primary_sentence(outcome: Outcome) -> str:
         margin = f" Equivalent means that its 90 % interval, [{low:+.2f}, {high:+.2f}], is within {test.margin:g} %."
     return (
         f"{about}: {test.verdict}, {with_interval(test.value, test.interval, '+.2f')} % of the baseline's loss, p "
-        f"{p_value(test.p)}.{margin} It counts seeds, not the choice of the test text. It was tested first, at 5 % "
+        f"{p_value(test.p)}.{margin} It counts seeds, not the choice of the test data. It was tested first, at 5 % "
         f"without a correction; {count(outcome.largest.statistics.family, 'other test')} together are one family."
     )
 
@@ -312,7 +317,11 @@ def interaction_sentence(outcome: Outcome) -> str:
         for each in outcome.interactions
         if each.test.verdict in words
     ]
-    return f"Interactions of models and conditions: {'; '.join(found) or 'none found'}."
+    notes = [each.test.note for each in outcome.interactions if each.test.p is None]
+    if not found:
+        found = ["none found" if len(notes) < len(outcome.interactions) else "none tested"]
+    left = [f"not tested: {'; '.join(dict.fromkeys(notes))}"] if notes else []
+    return f"Interactions of models and conditions: {'; '.join([*found, *left])}."
 
 
 def trend_sentence(outcome: Outcome) -> str:
@@ -342,6 +351,7 @@ def trend_protocol(outcome: Outcome) -> list[str]:
         "The verdict at the largest scale is the judgement. The trend explains it.",
         test,
         *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
+        *([] if trend.axis == COMPUTE else [trend.multiplier_note]),
     ]
 
 
@@ -363,16 +373,18 @@ def outcome_sentence(results: ScaleOutcome) -> str:
 
 def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
     """What a reader must know first, of the largest scale first."""
-    warnings = []
-    for name, scale in reversed(outcome.scales.items()):
+    warnings, family, names = [], outcome.largest.statistics.family, list(outcome.scales)
+    if family is not None:  # that of the plan, with the tests that could not be made
+        family = ComparisonConfig.read(outcome.comparison, outcome.name).family
+    for name in reversed(names) if outcome.trend else names:
         prefix = f"{outcome.axis.one.capitalize()} {name}: " if outcome.axis else ""
-        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(scale, has_tests)]
-    if outcome.trend and outcome.trend.multiplier_note:
+        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(outcome.scales[name], has_tests, family)]
+    if outcome.trend and outcome.trend.axis == COMPUTE and outcome.trend.multiplier_note:
         warnings.append(outcome.trend.multiplier_note)
     return warnings
 
 
-def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
+def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, family: int | None) -> list[str]:
     warnings = []
     if results.same_tokens is False:
         warnings.append(
@@ -403,11 +415,11 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
             if ends and len(ends) >= len(model.runs) / 2:
                 listed = " and ".join(f"{end:g}" for end in sorted(set(ends)))
                 warnings.append(
-                    f"{name} did best with {field} near {listed}, the end of its range ({values}), in {len(ends)} of "
-                    f"{len(model.runs)} seeds: better values may lie beyond."
+                    f"{name} did best with {field} {'at' if values.values else 'near'} {listed}, the end of its range "
+                    f"({values}), in {len(ends)} of {len(model.runs)} seeds: better values may lie beyond."
                 )
     counts = len(results.seeds), len(results.models) - 1
-    warning = power_warning(*counts, results.interim is not None, results.statistics.family)
+    warning = power_warning(*counts, results.interim is not None, family)
     if has_tests and warning:
         warnings.append(f"{warning}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
@@ -425,9 +437,36 @@ def _about_rates(results: ScaleOutcome) -> list[str]:
         return []
     if results.tuned is None:
         return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
-    listed = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items())
-    by = "By tuning, the test loss fell below that of the recipe's own values by"
-    return [_EACH_POINT, f"{by}: {listed}. A verdict that is smaller may hang on what was not tuned."]
+    gains = [f"{name} {tuning_gain(model)}" for name, model in results.models.items() if model.untuned]
+    if not gains:
+        return [_TAKEN_POINTS]
+    by = "Tuning lowered the test loss from that of the recipe's own values by"
+    if results.has_choice:
+        by = (
+            "Tuning and the search of the learning rate together lowered the test loss from that of the recipe's own "
+            "values, at the rate where the search began, by"
+        )
+    by = f"{by}: {', '.join(gains)}. A verdict that is smaller may hang on what was not tuned."
+    return [_EACH_POINT.format(_whose_points(results)), by, *([] if results.has_choice else [_ONE_RATE])]
+
+
+def _whose_points(results: ScaleOutcome) -> str:
+    if results.tuned.at == "baseline":
+        return "the baseline, whose point all models take"
+    is_whole = all(run.seed in model.untuned for model in results.models.values() for run in model.runs)
+    return "each model" if is_whole else "each model without a point of the first scale"
+
+
+def points_sentence(results: ScaleOutcome) -> str:
+    """Says which points of `tune` were tried, and for which models."""
+    search = " It then searched learning rates around its best point." if results.has_choice else ""
+    if not any(model.untuned for model in results.models.values()):
+        return f"Each seed took its point for each model over from the first scale.{search}"
+    ranges = "; ".join(f"{name} ({values})" for name, values in results.tuned.ranges.items())
+    return (
+        f"Each seed tried {results.tuned.trials} points for {_whose_points(results)}: the recipe's own values, then "
+        f"Halton's quasi-random points over {ranges}.{search}"
+    )
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:
@@ -438,6 +477,8 @@ def noise_floor_sentence(results: ScaleOutcome) -> str:
         f"Noise floor: the test loss of the baseline {results.baseline} varies by {statistics.noise_floor:.2g} nats "
         f"from seed to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
+    if not results.objective.has_parts:
+        return f"{sentence}."
     if (share := results.noise_from_text) is None:
         return f"{sentence}; how much of it comes from the choice of the test text is unknown."
     percent = "less than 1" if share < 0.005 else f"about {100 * share:.0f}"
@@ -475,16 +516,8 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         not results.objective.has_parts and ACCURACY_NOTE,
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
+        results.tuned and points_sentence(results),
     ]
-    if tuned := results.tuned:
-        ranges = "; ".join(f"{name} ({values})" for name, values in tuned.ranges.items())
-        whose = "the baseline, and all models took its best one" if tuned.at == "baseline" else "each model"
-        sentences.append(
-            f"Each seed tried {tuned.trials} points for {whose}: the recipe's own values, then Halton's quasi-random "
-            f"points over {ranges}. It then searched learning rates around its best point."
-        )
-        if tuned.at in (None, "first"):
-            sentences.append("In a ladder, larger scales take over the point of the smallest.")
     if results.has_choice:
         sentences += [
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "

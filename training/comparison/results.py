@@ -98,10 +98,12 @@ class ModelOutcome:
 
     @property
     def untuned(self) -> dict[int, RunOutcome]:
-        """By seed, the runs with the recipe's own values, which `tune` tries first."""
+        """By seed that tried points, the run with the recipe's own values, which `tune` tries first."""
         rate = self.search["start"] if self.search else self.learning_rates[0]
-        runs = (*self.tried, *self.runs)
-        return {run.seed: run for run in runs if run.trial == 0 and run.learning_rate == rate}
+        taken, runs = {(run.seed, run.trial) for run in self.runs}, (*self.tried, *self.runs)
+        seeds = {run.seed for run in self.tried if (run.seed, run.trial) not in taken}
+        own = [run for run in runs if run.trial == 0 and run.learning_rate == rate]
+        return {run.seed: run for run in own if run.seed in seeds}
 
     @property
     def chosen(self) -> list[RunOutcome]:

@@ -1,7 +1,8 @@
 """The tables of a report: rows of texts by column, the same in every file."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import yaml
@@ -292,7 +293,7 @@ ACCURACY_NOTE = (
 )
 INTERACTIONS_CAPTION = (
     "Improvement under the second condition minus that under the first, each in percent of the loss that the baseline "
-    "has there, seed by seed, with the 95 % interval of one test. Only seeds count, not the choice of the test text."
+    "has there, seed by seed, with the 95 % interval of one test. Only seeds count, not the choice of the test data."
 )
 _FAMILY_CAPTION = (
     "p of the test at each scale, corrected by Holm's method for all models at all scales as one family. The verdict "
@@ -321,10 +322,10 @@ def provenance(results: ScaleOutcome) -> Rows:
     return [{"what": what, "value": value} for what, value in values.items()]
 
 
-def given_fields(model: ModelOutcome) -> str:
-    flat = {name: value for name, value in model.given.items() if name not in SECTIONS}
+def given_fields(given: Mapping[str, Any]) -> str:
+    flat = {name: value for name, value in given.items() if name not in SECTIONS}
     for name in SECTIONS:
-        flat |= model.given.get(name) or {}
+        flat |= given.get(name) or {}
     return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
