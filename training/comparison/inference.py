@@ -74,17 +74,6 @@ class Estimate:
         shift = optimize.brentq(lambda shift: stats.nct.sf(critical, freedom, shift) - power, 0, largest)
         return float(shift * self.standard_error)
 
-    def smallest_margin(self, alpha: float, power: float = 0.8) -> float:
-        """Returns the margin within which `interval(1 - 2 * alpha)` lies with the probability `power`, if 0 is true."""
-        freedom = self.degrees_of_freedom
-        # Half the interval, over a thousand equally probable estimates of the noise
-        half = stats.t.isf(alpha, freedom) * np.sqrt(stats.chi2.ppf((np.arange(1000) + 0.5) / 1000, freedom) / freedom)
-
-        def missing(margin: float) -> float:
-            return power - np.mean(np.clip(2 * stats.norm.cdf(margin - half) - 1, 0, None))
-
-        return float(optimize.brentq(missing, 0, half.max() + 10) * self.standard_error)
-
 
 class Verdict(StrEnum):
     """What a comparison says of a model, or why it says nothing."""

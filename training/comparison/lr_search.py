@@ -73,10 +73,7 @@ class Range:
         return round(value) if type(self.low) is type(self.high) is int else float(f"{value:.3g}")
 
     def end_near(self, value: Any) -> float | None:
-        """Returns the end of the range if the value lies in the tenth before it, or beyond; or is that of a list.
-
-        Of two values, each is an end, which says nothing.
-        """
+        """Returns the end of the range if the value lies in the tenth before it or beyond; or that of a list of three."""
         if any(type(number) not in (int, float) for number in (value, *self.values)):
             return None
         if self.values:

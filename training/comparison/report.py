@@ -33,6 +33,7 @@ from .tables import (
     interaction_rows,
     p_value,
     point_rows,
+    points_sentence,
     provenance,
     rate_rows,
     run_rows,
@@ -71,9 +72,6 @@ _TERMINAL_COLUMNS = {
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
 _CARD_COLUMNS += ("Holm p", BONFERRONI, "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
-POINTS_CAPTION = (
-    "The point of each seed, chosen by validation loss, and its learning rate. Trial 0 has the recipe's own values."
-)
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed; only seeds count. The "
     "improvement is in percent of the baseline's score where lower is better, and of its distance from 1 for "
@@ -86,7 +84,7 @@ _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and s
 _EACH_SEED = (
     "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
 )
-_EACH_POINT = "Every seed makes the same search anew for {}, so p and the intervals include the risk of that choice."
+_EACH_POINT = "Every seed makes the same search anew, so p and the intervals include the risk of that choice."
 _TAKEN_POINTS = (
     "Each seed took its points over from the first scale, so no gain of tuning is measured here, and other points may "
     "suit this scale better. p and the intervals include the risk of the choice."
@@ -273,7 +271,7 @@ def _models(results: ScaleOutcome) -> Section:
 def _runs(results: ScaleOutcome) -> list[Section]:
     tables = {
         "Downstream tasks": (_TASKS_CAPTION, task_rows(results)),
-        "Tuning": (POINTS_CAPTION, point_rows(results)),
+        "Tuning": (points_sentence(results), point_rows(results)),
         "Learning rates": (_RATES_CAPTION.format(results.objective.loss_unit), rate_rows(results)),
         "Stability at the end": (_STABILITY_CAPTION, stability_rows(results)),
     }
@@ -317,11 +315,10 @@ def interaction_sentence(outcome: Outcome) -> str:
         for each in outcome.interactions
         if each.test.verdict in words
     ]
-    notes = [each.test.note for each in outcome.interactions if each.test.p is None]
-    if not found:
-        found = ["none found" if len(notes) < len(outcome.interactions) else "none tested"]
-    left = [f"not tested: {'; '.join(dict.fromkeys(notes))}"] if notes else []
-    return f"Interactions of models and conditions: {'; '.join([*found, *left])}."
+    none = "none found" if any(each.test.p is not None for each in outcome.interactions) else "none tested"
+    reasons = dict.fromkeys(each.test.note for each in outcome.interactions if each.test.note)
+    why = f" (no test: {'; '.join(reasons)})" if reasons else ""
+    return f"Interactions of models and conditions: {'; '.join(found) or none}{why}."
 
 
 def trend_sentence(outcome: Outcome) -> str:
@@ -437,36 +434,13 @@ def _about_rates(results: ScaleOutcome) -> list[str]:
         return []
     if results.tuned is None:
         return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
-    gains = [f"{name} {tuning_gain(model)}" for name, model in results.models.items() if model.untuned]
+    gains = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items() if model.untuned)
     if not gains:
         return [_TAKEN_POINTS]
-    by = "Tuning lowered the test loss from that of the recipe's own values by"
-    if results.has_choice:
-        by = (
-            "Tuning and the search of the learning rate together lowered the test loss from that of the recipe's own "
-            "values, at the rate where the search began, by"
-        )
-    by = f"{by}: {', '.join(gains)}. A verdict that is smaller may hang on what was not tuned."
-    return [_EACH_POINT.format(_whose_points(results)), by, *([] if results.has_choice else [_ONE_RATE])]
-
-
-def _whose_points(results: ScaleOutcome) -> str:
-    if results.tuned.at == "baseline":
-        return "the baseline, whose point all models take"
-    is_whole = all(run.seed in model.untuned for model in results.models.values() for run in model.runs)
-    return "each model" if is_whole else "each model without a point of the first scale"
-
-
-def points_sentence(results: ScaleOutcome) -> str:
-    """Says which points of `tune` were tried, and for which models."""
-    search = " It then searched learning rates around its best point." if results.has_choice else ""
-    if not any(model.untuned for model in results.models.values()):
-        return f"Each seed took its point for each model over from the first scale.{search}"
-    ranges = "; ".join(f"{name} ({values})" for name, values in results.tuned.ranges.items())
-    return (
-        f"Each seed tried {results.tuned.trials} points for {_whose_points(results)}: the recipe's own values, then "
-        f"Halton's quasi-random points over {ranges}.{search}"
-    )
+    start = ", at the learning rate where the search began," if results.has_choice else ""
+    gains = f"By tuning, the test loss fell below that of the recipe's own values{start} by: {gains}."
+    more = [] if results.has_choice else [_ONE_RATE]
+    return [_EACH_POINT, f"{gains} A verdict that is smaller may hang on what was not tuned.", *more]
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:
@@ -516,7 +490,6 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         not results.objective.has_parts and ACCURACY_NOTE,
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
-        results.tuned and points_sentence(results),
     ]
     if results.has_choice:
         sentences += [

@@ -151,6 +151,24 @@ def point_rows(results: ScaleOutcome) -> Rows:
     return rows
 
 
+def points_sentence(results: ScaleOutcome) -> str:
+    """Says which points of `tune` were tried, and for which models; nothing without `tune`."""
+    if (tuned := results.tuned) is None:
+        return ""
+    search = " It searched learning rates around that point." if results.has_choice else ""
+    has_own = {run.seed in model.untuned for model in results.models.values() for run in model.runs}
+    if has_own == {False}:
+        return f"Each seed took its point for each model over from the first scale.{search}"
+    whose = "each model" if has_own == {True} else "each model without a point of the first scale"
+    if tuned.at == "baseline":
+        whose = "the baseline, whose point all models take"
+    ranges = "; ".join(f"{name} ({values})" for name, values in tuned.ranges.items())
+    return (
+        f"Each seed tried {tuned.trials} points for {whose}: trial 0 with the recipe's own values, then Halton's "
+        f"quasi-random points over {ranges}. It took the one with the lowest validation loss.{search}"
+    )
+
+
 def tuning_gain(model: ModelOutcome) -> str:
     """Returns mean and standard deviation over seeds of the percent by which tuning lowered the test loss."""
     pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]

@@ -12,19 +12,9 @@ from matplotlib.figure import Figure
 
 from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
-from ..comparison.report import (
-    POINTS_CAPTION,
-    PROTOCOL,
-    describe,
-    in_line,
-    outcome_sentence,
-    points_sentence,
-    table_lines,
-    verdicts,
-    warning_sentences,
-)
+from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, table_lines, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
-from ..comparison.tables import number, p_value, point_rows, with_interval
+from ..comparison.tables import number, p_value, point_rows, points_sentence, with_interval
 from ..text import Markdown, code
 from .design import RATE, Design
 from .effects import Effects, MainEffect
@@ -60,10 +50,7 @@ _NO_VERDICT = (
     "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates "
     "misjudge a change that moves the best one. The verdict is that of the confirmation."
 )
-_NOT_TUNED = (
-    "Nothing was tuned: an effect may hang on other values in the recipe, such as initial weights and warm-up. The field "
-    "tune searches them for the baseline, and all rows take its choice."
-)
+_NOT_TUNED = "Nothing was tuned for the rows: effects may hang on values in the recipe, such as initial weights."
 _FOLDERS = Markdown("Its own report is in the folder `confirmation`, and the runs of the design are in `screening`.")
 _INTERACTIONS = (
     "The design cannot separate the interactions in one row; the number is their sum. It is positive if the loss is "
@@ -123,7 +110,7 @@ def _protocol(results: ScreeningOutcome) -> list[str]:
         f"factorial design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
         f"Runs of one seed are a block{': they saw the same tokens in the same order' if runs.same_tokens else ''}.",
         runs.objective.loss_note,
-        points_sentence(runs) if runs.tuned else _NOT_TUNED,
+        None if runs.tuned else _NOT_TUNED,
     ]
     if effects is not None:
         sentences.append(
@@ -191,7 +178,7 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
         sections.append(Section("Main effects", [_effect_rows(results)]))
         sections.append(Section("Interactions", [_INTERACTIONS, interactions]))
     if points := [row for row in point_rows(results.runs.largest) if row["model"] == results.runs.baseline]:
-        sections.append(Section("Tuning", [POINTS_CAPTION, points]))
+        sections.append(Section("Tuning", [points_sentence(results.runs.largest), points]))
     if results.confirmation is not None:
         sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), _FOLDERS]))
     changes = [
