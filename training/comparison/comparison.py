@@ -88,13 +88,10 @@ class Scale:
         return any(len(variant.rates.first) > 1 for variant in self.variants.values())
 
     @property
-    def is_search(self) -> bool:
-        return any(variant.rates.is_search for variant in self.variants.values())
-
-    @property
     def or_more(self) -> str:
         """What a sentence adds to the number of runs."""
-        return ", more if a search goes on" if self.is_search else ""
+        is_search = any(variant.rates.is_search for variant in self.variants.values())
+        return ", more if a search goes on" if is_search else ""
 
     @property
     def tokens_per_run(self) -> int:
@@ -159,13 +156,13 @@ class Scale:
             return (
                 f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"
             )
-        if self.shares_points:
-            return f"the baseline tries {tuned.trials} points with each seed, and all rows take the best"
         if self.takes_points:
-            again = ", and searches the learning rate again" if self.is_search else ""
+            again = ", and searches the learning rate again" if self.has_choice else ""
             return f"each seed takes over its point of the first scale{again}"
         ranges = ", ".join(f"{name} {entry}" for name, entry in tuned.ranges.items())
-        then = ", then rates around its best" if self.is_search else ""
+        if self.shares_points:
+            return f"the baseline tries {tuned.trials} points with each seed, and all rows take the best: {ranges}"
+        then = ", then rates around its best" if self.has_choice else ""
         return f"each seed tries {tuned.trials} points for each model{then}: {ranges}"
 
     def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
@@ -312,11 +309,8 @@ class Comparison:
 
     @property
     def machine_warning(self) -> str | None:
-        for scale in self.scales.values():
-            for variant in scale.variants.values():
-                if warning := emulated_bf16(variant.recipe.training):
-                    return warning
-        return None
+        variants = (variant for scale in self.scales.values() for variant in scale.variants.values())
+        return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:

@@ -112,10 +112,9 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
     batch = {name: torch.randint(vocabulary_of(config), (rows, length)).to(device) for name, length in lengths.items()}
     model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
     model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # as Trainer's default
     if recipe.optimizer == "muon":
         optimizer = make_muon(model, arguments, decayed=())
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # as Trainer's default
     dtype = torch.bfloat16 if arguments.bf16 else torch.float16
     threads_before, seconds = torch.get_num_threads(), []
     torch.set_num_threads(threads or threads_before)

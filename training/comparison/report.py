@@ -81,10 +81,7 @@ _TASKS_CAPTION = (
 _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and standard deviation over seeds."
 
 # One of these stands beside every p-value and interval
-_EACH_SEED = (
-    "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
-)
-_EACH_POINT = "Every seed makes the same search anew, so p and the intervals include the risk of that choice."
+_EACH_SEED = "Every seed chooses among the {} anew, so p and the intervals include the risk of that choice."
 _TAKEN_POINTS = (
     "Each seed took its points over from the first scale, so no gain of tuning is measured here, and other points may "
     "suit this scale better. p and the intervals include the risk of the choice."
@@ -433,14 +430,13 @@ def _about_rates(results: ScaleOutcome) -> list[str]:
     if not results.tested:
         return []
     if results.tuned is None:
-        return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
+        return [_EACH_SEED.format("learning rates") if results.has_choice else _ONE_RATE, _NOT_TUNED]
     gains = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items() if model.untuned)
     if not gains:
         return [_TAKEN_POINTS]
-    start = ", at the learning rate where the search began," if results.has_choice else ""
+    start, more = (", at the learning rate where the search began,", []) if results.has_choice else ("", [_ONE_RATE])
     gains = f"By tuning, the test loss fell below that of the recipe's own values{start} by: {gains}."
-    more = [] if results.has_choice else [_ONE_RATE]
-    return [_EACH_POINT, f"{gains} A verdict that is smaller may hang on what was not tuned.", *more]
+    return [_EACH_SEED.format("points"), *more, f"{gains} A verdict that is smaller may hang on what was not tuned."]
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:
@@ -451,10 +447,9 @@ def noise_floor_sentence(results: ScaleOutcome) -> str:
         f"Noise floor: the test loss of the baseline {results.baseline} varies by {statistics.noise_floor:.2g} nats "
         f"from seed to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
-    if not results.objective.has_parts:
-        return f"{sentence}."
     if (share := results.noise_from_text) is None:
-        return f"{sentence}; how much of it comes from the choice of the test text is unknown."
+        unknown = "; how much of it comes from the choice of the test text is unknown"
+        return f"{sentence}{unknown if results.objective.has_parts else ''}."
     percent = "less than 1" if share < 0.005 else f"about {100 * share:.0f}"
     return f"{sentence}; {percent} % of this variance comes from the choice of the test text."
 

@@ -100,10 +100,9 @@ class ModelOutcome:
     def untuned(self) -> dict[int, RunOutcome]:
         """By seed that tried points, the run with the recipe's own values, which `tune` tries first."""
         rate = self.search["start"] if self.search else self.learning_rates[0]
-        taken, runs = {(run.seed, run.trial) for run in self.runs}, (*self.tried, *self.runs)
-        seeds = {run.seed for run in self.tried if (run.seed, run.trial) not in taken}
-        own = [run for run in runs if run.trial == 0 and run.learning_rate == rate]
-        return {run.seed: run for run in own if run.seed in seeds}
+        runs = (*self.tried, *self.runs)
+        seeds = {run.seed for run in runs if run.trial == 1}  # others took a point over, perhaps that of trial 0
+        return {run.seed: run for run in runs if run.seed in seeds and run.trial == 0 and run.learning_rate == rate}
 
     @property
     def chosen(self) -> list[RunOutcome]:

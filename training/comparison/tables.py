@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import yaml
@@ -340,7 +339,7 @@ def provenance(results: ScaleOutcome) -> Rows:
     return [{"what": what, "value": value} for what, value in values.items()]
 
 
-def given_fields(given: Mapping[str, Any]) -> str:
+def given_fields(given: Mapping) -> str:
     flat = {name: value for name, value in given.items() if name not in SECTIONS}
     for name in SECTIONS:
         flat |= given.get(name) or {}

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comparison.comparison import Comparison, Variant, outline, read_shared_recipe, size_scale, size_variant
-from ..comparison.config import (
-    SINGLE,
-    ComparisonConfig,
-    ComparisonFile,
-    ConfirmConfig,
-    ModelConfig,
-    SearchConfig,
-)
+from ..comparison.config import SINGLE, ComparisonConfig, ComparisonFile, ConfirmConfig, ModelConfig, SearchConfig
 from ..comparison.estimate import describe_estimate
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.lr_search import Rates
