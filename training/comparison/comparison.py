@@ -159,12 +159,14 @@ class Scale:
             return (
                 f"{choice}; a verdict may hang on other values of the recipe, which `tune` would search for each model"
             )
-        if self.shares_points:
-            return f"the baseline tries {tuned.trials} points with each seed, and all rows take the best"
         if self.takes_points:
-            return "each seed takes over its point of the first scale, and searches the learning rate again"
+            again = ", and searches the learning rate again" if self.has_choice else ""
+            return f"each seed takes over its point of the first scale{again}"
         ranges = ", ".join(f"{name} {entry}" for name, entry in tuned.ranges.items())
-        return f"each seed tries {tuned.trials} points for each model, then rates around its best: {ranges}"
+        if self.shares_points:
+            return f"the baseline tries {tuned.trials} points with each seed, and all rows take the best: {ranges}"
+        then = ", then rates around its best" if self.has_choice else ""
+        return f"each seed tries {tuned.trials} points for each model{then}: {ranges}"
 
     def _describe_model(self, name: str, variant: Variant) -> dict[str, str]:
         size, width = variant.size, variant.intermediate_size
@@ -310,11 +312,8 @@ class Comparison:
 
     @property
     def machine_warning(self) -> str | None:
-        for scale in self.scales.values():
-            for variant in scale.variants.values():
-                if warning := emulated_bf16(variant.recipe.training):
-                    return warning
-        return None
+        variants = (variant for scale in self.scales.values() for variant in scale.variants.values())
+        return next(filter(None, (emulated_bf16(variant.recipe.training) for variant in variants)), None)
 
 
 def outline(config: ComparisonConfig, source: str) -> Comparison:

@@ -196,12 +196,12 @@ def plan_primary(config: ComparisonConfig, heights: Mapping[str, float]) -> Prim
     )
 
 
-def smallest_value(plan: PrimaryPlan, seeds: Mapping[str, int], power: float) -> float:
-    """Returns the smallest value that is found with probability `power`, in noise floors, if runs share no noise."""
+def planned_noise(plan: PrimaryPlan, seeds: Mapping[str, int]) -> Estimate:
+    """Returns the value 0 with the noise of a plan, in noise floors, if runs share no noise."""
     squares = {name: sum(weight**2 for weight in entry.values()) for name, entry in plan.weights.items()}
     groups = [squares] if plan.is_paired else [{name: square} for name, square in squares.items()]
     runs = np.array([min(seeds[name] for name in group) for group in groups])
     variances = np.array([sum(group.values()) for group in groups]) / runs
     # As in `welch_sum`
     freedom = (variances.sum() ** 2 / (variances**2 / (runs - 1)).sum() + runs.min() - 1) / 2
-    return Estimate(0.0, math.sqrt(variances.sum()), freedom).smallest(ALPHA, power)
+    return Estimate(0.0, math.sqrt(variances.sum()), freedom)

@@ -8,12 +8,13 @@ from functools import singledispatch
 
 import torch
 
+from ..run.muon import make_muon
 from ..run.objectives import objective_of
 from ..size import auto_class_of, vocabulary_of
 from ..text import check_number, duration, first_line
 from .comparison import Comparison, Variant, heights_of
-from .conditions import plan_primary, smallest_value
-from .inference import alpha_of_last, noise_range, smallest_difference
+from .conditions import plan_primary, planned_noise
+from .inference import ALPHA, alpha_of_last, noise_range, smallest_difference
 from .local import environment_of_one_run
 
 
@@ -25,7 +26,7 @@ _CPU_TOKENS = 8192
 _SECONDS_OF_A_RUN = 3.0
 _POWER = 0.8
 _INDEPENDENT = (
-    "this takes the runs of a seed for independent and leaves out the choice of the test text: the noise of pairs was "
+    "this takes the runs of a seed for independent and leaves out the choice of the test data: the noise of pairs was "
     "0.5 to 1.5 times this in published comparisons, less from trained weights; each report prints its own"
 )
 
@@ -56,8 +57,17 @@ def describe_estimate(
         yield f"primary test: {primary.about}; first, at 5 % without a correction"
         runs = {name: len(plan.scales[name].seeds) for name in primary.weights}
         if (fewest := min(runs.values())) > 1:
-            value = _in_floors(smallest_value(primary, runs, _POWER), noise_floor, fewest)
+            noise, margin = planned_noise(primary, runs), plan.config.primary.margin
+            value = _in_floors(noise.smallest(ALPHA, _POWER), noise_floor, fewest)
             yield f"primary test: smallest value found with probability {100 * _POWER:.0f} %: {value}"
+            if margin is not None:
+                # The usual approximation: 80 to 83 % for 2 seeds or more
+                most = margin / (noise.margin(2 * ALPHA) + noise.margin(1 - _POWER))
+                yield (
+                    f"primary test: if the true value is 0, equivalence within {margin:g} % is found in "
+                    f"{100 * _POWER:.0f} % of cases where the noise floor is at most {most:.2g} %"
+                    + ("" if noise_floor is None else "; it is" if noise_floor <= most else "; it is not")
+                )
     total = 0.0
     for name, scale in plan.scales.items():
         try:
@@ -103,6 +113,8 @@ def seconds_of_step(variant: Variant, threads: int | None = None) -> float:
     model = auto_class_of(config).from_config(config, attn_implementation=recipe.attn_implementation)
     model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)  # as Trainer's default
+    if recipe.optimizer == "muon":
+        optimizer = make_muon(model, arguments, decayed=())
     dtype = torch.bfloat16 if arguments.bf16 else torch.float16
     threads_before, seconds = torch.get_num_threads(), []
     torch.set_num_threads(threads or threads_before)

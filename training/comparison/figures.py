@@ -176,7 +176,7 @@ def draw_stability(results: ScaleOutcome) -> Figure | None:
 
 
 def draw_losses(outcome: Outcome) -> Figure | None:
-    figure, axes = _begin_figure(f"{outcome.name}: loss over compute, every seed")
+    figure, axes = _begin_figure(f"{outcome.name}: loss over {outcome.trend.axis}, every seed")
     for name, style in _model_styles(outcome).items():
         losses = {
             outcome.trend.models[name].steps[scale].flops
@@ -395,6 +395,9 @@ def _scale_compute(axes: Axes, outcome: Outcome) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("FLOPs of a run" if outcome.trend.axis == COMPUTE else outcome.trend.axis)
     names, flops = zip(*outcome.trend.flops.items())
+    if outcome.trend.axis != COMPUTE:
+        axes.set_xticks(flops, [f"{size:g}" for size in flops])
+        axes.minorticks_off()
     above = axes.secondary_xaxis("top")
     above.xaxis.set_major_locator(FixedLocator(flops))
     above.xaxis.set_major_formatter(FuncFormatter(lambda value, index: names[index]))
@@ -428,11 +431,11 @@ FIGURES = {
 }
 FIGURES_OF_A_LADDER = {
     "improvements": (
-        "Improvement over compute",
+        "Improvement over {axis}",
         "Improvement of test loss with the interval of each model and scale; grey is the noise floor.",
         draw_improvements,
     ),
-    "losses": ("Loss over compute", "Test loss of every run. Lines join means over the seeds.", draw_losses),
+    "losses": ("Loss over {axis}", "Test loss of every run. Lines join means over the seeds.", draw_losses),
     "bowls": (
         "Loss against learning rate",
         "Validation loss of the runs that chose a rate, at each scale, and the mean of the seeds that tried it.",

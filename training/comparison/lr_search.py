@@ -73,9 +73,12 @@ class Range:
         return round(value) if type(self.low) is type(self.high) is int else float(f"{value:.3g}")
 
     def end_near(self, value: Any) -> float | None:
-        """Returns the end of the range if the value lies in the tenth before it, or beyond."""
-        if self.values or type(value) not in (int, float):
+        """Returns the end of the range if the value lies in the tenth before it or beyond, or is the end of a list."""
+        if any(type(number) not in (int, float) for number in (value, *self.values)):
             return None
+        if self.values:
+            ends = (min(self.values) or None, max(self.values))  # 0 turns a field off
+            return value if len(self.values) > 2 and value in ends else None
         scale = (lambda number: number) if self.is_linear else math.log
         if not self.is_linear and value <= 0:
             return self.low

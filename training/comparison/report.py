@@ -4,7 +4,6 @@ import itertools
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import singledispatch
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ..files import PAGE_FILE, RESULTS_FILE, files_in, read_json
 from ..sharing.scrub import without_folders
 from ..text import Markdown, align, code, count, plain
 from .conditions import SumVerdict
+from .config import ComparisonConfig
 from .figures import FIGURES, FIGURES_OF_A_LADDER, figure_section
 from .inference import FIRST_INTERIM, ROUNDING, Verdict, alpha_of_last, noise_range, power_warning
 from .lr_search import LEARNING_RATE
@@ -33,6 +33,7 @@ from .tables import (
     interaction_rows,
     p_value,
     point_rows,
+    points_sentence,
     provenance,
     rate_rows,
     run_rows,
@@ -43,7 +44,7 @@ from .tables import (
     tuning_gain,
     with_interval,
 )
-from .trend import TrendVerdict
+from .trend import COMPUTE, TrendVerdict
 
 
 PROTOCOL = "How this was measured and judged"
@@ -71,10 +72,6 @@ _TERMINAL_COLUMNS = {
 _CARD_COLUMNS = ("model", "verdict", "test loss (nats)", "test loss of masked tokens (nats)", "loss improvement (%)")
 _CARD_COLUMNS += ("Holm p", BONFERRONI, "learning rate", "non-embedding")
 _RATES_CAPTION = "Mean validation loss in nats per {} of the runs that tried the rate; ✓ marks a rate that was chosen."
-_POINTS_CAPTION = (
-    "The point that each seed chose for each model by validation loss, and the learning rate that it found there. "
-    "Trial 0 has the recipe's own values."
-)
 _TASKS_CAPTION = (
     "Scores of the reported runs, mean and standard deviation over seeds, judged seed by seed; only seeds count. The "
     "improvement is in percent of the baseline's score where lower is better, and of its distance from 1 for "
@@ -84,11 +81,10 @@ _TASKS_CAPTION = (
 _STABILITY_CAPTION = "At the last recorded step of the reported runs: mean and standard deviation over seeds."
 
 # One of these stands beside every p-value and interval
-_EACH_SEED = (
-    "Every seed chooses among the learning rates anew, so p and the intervals include the risk of that choice."
-)
-_EACH_POINT = (
-    "Every seed tunes each model anew, by the same search, so p and the intervals include the risk of that choice."
+_EACH_SEED = "Every seed chooses among the {} anew, so p and the intervals include the risk of that choice."
+_TAKEN_POINTS = (
+    "Each seed took its points over from the first scale, so no gain of tuning is measured here, and other points may "
+    "suit this scale better. p and the intervals include the risk of the choice."
 )
 _NOT_TUNED = (
     "Other nuisance parameters, such as initial weights and warm-up, were not tuned: a verdict may hang on their "
@@ -125,6 +121,7 @@ def write_report(outcome: Outcome, folder: Path, has_page: bool = False) -> None
     drawn = []
     for name, (title, caption, draw) in {} if outcome.interactions else figures.items():
         if (figure := draw(results)) is not None:
+            title = title.format(axis=outcome.trend and outcome.trend.axis)
             drawn.append(figure_section(folder, name, title, caption, figure))
         else:
             delete(folder / "figures" / f"{name}.png")  # of results that had more runs
@@ -225,7 +222,10 @@ def _sections(outcome: Outcome, figures: list[Section]) -> list[Section]:
         ]
     elif outcome.interactions:
         conditions = outcome.scales.items()
-        sections += [replace(_models(results), title=f"Condition {name}") for name, results in conditions]
+        for name, results in conditions:
+            fields, models = given_fields(outcome.comparison["conditions"][name]), _models(results)
+            changes = Markdown(f"What it changes of the recipe: {code(fields) if fields else 'nothing'}.")
+            sections.append(Section(f"Condition {name}", [changes, *models.parts]))
         sections += [Section("Interactions", [interaction_rows(outcome), INTERACTIONS_CAPTION])]
         for name, results in conditions:
             data = Section("Data and machine", [provenance(results)])
@@ -259,7 +259,7 @@ def _protocol(sentences: list[str]) -> Section:
 def _models(results: ScaleOutcome) -> Section:
     differences = []
     for name, model in results.models.items():
-        fields = given_fields(model)
+        fields = given_fields(model.given)
         differences.append(Markdown(f"{code(name)}: " + (code(fields) if fields else "nothing, it is the recipe's")))
     early = [_EARLY] if results.interim else []
     return Section("Models", [summary_rows(results), *early, "What differs between them:", bullets(differences)])
@@ -268,7 +268,7 @@ def _models(results: ScaleOutcome) -> Section:
 def _runs(results: ScaleOutcome) -> list[Section]:
     tables = {
         "Downstream tasks": (_TASKS_CAPTION, task_rows(results)),
-        "Tuning": (_POINTS_CAPTION, point_rows(results)),
+        "Tuning": (points_sentence(results), point_rows(results)),
         "Learning rates": (_RATES_CAPTION.format(results.objective.loss_unit), rate_rows(results)),
         "Stability at the end": (_STABILITY_CAPTION, stability_rows(results)),
     }
@@ -300,7 +300,7 @@ def primary_sentence(outcome: Outcome) -> str:
         margin = f" Equivalent means that its 90 % interval, [{low:+.2f}, {high:+.2f}], is within {test.margin:g} %."
     return (
         f"{about}: {test.verdict}, {with_interval(test.value, test.interval, '+.2f')} % of the baseline's loss, p "
-        f"{p_value(test.p)}.{margin} It counts seeds, not the choice of the test text. It was tested first, at 5 % "
+        f"{p_value(test.p)}.{margin} It counts seeds, not the choice of the test data. It was tested first, at 5 % "
         f"without a correction; {count(outcome.largest.statistics.family, 'other test')} together are one family."
     )
 
@@ -312,7 +312,10 @@ def interaction_sentence(outcome: Outcome) -> str:
         for each in outcome.interactions
         if each.test.verdict in words
     ]
-    return f"Interactions of models and conditions: {'; '.join(found) or 'none found'}."
+    none = "none found" if any(each.test.p is not None for each in outcome.interactions) else "none tested"
+    reasons = dict.fromkeys(each.test.note for each in outcome.interactions if each.test.note)
+    why = f" (no test: {'; '.join(reasons)})" if reasons else ""
+    return f"Interactions of models and conditions: {'; '.join(found) or none}{why}."
 
 
 def trend_sentence(outcome: Outcome) -> str:
@@ -342,6 +345,7 @@ def trend_protocol(outcome: Outcome) -> list[str]:
         "The verdict at the largest scale is the judgement. The trend explains it.",
         test,
         *(f"{in_line(names)}: {meaning}." for meaning, names in meanings.items()),
+        *([] if trend.axis == COMPUTE else [trend.multiplier_note]),
     ]
 
 
@@ -363,16 +367,18 @@ def outcome_sentence(results: ScaleOutcome) -> str:
 
 def warning_sentences(outcome: Outcome, has_tests: bool = True) -> list[str]:
     """What a reader must know first, of the largest scale first."""
-    warnings = []
-    for name, scale in reversed(outcome.scales.items()):
+    warnings, family, names = [], outcome.largest.statistics.family, list(outcome.scales)
+    if family is not None:  # that of the plan, with the tests that could not be made
+        family = ComparisonConfig.read(outcome.comparison, outcome.name).family
+    for name in reversed(names) if outcome.trend else names:
         prefix = f"{outcome.axis.one.capitalize()} {name}: " if outcome.axis else ""
-        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(scale, has_tests)]
-    if outcome.trend and outcome.trend.multiplier_note:
+        warnings += [f"{prefix}{text}" for text in _warnings_of_scale(outcome.scales[name], has_tests, family)]
+    if outcome.trend and outcome.trend.axis == COMPUTE and outcome.trend.multiplier_note:
         warnings.append(outcome.trend.multiplier_note)
     return warnings
 
 
-def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
+def _warnings_of_scale(results: ScaleOutcome, has_tests: bool, family: int | None) -> list[str]:
     warnings = []
     if results.same_tokens is False:
         warnings.append(
@@ -403,11 +409,11 @@ def _warnings_of_scale(results: ScaleOutcome, has_tests: bool) -> list[str]:
             if ends and len(ends) >= len(model.runs) / 2:
                 listed = " and ".join(f"{end:g}" for end in sorted(set(ends)))
                 warnings.append(
-                    f"{name} did best with {field} near {listed}, the end of its range ({values}), in {len(ends)} of "
-                    f"{len(model.runs)} seeds: better values may lie beyond."
+                    f"{name} did best with {field} {'at' if values.values else 'near'} {listed}, the end of its range "
+                    f"({values}), in {len(ends)} of {len(model.runs)} seeds: better values may lie beyond."
                 )
     counts = len(results.seeds), len(results.models) - 1
-    warning = power_warning(*counts, results.interim is not None, results.statistics.family)
+    warning = power_warning(*counts, results.interim is not None, family)
     if has_tests and warning:
         warnings.append(f"{warning}.")
     if has_tests and len({len(model.learning_rates) > 1 for model in results.models.values()}) > 1:
@@ -424,10 +430,13 @@ def _about_rates(results: ScaleOutcome) -> list[str]:
     if not results.tested:
         return []
     if results.tuned is None:
-        return [_EACH_SEED if results.has_choice else _ONE_RATE, _NOT_TUNED]
-    listed = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items())
-    by = "By tuning, the test loss fell below that of the recipe's own values by"
-    return [_EACH_POINT, f"{by}: {listed}. A verdict that is smaller may hang on what was not tuned."]
+        return [_EACH_SEED.format("learning rates") if results.has_choice else _ONE_RATE, _NOT_TUNED]
+    gains = ", ".join(f"{name} {tuning_gain(model)}" for name, model in results.models.items() if model.untuned)
+    if not gains:
+        return [_TAKEN_POINTS]
+    start, more = (", at the learning rate where the search began,", []) if results.has_choice else ("", [_ONE_RATE])
+    gains = f"By tuning, the test loss fell below that of the recipe's own values{start} by: {gains}."
+    return [_EACH_SEED.format("points"), *more, f"{gains} A verdict that is smaller may hang on what was not tuned."]
 
 
 def noise_floor_sentence(results: ScaleOutcome) -> str:
@@ -439,7 +448,8 @@ def noise_floor_sentence(results: ScaleOutcome) -> str:
         f"from seed to seed, {statistics.noise_floor_percent:.2g} % (standard deviation)"
     )
     if (share := results.noise_from_text) is None:
-        return f"{sentence}; how much of it comes from the choice of the test text is unknown."
+        unknown = "; how much of it comes from the choice of the test text is unknown"
+        return f"{sentence}{unknown if results.objective.has_parts else ''}."
     percent = "less than 1" if share < 0.005 else f"about {100 * share:.0f}"
     return f"{sentence}; {percent} % of this variance comes from the choice of the test text."
 
@@ -476,15 +486,6 @@ def protocol_sentences(results: ScaleOutcome) -> list[str]:
         results.same_tokens
         and "Runs of one seed saw the same tokens in the same order, so models are compared seed by seed.",
     ]
-    if tuned := results.tuned:
-        ranges = "; ".join(f"{name} ({values})" for name, values in tuned.ranges.items())
-        whose = "the baseline, and all models took its best one" if tuned.at == "baseline" else "each model"
-        sentences.append(
-            f"Each seed tried {tuned.trials} points for {whose}: the recipe's own values, then Halton's quasi-random "
-            f"points over {ranges}. It then searched learning rates around its best point."
-        )
-        if tuned.at in (None, "first"):
-            sentences.append("In a ladder, larger scales take over the point of the smallest.")
     if results.has_choice:
         sentences += [
             "Each seed tried the learning rates of a model by itself and took the one with the lowest loss on the "

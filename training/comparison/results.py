@@ -98,10 +98,11 @@ class ModelOutcome:
 
     @property
     def untuned(self) -> dict[int, RunOutcome]:
-        """By seed, the runs with the recipe's own values, which `tune` tries first."""
+        """By seed that tried points, the run with the recipe's own values, which `tune` tries first."""
         rate = self.search["start"] if self.search else self.learning_rates[0]
         runs = (*self.tried, *self.runs)
-        return {run.seed: run for run in runs if run.trial == 0 and run.learning_rate == rate}
+        seeds = {run.seed for run in runs if run.trial == 1}  # others took a point over, perhaps that of trial 0
+        return {run.seed: run for run in runs if run.seed in seeds and run.trial == 0 and run.learning_rate == rate}
 
     @property
     def chosen(self) -> list[RunOutcome]:

@@ -1,7 +1,7 @@
 """The tables of a report: rows of texts by column, the same in every file."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import yaml
@@ -150,6 +150,24 @@ def point_rows(results: ScaleOutcome) -> Rows:
     return rows
 
 
+def points_sentence(results: ScaleOutcome) -> str:
+    """Says which points of `tune` were tried, and for which models; nothing without `tune`."""
+    if (tuned := results.tuned) is None:
+        return ""
+    search = " It searched learning rates around that point." if results.has_choice else ""
+    has_own = {run.seed in model.untuned for model in results.models.values() for run in model.runs}
+    if has_own == {False}:
+        return f"Each seed took its point for each model over from the first scale.{search}"
+    whose = "each model" if has_own == {True} else "each model without a point of the first scale"
+    if tuned.at == "baseline":
+        whose = "the baseline, whose point all models take"
+    ranges = "; ".join(f"{name} ({values})" for name, values in tuned.ranges.items())
+    return (
+        f"Each seed tried {tuned.trials} points for {whose}: trial 0 with the recipe's own values, then Halton's "
+        f"quasi-random points over {ranges}. It took the one with the lowest validation loss.{search}"
+    )
+
+
 def tuning_gain(model: ModelOutcome) -> str:
     """Returns mean and standard deviation over seeds of the percent by which tuning lowered the test loss."""
     pairs = [(run.test_loss, model.untuned[run.seed].test_loss) for run in model.runs if run.seed in model.untuned]
@@ -292,7 +310,7 @@ ACCURACY_NOTE = (
 )
 INTERACTIONS_CAPTION = (
     "Improvement under the second condition minus that under the first, each in percent of the loss that the baseline "
-    "has there, seed by seed, with the 95 % interval of one test. Only seeds count, not the choice of the test text."
+    "has there, seed by seed, with the 95 % interval of one test. Only seeds count, not the choice of the test data."
 )
 _FAMILY_CAPTION = (
     "p of the test at each scale, corrected by Holm's method for all models at all scales as one family. The verdict "
@@ -321,10 +339,10 @@ def provenance(results: ScaleOutcome) -> Rows:
     return [{"what": what, "value": value} for what, value in values.items()]
 
 
-def given_fields(model: ModelOutcome) -> str:
-    flat = {name: value for name, value in model.given.items() if name not in SECTIONS}
+def given_fields(given: Mapping) -> str:
+    flat = {name: value for name, value in given.items() if name not in SECTIONS}
     for name in SECTIONS:
-        flat |= model.given.get(name) or {}
+        flat |= given.get(name) or {}
     return yaml.safe_dump(flat, sort_keys=False, default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 

@@ -8,14 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..comparison.comparison import Comparison, Variant, outline, read_shared_recipe, size_scale, size_variant
-from ..comparison.config import (
-    SINGLE,
-    ComparisonConfig,
-    ComparisonFile,
-    ConfirmConfig,
-    ModelConfig,
-    SearchConfig,
-)
+from ..comparison.config import SINGLE, ComparisonConfig, ComparisonFile, ConfirmConfig, ModelConfig, SearchConfig
 from ..comparison.estimate import describe_estimate
 from ..comparison.inference import FIRST_INTERIM
 from ..comparison.lr_search import Rates
@@ -55,6 +48,8 @@ class Screening:
             f"screening: {len(self.design.rows)} models with {len(scale.seeds)} seeds each, {scale.runs} runs of "
             f"{scale.tokens_per_run:,} tokens, {scale.flops:.3g} FLOPs"
         )
+        if self.config.tune is not None:
+            yield f"screening: {scale.describe_tuning()}"
         for group in self.design.aliases():
             if len(group) > 1:
                 yield f"cannot be told apart: {', '.join(' x '.join(pair) for pair in group)}"
@@ -64,6 +59,7 @@ class Screening:
             "then the factors that survive, together, against the baseline, each model at its own learning rate: "
             f"{most}{scale.runs} runs{scale.or_more}"
         )
+        yield f"confirmation: {scale.describe_tuning()}"
 
     def added_parameters(self, factor: str) -> int:
         return self.sizes[factor].total - self.sizes[OFF].total

@@ -14,7 +14,7 @@ from ..comparison.figures import BASELINE, figure_section
 from ..comparison.render import Rows, Section, bullets, warning, write_sections
 from ..comparison.report import PROTOCOL, describe, in_line, outcome_sentence, table_lines, verdicts, warning_sentences
 from ..comparison.results import VERSION, Outcome
-from ..comparison.tables import number, p_value, with_interval
+from ..comparison.tables import number, p_value, point_rows, points_sentence, with_interval
 from ..text import Markdown, code
 from .design import RATE, Design
 from .effects import Effects, MainEffect
@@ -50,6 +50,7 @@ _NO_VERDICT = (
     "Main effects are averages over all other factors and over two learning rates. They are no verdict: two rates "
     "misjudge a change that moves the best one. The verdict is that of the confirmation."
 )
+_NOT_TUNED = "Nothing was tuned for the rows: effects may hang on values in the recipe, such as initial weights."
 _FOLDERS = Markdown("Its own report is in the folder `confirmation`, and the runs of the design are in `screening`.")
 _INTERACTIONS = (
     "The design cannot separate the interactions in one row; the number is their sum. It is positive if the loss is "
@@ -109,6 +110,7 @@ def _protocol(results: ScreeningOutcome) -> list[str]:
         f"factorial design of resolution IV: {rows} models with {seeds} seeds each, {rows * seeds} runs.",
         f"Runs of one seed are a block{': they saw the same tokens in the same order' if runs.same_tokens else ''}.",
         runs.objective.loss_note,
+        None if runs.tuned else _NOT_TUNED,
     ]
     if effects is not None:
         sentences.append(
@@ -175,6 +177,8 @@ def _sections(results: ScreeningOutcome, figures: list[Section]) -> list[Section
         ]
         sections.append(Section("Main effects", [_effect_rows(results)]))
         sections.append(Section("Interactions", [_INTERACTIONS, interactions]))
+    if points := [row for row in point_rows(results.runs.largest) if row["model"] == results.runs.baseline]:
+        sections.append(Section("Tuning", [points_sentence(results.runs.largest), points]))
     if results.confirmation is not None:
         sections.append(Section(f"Confirmation: {BEST} against {OFF}", [verdicts(results.confirmation), _FOLDERS]))
     changes = [
