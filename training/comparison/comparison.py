@@ -23,9 +23,10 @@ from ..run.recipe import Recipe, read_recipe, without_private
 from ..run.synthetic import Task, difficulty
 from ..size import Size, matching_intermediate_size, measure
 from ..text import align, one_line
-from .config import SINGLE, Axis, ComparisonConfig, ComparisonFile, ModelConfig, ScaleConfig, with_sections
+from .config import ComparisonConfig, ComparisonFile, with_sections
 from .inference import FIRST_INTERIM, analyse, power_warning
 from .lr_search import Rates, Results, Run, Tuning, tune
+from .sections import SINGLE, Axis, ModelConfig, ScaleConfig
 
 
 @dataclass(frozen=True)

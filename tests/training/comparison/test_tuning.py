@@ -10,12 +10,12 @@ from support.inline_engine import InlineEngine
 from support.planted import Interrupted, PlantedEngine
 
 from modeling_nlq.training.api import load_plan
-from modeling_nlq.training.comparison.config import TuneConfig
 from modeling_nlq.training.comparison.inference import analyse
 from modeling_nlq.training.comparison.lr_search import Range, Rates, tune
 from modeling_nlq.training.comparison.report import describe, write_report
 from modeling_nlq.training.comparison.results import read_outcome
 from modeling_nlq.training.comparison.run import run_comparison
+from modeling_nlq.training.comparison.sections import TuneConfig
 from modeling_nlq.training.comparison.status import describe_status
 from modeling_nlq.training.result import Evaluation, Losses
 
