@@ -160,11 +160,12 @@ class TestConditions:
 
     def test_no_interaction_is_tested(self, make, tmp_path):
         """Every best rate is at the boundary. The plan's warning of few seeds is that of the report."""
-        rates = {"good": {"learning_rates": [4e-3, 8e-3]}, "twin": {"learning_rates": [4e-3, 8e-3]}}
-        plan = load_plan(make(**CROSSED, models={"base": None, **rates}, seeds=[0, 1]))
+        plan = load_plan(make(**CROSSED, learning_rates=[4e-3, 8e-3], seeds=[0, 1]))
         outcome = run_and_report(plan, tmp_path, PlantedEngine(planted))
         (found,) = re.findall("Interactions of models and conditions: (.*)", (tmp_path / "results.md").read_text())
-        assert found.startswith("none tested (no test: good, adamw: no verdict: its best rate is at the boundary; ")
+        assert found.startswith(
+            "none tested (no test: good, adamw: no verdict: the baseline's best rate is at the boundary; "
+        )
         warnings, planned = warning_sentences(outcome), plan.largest.power_warning()
         assert planned.startswith("2 seeds and 6 tests may need |t| > 76.4")
         assert [text for text in warnings if "|t|" in text] == [f"Condition {name}: {planned}." for name in CONDITIONS]
@@ -258,7 +259,7 @@ class TestPrimary:
         assert np.mean(found, axis=0) == pytest.approx(0.81, abs=0.04)
 
     def test_margin_of_a_plan(self, make, monkeypatch):
-        """The quantiles of t with 4 degrees of freedom, 2.132 and 1.533, times the noise of two models, sqrt(2 / 5)."""
+        """The quantiles of t with 4 degrees of freedom, 2.132 and 1.533, times the noise of a pair, sqrt(2 / 5)."""
         monkeypatch.setattr("modeling_nlq.training.comparison.estimate.seconds_of_step", lambda *_: 1.0)
         plan = load_plan(make(primary={**GOOD, "margin": 1.0}))
         for floor, told in ((None, "0.43 %"), (0.3, "0.43 %; it is"), (0.5, "0.43 %; it is not")):
